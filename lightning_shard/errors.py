@@ -1,0 +1,70 @@
+"""Every error that this package raises on purpose.
+
+::
+
+    ShardError
+    ├── ConfigurationError (ValueError)   a user's setting that can't work; raised before anything was touched
+    │   ├── MeshError                     sizes that do not fit the number of processes
+    │   ├── WrappingError                 shard units, tied or ignored modules that can't be formed
+    │   ├── PrecisionError                a precision that a strategy can't honour
+    │   └── MaterializationError          a meta-device model that can't be given values
+    ├── PrecisionContractError            a live tensor that breaks the aligned contract
+    ├── DataError (RuntimeError)          data that differs between ranks in a way that can't be trained on
+    └── CheckpointError (RuntimeError)
+        ├── CheckpointNotFoundError (FileNotFoundError)   no such directory, or no manifest in it (half-written)
+        ├── CheckpointCorruptError        a file that does not match its checksum, or hostile content
+        └── CheckpointMismatchError       missing, unexpected or reshaped keys
+
+A message says the value that was found, the rule it breaks and what to do. Errors of one cause are raised on
+every rank alike.
+"""
+
+from __future__ import annotations
+
+
+class ShardError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigurationError(ShardError, ValueError):
+    """A user's setting that can't work; raised before a process group, file or parameter was touched."""
+
+
+class MeshError(ConfigurationError):
+    """Mesh sizes that do not fit each other or the number of processes."""
+
+
+class WrappingError(ConfigurationError):
+    """Shard units, tied parameters or ignored modules that can't be formed."""
+
+
+class PrecisionError(ConfigurationError):
+    """A precision that does not exist here or that the chosen strategy can't honour."""
+
+
+class MaterializationError(ConfigurationError):
+    """A module on the meta device that there is no way to give values."""
+
+
+class PrecisionContractError(ShardError):
+    """A live tensor whose dtype breaks the aligned precision contract."""
+
+
+class DataError(ShardError, RuntimeError):
+    """Data that differs between ranks in a way that can't be trained on."""
+
+
+class CheckpointError(ShardError, RuntimeError):
+    """Base of the checkpoint errors."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint at this path, or one without its manifest (half-written)."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint file that does not match its manifest, or holds what must not be opened."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint whose tensors do not fit the model: missing, unexpected or reshaped keys."""
