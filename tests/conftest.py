@@ -1,0 +1,96 @@
+"""Which groups of tests run, what is said about those that do not, and the end of the worker processes.
+
+A test of a marked group runs only when `-m` names the group: `pytest` alone leaves all of them out,
+`pytest -m matrix` runs that one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+
+from tests.harness import close_pools
+
+GROUPS = ("matrix", "soak", "slurm", "gpu")
+
+_LEFT_OUT = pytest.StashKey[dict[str, tuple[int, str]]]()
+_RAN = pytest.StashKey["Counter[str]"]()
+_MISSING = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-groups",
+        default="",
+        metavar="GROUP,...",
+        help="fail if a group named here ran no test (for CI, where a group left out must not pass unseen)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_RAN] = Counter()
+    unknown = set(_required(config)) - set(GROUPS)
+    if unknown:
+        raise pytest.UsageError(f"--require-groups: no group named {sorted(unknown)}; there are {list(GROUPS)}")
+
+
+# Ahead of pytest's own deselection by `-m`, which would drop tests without a word about their group.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = config.option.markexpr
+    reasons: dict[str, list[str]] = {}
+    kept, dropped = [], []
+    for item in items:
+        groups = _groups(item)
+        left_out = next((group for group in groups if not re.search(rf"\b{group}\b", named)), None)
+        if left_out is not None:
+            reasons.setdefault(left_out, []).append(f"run `pytest -m {left_out}`")
+        elif "gpu" in groups and not _has_cuda():
+            left_out = "gpu"
+            reasons.setdefault("gpu", []).append("no CUDA device here")
+        (kept if left_out is None else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+    config.stash[_LEFT_OUT] = {group: (len(why), why[0]) for group, why in reasons.items()}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and not report.skipped:
+        item.config.stash[_RAN].update(_groups(item))
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    close_pools()
+    config = session.config
+    config.stash[_MISSING] = [group for group in _required(config) if not config.stash[_RAN][group]]
+    if config.stash[_MISSING] and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for group, (count, reason) in sorted(config.stash.get(_LEFT_OUT, {}).items()):
+        terminalreporter.write_line(f"{count} tests of `{group}` not selected: {reason}")
+    for group in config.stash.get(_MISSING, []):
+        terminalreporter.write_line(f"FAILED: `{group}` was required and ran no test", red=True)
+
+
+def _required(config: pytest.Config) -> list[str]:
+    return [group for group in config.getoption("--require-groups").split(",") if group]
+
+
+def _groups(item: pytest.Item) -> list[str]:
+    return [group for group in GROUPS if item.get_closest_marker(group)]
+
+
+def _has_cuda() -> bool:
+    # Imported here: collecting tests that have no GPU among them needs no torch.
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,292 @@
+"""Run a function on several real gloo processes and get every rank's result, or every rank's traceback.
+
+::
+
+    def _sum_of_ranks(offset):
+        rank = torch.tensor(dist.get_rank() + offset)
+        dist.all_reduce(rank)
+        return rank.item()
+
+    def test_sum():
+        assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
+
+The processes of a world size are started by its first call and serve all later calls, because importing
+torch and Lightning costs seconds. A call that fails, hangs or loses a rank costs its processes; the next
+one gets new ones. Each call has a new process group, environment and working directory (temporary, common
+to all ranks).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# How long the other ranks may take to end by themselves after the first one failed, so that their tracebacks
+# are shown too: gloo tells the peers of a lost connection at once.
+GRACE_SECONDS = 5.0
+# Imports of torch and Lightning on a busy machine.
+START_SECONDS = 300.0
+LOG_TAIL_LINES = 30
+
+
+class DistributedError(AssertionError):
+    """At least one rank raised, died or did not end in time; the message has a section for every rank.
+
+    Attributes:
+        failed: rank -> type name of its exception, "died" or "did not end"; without the ranks that returned.
+    """
+
+    def __init__(self, message: str, failed: dict[int, str]) -> None:
+        super().__init__(message)
+        self.failed = failed
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on `world_size` processes with an initialised gloo group; results by rank.
+
+    Args:
+        fn: a module-level function of an importable module (it is pickled by reference).
+        world_size: number of processes; all are on one "node" as torchelastic describes it.
+        *args: passed on.
+        timeout: seconds from the call to the last result.
+        **kwargs: passed on.
+
+    Raises:
+        DistributedError: a rank raised or died, or the time was up.
+    """
+    payload = pickle.dumps((fn, args, kwargs))
+    pool = _POOLS.get(world_size)
+    if pool is None or not pool.alive():
+        if pool is not None:
+            pool.kill()
+        pool = _POOLS[world_size] = _Pool(world_size)
+    try:
+        return pool.call(payload, timeout, getattr(fn, "__qualname__", str(fn)))
+    except BaseException:
+        # A KeyboardInterrupt leaves ranks in the middle of a call just as a failure does.
+        _POOLS.pop(world_size, None)
+        pool.kill()
+        raise
+
+
+def close_pools() -> None:
+    """End all worker processes."""
+    while _POOLS:
+        _POOLS.popitem()[1].kill()
+
+
+class _Pool:
+    """The worker processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=f"harness-{world_size}-"))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self.calls = 0
+        for rank in range(world_size):
+            self._spawn(rank)
+        deadline = time.monotonic() + START_SECONDS
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())) or not self._is_ready(connection):
+                tail = _tail(self.folder / f"start-{rank}.log")
+                self.kill()
+                raise DistributedError(f"worker {rank} of {world_size} did not start\n{tail}", {rank: "died"})
+
+    def _spawn(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _joined_path(),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        # A plain subprocess, not a daemonic multiprocessing one, which could not have DataLoader workers; in
+        # a session of its own so that it can be killed together with them.
+        with open(self.folder / f"start-{rank}.log", "wb") as log:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.harness_worker",
+                    str(theirs.fileno()),
+                    str(self.folder),
+                    str(rank),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        theirs.close()
+        self.processes.append(process)
+        self.connections.append(ours)
+
+    @staticmethod
+    def _is_ready(connection: Connection) -> bool:
+        try:
+            return connection.recv_bytes() == b"ready"
+        except (EOFError, OSError):
+            return False
+
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def call(self, payload: bytes, timeout: float, name: str) -> list[Any]:
+        self.calls += 1
+        folder = self.folder / f"call-{self.calls}"
+        cwd = folder / "cwd"
+        cwd.mkdir(parents=True)
+        world_size = len(self.processes)
+        port = _free_port()
+        for rank, connection in enumerate(self.connections):
+            environment = {
+                "RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": world_size,
+                "GROUP_RANK": 0,
+                "GROUP_WORLD_SIZE": 1,
+                "ROLE_RANK": rank,
+                "ROLE_WORLD_SIZE": world_size,
+                "TORCHELASTIC_RUN_ID": "harness",
+                "TORCHELASTIC_RESTART_COUNT": 0,
+                "TORCHELASTIC_MAX_RESTARTS": 0,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            call = {
+                "payload": payload,
+                "environment": {key: str(value) for key, value in environment.items()},
+                "cwd": str(cwd),
+                "rendezvous": str(folder / "rendezvous"),
+                "log": str(folder / f"rank-{rank}.log"),
+                # The harness's own clock must be the first to run out: it shows where all ranks are.
+                "timeout": timeout + 60,
+            }
+            connection.send_bytes(pickle.dumps(call))
+        outcomes = self._collect(time.monotonic() + timeout)
+        failed = {rank: outcome[1] for rank, outcome in outcomes.items() if outcome[0] != "result"}
+        if failed:
+            raise DistributedError(self._report(name, timeout, outcomes, folder), failed)
+        shutil.rmtree(folder, ignore_errors=True)
+        return [pickle.loads(outcomes[rank][2]) for rank in range(world_size)]
+
+    def _collect(self, deadline: float) -> dict[int, tuple[str, str, Any]]:
+        """Rank -> (kind, what happened, data); kind is result, error, died or hung."""
+        outcomes: dict[int, tuple[str, str, Any]] = {}
+        waiting = dict(enumerate(self.connections))
+        while waiting and time.monotonic() < deadline:
+            # Read before asking whether the process lives: what it sent before its end counts.
+            ready = wait(list(waiting.values()), timeout=0.1)
+            for rank, connection in list(waiting.items()):
+                if connection in ready:
+                    outcomes[rank] = self._receive(rank, connection)
+                elif self.processes[rank].poll() is not None and not connection.poll():
+                    outcomes[rank] = ("died", "died", self._exit_status(rank))
+                else:
+                    continue
+                del waiting[rank]
+                if outcomes[rank][0] != "result":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if waiting:
+            for rank, stack in self._stacks(list(waiting)).items():
+                outcomes[rank] = ("hung", "did not end", stack)
+        return outcomes
+
+    def _receive(self, rank: int, connection: Connection) -> tuple[str, str, Any]:
+        try:
+            outcome: tuple[str, str, Any] = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return "died", "died", self._exit_status(rank)
+        return outcome
+
+    def _exit_status(self, rank: int) -> str:
+        try:
+            code = self.processes[rank].wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exited with status {code}"
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR1)."""
+        for rank in ranks:
+            if self.processes[rank].poll() is None:
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return {rank: _tail(self.folder / f"stacks-{rank}.txt", 200) for rank in ranks}
+
+    def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[str, str, Any]], folder: Path) -> str:
+        first = min(
+            (rank for rank, outcome in outcomes.items() if outcome[0] != "result"),
+            # What raised or died comes before what waited for it.
+            key=lambda rank: (outcomes[rank][0] == "hung", rank),
+        )
+        if all(outcome[0] in ("result", "hung") for outcome in outcomes.values()):
+            head = f"{name} on {len(outcomes)} processes did not end within {timeout} s"
+        else:
+            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {outcomes[first][1]}"
+        parts = [head]
+        for rank in sorted(outcomes):
+            kind, what, data = outcomes[rank]
+            if kind == "result":
+                parts.append(f"--- rank {rank}: returned")
+                continue
+            detail = {"error": "raised", "died": "died,", "hung": "had not ended; its stacks:"}[kind]
+            parts.append(f"--- rank {rank}: {detail} {what if kind == 'error' else ''}\n{data}")
+            log = _tail(folder / f"rank-{rank}.log")
+            if log:
+                parts.append(f"--- rank {rank}: end of its output\n{log}")
+        return "\n".join(parts)
+
+    def kill(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                process.kill()
+        for process in self.processes:
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _joined_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+_POOLS: dict[int, _Pool] = {}
+atexit.register(close_pools)

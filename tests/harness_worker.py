@@ -1,0 +1,163 @@
+"""The process behind :mod:`tests.harness`: waits for calls on a pipe, runs each in a new process group."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(handle: int, folder: Path, rank: int) -> None:
+    """Serve calls until the pipe closes."""
+    _die_with_parent()
+    # The C-level handler prints the stacks of all threads even while the main one waits inside gloo.
+    with open(folder / f"stacks-{rank}.txt", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import lightning.pytorch  # noqa: F401
+        import torch
+
+        import lightning_shard  # noqa: F401
+
+        torch.set_num_threads(1)
+        connection = Connection(handle)
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                call = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            _redirect_output(call["log"])
+            _serve(connection, call)
+
+
+def _serve(connection: Connection, call: dict[str, Any]) -> None:
+    environment = dict(os.environ)
+    os.environ.update(call["environment"])
+    os.chdir(call["cwd"])
+    try:
+        with _process_group(call), warnings.catch_warnings():
+            # "once per place" would hide from a test the warnings that an earlier test had seen.
+            warnings.simplefilter("always")
+            try:
+                fn, args, kwargs = pickle.loads(call["payload"])
+                outcome = ("result", "returned", pickle.dumps(fn(*args, **kwargs)))
+            except BaseException as error:
+                outcome = ("error", type(error).__name__, _formatted(error))
+                # Tell at once, ahead of any cleaning up that could wait for the other ranks.
+                connection.send_bytes(pickle.dumps(outcome))
+    except BaseException as error:
+        outcome = ("error", type(error).__name__, _formatted(error))
+        connection.send_bytes(pickle.dumps(outcome))
+    if outcome[0] == "result":
+        _reset(environment)
+        connection.send_bytes(pickle.dumps(outcome))
+    else:
+        # The peers' collectives fail as soon as this process's connections are gone.
+        _flush()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _process_group(call: dict[str, Any]) -> Iterator[None]:
+    import torch.distributed as dist
+
+    _seed()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{call['rendezvous']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=call["timeout"]),
+    )
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _reset(environment: dict[str, str]) -> None:
+    """Undo what a call may have left: environment, global modes of torch, garbage that holds groups."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(1)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    _flush()
+
+
+def _seed() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _formatted(error: BaseException) -> str:
+    """The traceback, and the local variables of the innermost frame that is a test's."""
+    text = "".join(traceback.format_exception(error))
+    frames = [frame for frame in _frames(error.__traceback__) if "tests" in Path(frame.f_code.co_filename).parts]
+    # The outermost frames are this file's own.
+    if not frames or frames[-1].f_code.co_filename == __file__:
+        return text
+    shown = []
+    for name, value in frames[-1].f_locals.items():
+        with contextlib.suppress(Exception):
+            shown.append(f"    {name} = {repr(value)[:300]}")
+    return text + "local variables there:\n" + "\n".join(shown[:40])
+
+
+def _frames(link: TracebackType | None) -> Iterator[Any]:
+    while link is not None:
+        yield link.tb_frame
+        link = link.tb_next
+
+
+def _redirect_output(path: str) -> None:
+    _flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the test session ends in whatever way (Linux only)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

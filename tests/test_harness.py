@@ -1,0 +1,234 @@
+"""The harness: results by rank, and no failure, death or hang of a rank goes unseen or holds up the rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import ROOT, DistributedError, run_distributed
+
+# Well below the 60 s and more that a hang would take; a busy machine needs seconds to notice a dead peer.
+PROMPT_SECONDS = 30
+
+
+def _identity(offset: int, *, scale: int = 1) -> dict[str, object]:
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return {
+        "rank": dist.get_rank(),
+        "total": total.item() * scale,
+        "pid": os.getpid(),
+        "cwd": os.getcwd(),
+        "environment": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")],
+        "torchelastic": dist.is_torchelastic_launched(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def test_results_come_by_rank_from_processes_that_are_kept() -> None:
+    first = run_distributed(_identity, 2, 10, scale=3)
+    second = run_distributed(_identity, 2, 20)
+    assert [result["rank"] for result in first] == [0, 1]
+    assert [result["total"] for result in first] == [63, 63]
+    assert [result["environment"] for result in first] == [["0", "0", "2", "0"], ["1", "1", "2", "0"]]
+    assert all(result["torchelastic"] and result["threads"] == 1 for result in first)
+    pids = [result["pid"] for result in first]
+    assert os.getpid() not in pids
+    assert pids == [result["pid"] for result in second]
+    assert first[0]["cwd"] == first[1]["cwd"] != second[0]["cwd"]
+    assert not Path(str(first[0]["cwd"])).exists()
+
+
+def _leave_traces() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.manual_seed(123 + dist.get_rank())
+
+
+def _traces() -> tuple[object, ...]:
+    with warnings.catch_warnings(record=True) as caught:
+        _warn()
+    modes = (torch.get_default_dtype(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ)
+    return (*modes, torch.rand(()).item(), len(caught))
+
+
+def _warn() -> None:
+    warnings.warn("each call sees it", stacklevel=1)
+
+
+def test_a_call_does_not_see_the_one_before() -> None:
+    clean = run_distributed(_traces, 2)
+    run_distributed(_leave_traces, 2)
+    assert run_distributed(_traces, 2) == clean
+    assert clean[0][:3] == (torch.float32, True, False)
+    assert clean[0][4] == 1
+
+
+def _raise_on_every_rank() -> None:
+    print(f"printed by {dist.get_rank()}")
+    culprit = f"culprit{dist.get_rank()}"
+    raise ValueError(f"raised by {culprit}")
+
+
+def test_every_traceback_is_shown() -> None:
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(_raise_on_every_rank, 2)
+    message = str(caught.value)
+    assert caught.value.failed == {0: "ValueError", 1: "ValueError"}
+    for rank in range(2):
+        assert f"--- rank {rank}: raised ValueError" in message
+        assert f"ValueError: raised by culprit{rank}" in message
+        assert f"culprit = 'culprit{rank}'" in message
+        assert f"printed by {rank}" in message
+    assert message.count("in _raise_on_every_rank") == 2
+
+
+def _raise_while_the_other_waits() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("only rank 1")
+    dist.barrier()
+
+
+def test_one_rank_raising_ends_a_waiting_one() -> None:
+    run_distributed(_identity, 2, 0)  # the start of the processes is not in the time below
+    began = time.monotonic()
+    with pytest.raises(DistributedError, match=r"rank 1: KeyError|rank 0: ") as caught:
+        run_distributed(_raise_while_the_other_waits, 2, timeout=100)
+    assert time.monotonic() - began < PROMPT_SECONDS
+    assert caught.value.failed[1] == "KeyError"
+    assert set(caught.value.failed) == {0, 1}
+    assert "in _raise_while_the_other_waits" in str(caught.value).split("--- rank 1")[0]
+
+
+def _exit_without_a_word() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_rank_that_exits_is_reported_promptly() -> None:
+    run_distributed(_identity, 2, 0)
+    began = time.monotonic()
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(_exit_without_a_word, 2, timeout=100)
+    assert time.monotonic() - began < PROMPT_SECONDS
+    assert caught.value.failed[0] == "died"
+    assert "exited with status 3" in str(caught.value)
+
+
+def _one_rank_hangs() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return dist.get_rank()
+
+
+def test_a_hang_shows_stacks_and_the_next_call_works() -> None:
+    with pytest.raises(DistributedError, match="did not end within 2 s") as caught:
+        run_distributed(_one_rank_hangs, 2, timeout=2)
+    assert caught.value.failed == {1: "did not end"}
+    assert "in _one_rank_hangs" in str(caught.value)
+    assert [result["total"] for result in run_distributed(_identity, 2, 0)] == [1, 1]
+
+
+def _unpicklable() -> object:
+    return lambda: None
+
+
+def test_a_result_that_can_not_travel_is_an_error_of_the_rank() -> None:
+    with pytest.raises(DistributedError, match=r"[Pp]ickl"):
+        run_distributed(_unpicklable, 1)
+
+
+def _report_pid_and_sleep(path: str) -> None:
+    Path(path, str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def test_workers_die_with_the_session(tmp_path: Path) -> None:
+    script = (
+        "from tests.harness import run_distributed\n"
+        "from tests.test_harness import _report_pid_and_sleep\n"
+        f"run_distributed(_report_pid_and_sleep, 1, {str(tmp_path)!r})\n"
+    )
+    session = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    try:
+        _until(lambda: any(tmp_path.iterdir()), seconds=120)
+    finally:
+        session.kill()
+        session.wait()
+    pid = int(next(tmp_path.iterdir()).name)
+    _until(lambda: not _runs(pid), seconds=PROMPT_SECONDS)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        # A killed process whose new parent has not collected it yet is a zombie.
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _until(condition: object, *, seconds: float) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.1)
+
+
+GROUPED_TESTS = """
+import pytest
+
+def test_plain(): pass
+
+@pytest.mark.matrix
+def test_matrix(): pass
+
+@pytest.mark.matrix
+@pytest.mark.soak
+def test_matrix_soak(): pass
+
+@pytest.mark.slurm
+def test_slurm(): pytest.skip("no")
+"""
+
+
+def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_grouped.py").write_text(GROUPED_TESTS)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest"]
+    command += ["-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+def test_marked_groups_are_left_out_aloud(tmp_path: Path) -> None:
+    run = _pytest(tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed, 3 deselected" in run.stdout
+    assert "2 tests of `matrix` not selected: run `pytest -m matrix`" in run.stdout
+    assert "1 tests of `slurm` not selected: run `pytest -m slurm`" in run.stdout
+
+
+def test_a_named_group_runs(tmp_path: Path) -> None:
+    run = _pytest(tmp_path, "-m", "matrix")
+    assert "1 passed, 3 deselected" in run.stdout
+    assert "1 tests of `soak` not selected" in run.stdout
+    assert "2 passed, 2 deselected" in _pytest(tmp_path, "-m", "matrix and soak or matrix").stdout
+
+
+@pytest.mark.parametrize(
+    ("marks", "required", "status"), [("matrix", "matrix", 0), ("", "matrix", 1), ("slurm", "slurm", 1)]
+)
+def test_a_required_group_must_run(tmp_path: Path, marks: str, required: str, status: int) -> None:
+    run = _pytest(tmp_path, "-m", marks, f"--require-groups={required}")
+    assert run.returncode == status, run.stdout + run.stderr
+    assert (f"`{required}` was required and ran no test" in run.stdout) == bool(status)
