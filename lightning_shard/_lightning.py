@@ -1,0 +1,84 @@
+"""Everything that this package uses of Lightning's private names, in one place.
+
+Tested with Lightning 2.6; a name that another version lacks fails here, on import, and not in a training step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized as is_initialized,
+)
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection as init_process_group,
+)
+from lightning.fabric.utilities.distributed import (
+    _sync_ddp_if_available as sync_reduce,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "DDPForwardRedirection",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "default_backend",
+    "init_process_group",
+    "is_initialized",
+    "layer_sync",
+    "prepare_for_backward",
+    "set_device_mesh",
+    "set_rank",
+    "should_accumulate",
+    "sync_reduce",
+    "use_no_grad_in_evaluation",
+]
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Make ``mesh`` what ``LightningModule.device_mesh`` gives in ``configure_model``."""
+    module._device_mesh = mesh
+
+
+def set_rank(rank: int) -> None:
+    """Tell Lightning's ``rank_zero_*`` helpers which rank this process is."""
+    for only in (rank_zero_only, fabric_rank_zero_only):
+        vars(only)["rank"] = rank
+
+
+def use_no_grad_in_evaluation(trainer: Trainer) -> None:
+    """Run every evaluation loop under ``torch.no_grad`` instead of ``torch.inference_mode``.
+
+    What FSDP2 gathers under inference mode are inference tensors, which the next training step can't update.
+    """
+    for loop in (
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
+        loop.inference_mode = False
+
+
+def should_accumulate(trainer: Trainer) -> bool:
+    """Whether this batch's gradients are only added up, with no optimizer step after it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The plugin that ``Trainer(sync_batchnorm=True)`` set, or None."""
+    return strategy._layer_sync

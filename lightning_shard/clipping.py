@@ -1,0 +1,121 @@
+"""Gradient clipping by one formula on every engine.
+
+The norm is ``sqrt(sum(g ** 2))`` with squares and sums in fp64, rounded once to fp32; the coefficient is torch's,
+``clamp(max_norm / (norm + 1e-6), max=1)`` (``torch.nn.utils.clip_grads_with_norm_``). In fp64 the order of the
+sum, and so the way the gradients are cut, changes the result by less than an fp32 spacing: every engine and
+every rank gets the same fp32 number and so the same coefficient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from lightning_shard.errors import DataError
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _local(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient: the local shard of a DTensor, or the tensor itself."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _cut_axes(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups over whose ranks a gradient is cut, one per sharded mesh axis; empty if it is whole."""
+    if not isinstance(grad, DTensor):
+        return ()
+    groups = []
+    for axis, placement in enumerate(grad.placements):
+        assert not isinstance(placement, Partial), "a gradient was read before its reduction ended"
+        if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1:
+            groups.append(grad.device_mesh.get_group(axis))
+    return tuple(groups)
+
+
+def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements as an fp64 scalar on their device, without fp64 copies of them."""
+    norms = torch._foreach_norm([t for t in locals_ if t.numel() > 0], 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Total 2-norm of the gradients of ``parameters``; the same fp32 0-d tensor on every rank.
+
+    All ranks call it with the same parameters. Gradients may be plain tensors that are whole and equal on all
+    ranks, or DTensors sharded and replicated over any mesh. Parameters without a gradient count as zero.
+    """
+    by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for grad in _gradients(parameters):
+        by_axes[_cut_axes(grad)].append(_local(grad))
+    if not by_axes:
+        return torch.zeros(())
+    total: Tensor | None = None
+    for axes, locals_ in by_axes.items():
+        filled = [t for t in locals_ if t.numel() > 0]
+        square = _sum_of_squares(filled) if filled else locals_[0].new_zeros((), dtype=torch.float64)
+        for group in axes:
+            square = _all_reduce(square, group)
+        total = square if total is None else total + square
+    assert total is not None
+    return total.sqrt().to(torch.float32)
+
+
+def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
+    device = dist.distributed_c10d._get_pg_default_device(group) if value.device.type == "cpu" else value.device
+    moved = value.to(device)
+    dist.all_reduce(moved, group=group)
+    return moved.to(value.device)
+
+
+@torch.no_grad()
+def clip_by_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    *,
+    norm: Tensor | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before.
+
+    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before.
+
+    Raises:
+        DataError: the norm is inf or NaN and ``error_if_nonfinite`` is set; raised on every rank alike, before any
+            gradient was changed.
+    """
+    norm = gradient_norm(parameters) if norm is None else norm
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise DataError(
+            f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "
+            "lower the learning rate, or set error_if_nonfinite: false to scale by it all the same, as torch does."
+        )
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for locals_ in _by_device_and_dtype(parameters):
+        torch._foreach_mul_(locals_, coefficient.to(locals_[0].device))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamp every element of the gradients to ``[-max_value, max_value]`` in place; no communication."""
+    for locals_ in _by_device_and_dtype(parameters):
+        torch._foreach_clamp_min_(locals_, -max_value)
+        torch._foreach_clamp_max_(locals_, max_value)
+
+
+def _by_device_and_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in _gradients(parameters):
+        local = _local(grad)
+        groups[local.device, local.dtype].append(local)
+    return list(groups.values())

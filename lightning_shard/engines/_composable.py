@@ -1,0 +1,42 @@
+"""The one importer of torch's private FSDP2 parts, guarded by version.
+
+``replicate`` on FSDP2's machinery has no public path in torch 2.11 to 2.13. It casts, reduces and accumulates as
+``fully_shard`` does, which torch's DistributedDataParallel can't: that one has neither master weights nor a
+reduction dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from lightning_shard.errors import ConfigurationError
+
+replicate_module: Callable[..., Any] | None
+try:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
+except ImportError:
+    replicate_module = None
+
+
+def replicate(
+    module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, ignored_params: set[nn.Parameter]
+) -> None:
+    """Replicate ``module`` over a 1-D mesh, in place; afterwards it is an ``FSDPModule``. All ranks call it."""
+    if replicate_module is None:
+        raise ConfigurationError(
+            f"torch {torch.__version__} has no FSDP2-based replicate, which shard_ddp needs for every precision but "
+            "'32-true'. Use torch 2.11 to 2.13, precision '32-true', or shard_fsdp."
+        )
+    replicate_module(module, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
+
+
+def has_parameter_group(module: FSDPModule) -> bool:
+    """Whether ``module`` manages parameters itself (a root whose children took all of them does not)."""
+    state = module._get_fsdp_state()
+    return state._fsdp_param_group is not None

@@ -1,0 +1,318 @@
+"""FSDP2 over a module tree: plain functions that Lightning's strategies call in order.
+
+The order in `shard` matters: activation checkpointing wraps a unit's forward, compilation takes the checkpointed
+forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered once for a recomputing backward and
+no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
+
+from lightning_shard.engines._composable import replicate
+from lightning_shard.engines.materialize import find_initializers, materialize
+from lightning_shard.engines.replicas import broadcast_from_rank_0
+from lightning_shard.errors import WrappingError
+from lightning_shard.mesh import REPLICATE, SHARD
+from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.wrapping import Unit, UnitSpec, class_name, drop_units_tied_to, find_units
+
+Checkpointing = Literal["units"] | int | list[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """What a user sets about sharding, apart from the mesh and the precision; see ``ShardFSDPStrategy``."""
+
+    units: UnitSpec = "auto"
+    reshard_after_forward: bool | int = True
+    cpu_offload: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    activation_checkpointing: Checkpointing = None
+    compile: bool = False
+    ignored_modules: tuple[str, ...] = ()
+    replicate_only: bool = False
+    """Use the FSDP2-based ``replicate`` over a mesh whose shard axis has size 1."""
+    reduce_unused: bool = False
+    """Reduce zeros for parameters without a gradient, for ranks that use different ones (torch 2.13)."""
+
+
+@dataclass(kw_only=True)
+class ShardedModule:
+    """A module tree under FSDP2, and what is needed to drive it and to let go of it."""
+
+    root: nn.Module
+    mesh: DeviceMesh
+    policy: PrecisionPolicy
+    options: ShardingOptions
+    units: tuple[Unit, ...]
+    ignored: tuple[nn.Parameter, ...]
+    """Trainable parameters outside of FSDP, whole on every rank; their gradients are averaged before a step."""
+    upcast: dict[str, torch.dtype]
+    """FQNs of the parameters that were loaded in another dtype than the masters', with that dtype."""
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+def shard(
+    root: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    policy: PrecisionPolicy,
+    options: ShardingOptions,
+    seed: int,
+    separate_children: bool = False,
+) -> ShardedModule:
+    """Shard ``root`` in place over a 2-D mesh with axes ``replicate`` and ``shard``. Collective: all ranks call it.
+
+    A rank holds its shards and at most one whole unit at any time, for a model on the meta device from the start,
+    for one on the host as far as ``device`` is concerned. Values of rank 0 win where ranks built different ones.
+    A tree in which the user already applied ``fully_shard`` keeps its units.
+
+    Args:
+        root: the LightningModule.
+        mesh: from `lightning_shard.mesh.build_mesh`.
+        device: where this rank computes.
+        policy: the precision policy; trainable parameters end in ``policy.master``.
+        options: what the user set.
+        seed: the run's seed, equal on all ranks, for modules on the meta device.
+        separate_children: make each child of ``root`` a unit. Manual optimization runs several backward passes in
+            one step, and the root's own parameters are gathered only up to the end of the first.
+
+    Raises:
+        WrappingError, MaterializationError: before anything was changed.
+    """
+    own_units = any(isinstance(m, FSDPModule) for m in root.modules())
+    units = [] if own_units else drop_units_tied_to(root, find_units(root, options.units))
+    if separate_children and not own_units:
+        units = drop_units_tied_to(root, _with_children(root, units))
+    ignored = ignored_parameters(root, options.ignored_modules)
+    checkpointed = _checkpointed_modules(root, units, options.activation_checkpointing)
+    initializers = find_initializers(root)
+
+    sharded = ShardedModule(
+        root=root, mesh=mesh, policy=policy, options=options, units=tuple(units), ignored=(), upcast={}
+    )
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    created: dict[int, tuple[Tensor, Tensor]] = {}
+    done: set[nn.Module] = set()
+    for module in checkpointed:
+        sharded.undo.append(_checkpoint_forward(module))
+
+    def prepare(tops: Iterable[nn.Module]) -> None:
+        """Give the modules below ``tops`` that no inner unit has their device and values, whole."""
+        inside = [m for top in tops for m in top.modules()]
+        modules = [m for m in fqns if m in set(inside) and m not in done]
+        done.update(modules)
+        on_meta = {m for m in modules if m in initializers}
+        materialize(modules, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+        for module in modules:
+            _move_own_tensors(module, device)
+            if module not in on_meta:
+                broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+    apply = _applier(mesh, policy, options)
+    for unit in units:
+        prepare(unit.modules)
+        if options.compile:
+            sharded.undo.extend(_compile_forward(m) for m in unit.modules)
+        outermost = all(fqns[m].count(".") == 0 for m in unit.modules) and separate_children
+        apply(unit.modules, reshard=False if outermost else options.reshard_after_forward, ignored=ignored(root))
+    prepare([root])
+    if not isinstance(root, FSDPModule):
+        # None: torch keeps the root gathered between forward and backward, whatever the units do.
+        apply((root,), reshard=None, ignored=ignored(root))
+    sharded.ignored = tuple(p for p in ignored(root) if p.requires_grad)
+    sharded.upcast = cast_trainable_parameters(root, policy.master)
+    if policy.compute != torch.float32:
+        sharded.undo.append(install_casts(root, policy.compute))
+    if options.reduce_unused:
+        _reduce_unused(root)
+    _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], options)
+    return sharded
+
+
+def _with_children(root: nn.Module, units: list[Unit]) -> list[Unit]:
+    taken = {m for unit in units for m in unit.modules}
+    children = [
+        Unit(names=(name,), modules=(child,))
+        for name, child in root.named_children()
+        if child not in taken
+        and not isinstance(child, nn.ModuleList | nn.ModuleDict | Metric)
+        and any(True for _ in child.parameters())
+    ]
+    return [*units, *children]
+
+
+def ignored_parameters(root: nn.Module, class_names: Iterable[str]) -> Callable[[nn.Module], set[nn.Parameter]]:
+    """A function that reads, from the tree as it is at the time, the parameters that FSDP is to leave alone.
+
+    They are those of the named classes, of torchmetrics (a metric's own network is no part of the model), and
+    0-d ones, which can't be cut. It is a function because materialisation replaces parameter objects.
+
+    Raises:
+        WrappingError: a class name that matches nothing.
+    """
+    names = set(class_names)
+    present = {class_name(m) for m in root.modules()}
+    if missing := sorted(names - present):
+        raise WrappingError(
+            f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
+            f"Classes that are there: {', '.join(sorted(present))}."
+        )
+    tops = [m for m in root.modules() if isinstance(m, Metric) or class_name(m) in names]
+
+    def read(tree: nn.Module) -> set[nn.Parameter]:
+        named = {p for top in tops for p in top.parameters()}
+        return named | {p for p in tree.parameters() if p.ndim == 0}
+
+    return read
+
+
+def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions) -> Callable[..., None]:
+    mp_policy = MixedPrecisionPolicy(
+        # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
+        param_dtype=policy.compute,
+        reduce_dtype=policy.reduce,
+        # Inputs are cast by `install_casts`, which knows a batch's targets from a module's inputs.
+        cast_forward_inputs=False,
+    )
+    if options.replicate_only:
+        assert mesh[SHARD].size() == 1
+
+        def apply_replicate(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: set[nn.Parameter]) -> None:
+            for module in modules:
+                replicate(module, mesh=mesh[REPLICATE], mp_policy=mp_policy, ignored_params=ignored)
+
+        return apply_replicate
+
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
+    # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
+    over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+
+    def apply_shard(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: set[nn.Parameter]) -> None:
+        fully_shard(
+            modules[0] if len(modules) == 1 else list(modules),
+            mesh=over,
+            reshard_after_forward=reshard,
+            mp_policy=mp_policy,
+            offload_policy=offload,
+            ignored_params=ignored or None,
+        )
+
+    return apply_shard
+
+
+@torch.no_grad()
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def _checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
+    """The modules whose forward is recomputed in backward.
+
+    Raises:
+        WrappingError: nothing to apply it to.
+    """
+    if spec is None:
+        return []
+    if isinstance(spec, list):
+        present = {class_name(m) for m in root.modules()}
+        if missing := [n for n in spec if n not in present]:
+            raise WrappingError(
+                f"activation_checkpointing names {', '.join(map(repr, missing))}, but the model has no module of that "
+                f"class. Classes that are there: {', '.join(sorted(present))}."
+            )
+        return [m for m in root.modules() if class_name(m) in spec]
+    if isinstance(spec, bool) or (isinstance(spec, int) and spec < 1) or (isinstance(spec, str) and spec != "units"):
+        raise WrappingError(
+            f"activation_checkpointing is {spec!r}, but must be 'units', a list of class names, or n of at least 1 "
+            "for every n-th unit."
+        )
+    modules = [m for unit in units for m in unit.modules]
+    if not modules:
+        raise WrappingError(
+            "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
+            "to checkpoint, or set units."
+        )
+    return modules if spec == "units" else modules[:: int(spec)]
+
+
+def _checkpoint_forward(module: nn.Module) -> Callable[[], None]:
+    # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return partial(_restore_forward, module)
+
+
+def _compile_forward(module: nn.Module) -> Callable[[], None]:
+    module.forward = torch.compile(module.forward)
+    return partial(_restore_forward, module)
+
+
+def _restore_forward(module: nn.Module) -> None:
+    module.__dict__.pop("forward", None)
+
+
+def _reduce_unused(root: nn.Module) -> None:
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is None:
+        raise WrappingError(
+            f"find_unused_parameters: true needs torch 2.13 or newer here, and this is torch {torch.__version__}. "
+            "Remove it if all ranks use the same parameters in every step."
+        )
+    switch(True)
+
+
+def _set_prefetch(modules: list[FSDPModule], options: ShardingOptions) -> None:
+    """Gather the next ``n`` units early, by registration order (forward) and against it (backward)."""
+    for index, module in enumerate(modules):
+        if options.forward_prefetch:
+            ahead = modules[index + 1 : index + 1 + options.forward_prefetch]
+            module.set_modules_to_forward_prefetch(ahead)
+        if options.backward_prefetch:
+            before = modules[max(0, index - options.backward_prefetch) : index]
+            module.set_modules_to_backward_prefetch(before[::-1])
+
+
+def set_gradient_sync(root: nn.Module, enabled: bool) -> None:
+    """Reduce gradients in the next backward passes, or sum them whole on each rank until it is switched on again."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(enabled)
+
+
+def reshard(root: nn.Module) -> None:
+    """Put every unit's sharded parameters in place. No communication; needed before parameters are read.
+
+    An evaluation forward leaves the root's parameters gathered, since no backward follows that would free them.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def release(sharded: ShardedModule) -> None:
+    """Take back hooks and patched forwards; the parameters stay sharded."""
+    reshard(sharded.root)
+    while sharded.undo:
+        sharded.undo.pop()()

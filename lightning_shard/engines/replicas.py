@@ -1,0 +1,55 @@
+"""Tensors that every rank holds whole: equal at the start, and reduced by plain all-reduces where no engine does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values of rank 0, in place. All ranks call it with the same tensors in the same order.
+
+    DTensors (parameters that the user sharded) and meta tensors are left alone.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
+            continue
+        data = tensor.detach()
+        if not data.is_contiguous():
+            copy = data.contiguous()
+            dist.broadcast(copy, src=0)
+            data.copy_(copy)
+        else:
+            dist.broadcast(data, src=0)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
+    """Average the gradients of replicated parameters over all ranks, in ``reduce_dtype``. All ranks call it.
+
+    A rank without a gradient counts as zero as long as another rank has one, so that ranks whose forward took
+    different paths stay equal.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters:
+        return
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype[parameter.dtype].append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([g.reshape(-1).to(reduce_dtype) for g in gradients])
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))

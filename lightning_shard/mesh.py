@@ -1,0 +1,92 @@
+"""The device mesh: two axes, ``replicate`` and ``shard``, whose sizes multiply to the number of processes.
+
+Full sharding, hybrid sharding and pure replication are shapes of this mesh, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_shard.errors import MeshError
+
+REPLICATE = "replicate"
+SHARD = "shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the two mesh axes.
+
+    Parameters are cut over ``shard`` and copied over ``replicate``; ranks of one ``shard`` group are neighbours,
+    so that with one process per device a group lies inside a node as long as its size divides the node's.
+    """
+
+    replicate: int | Literal["auto"] = 1
+    """Number of copies of the model. "auto": what ``shard`` leaves of the world; if both are "auto", one copy per
+    node."""
+
+    shard: int | Literal["auto"] = "auto"
+    """Number of pieces that a copy is cut into. "auto": what ``replicate`` leaves of the world; if both are
+    "auto", the number of processes on a node."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no world could have."""
+        for axis in (REPLICATE, SHARD):
+            size = getattr(self, axis)
+            if size == "auto":
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(
+                    f"mesh.{axis} is {size!r}, but must be a whole number of at least 1 or 'auto'. "
+                    f"Set mesh.{axis}: auto to have it computed from the number of processes."
+                )
+
+
+def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
+    """The mesh's shape as ``(replicate, shard)``, a pure function of the configuration and the world.
+
+    Raises:
+        MeshError: the sizes do not multiply to ``world_size``.
+    """
+    replicate, shard = config.replicate, config.shard
+    if replicate == "auto" and shard == "auto":
+        shard = processes_per_node
+    if replicate == "auto":
+        assert isinstance(shard, int)
+        _check_divides(SHARD, shard, world_size)
+        return world_size // shard, shard
+    if shard == "auto":
+        _check_divides(REPLICATE, replicate, world_size)
+        return replicate, world_size // replicate
+    if replicate * shard != world_size:
+        raise MeshError(
+            f"mesh.replicate: {replicate} times mesh.shard: {shard} is {replicate * shard}, but the run has "
+            f"{world_size} processes (devices x num_nodes). The two must multiply to the number of processes: "
+            f"change one of them, or set one to 'auto'."
+        )
+    return replicate, shard
+
+
+def _check_divides(axis: str, size: int, world_size: int) -> None:
+    if world_size % size != 0:
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        raise MeshError(
+            f"mesh.{axis}: {size} does not divide the {world_size} processes of the run (devices x num_nodes). "
+            f"Use one of {', '.join(map(str, divisors))}, or change devices or num_nodes."
+        )
+
+
+def build_mesh(shape: tuple[int, int], *, device_type: str) -> DeviceMesh:
+    """The 2-D mesh with axes ``("replicate", "shard")`` over all ranks. Collective: all ranks call it."""
+    assert shape[0] * shape[1] == dist.get_world_size()
+    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
+    """``(number of data-parallel ranks, this rank's place among them)``: each rank reads its own data."""
+    replicate, shard = mesh[REPLICATE], mesh[SHARD]
+    return mesh.size(), replicate.get_local_rank() * shard.size() + shard.get_local_rank()

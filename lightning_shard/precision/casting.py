@@ -1,0 +1,122 @@
+"""Casting at module boundaries, the same on every engine.
+
+Under a 16-bit compute dtype every module sees its parameters in that dtype. So that floating inputs match them, a
+forward pre-hook on each module that has parameters, its own or its children's, casts its inputs. Integer and
+boolean inputs, targets, losses and metric inputs are never touched: they do not enter a module that has parameters
+unless the user's own code sends them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torchmetrics import Metric
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it (in nested tuples, lists and dicts) in ``dtype``.
+
+    fp64 tensors are cast too; integer, boolean and complex tensors and all other objects are returned as they are.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, tuple):
+        items = [cast_floating(v, dtype) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [cast_floating(v, dtype) for v in value]
+    if type(value) is dict:
+        return {k: cast_floating(v, dtype) for k, v in value.items()}
+    return value
+
+
+def install_casts(root: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
+
+    ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics.
+    Modules with running statistics compute in fp32 instead (`_compute_in_fp32`). Returns a function that takes
+    all of it back.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floating(args, dtype), {k: cast_floating(v, dtype) for k, v in kwargs.items()}
+
+    left_out = {root} | {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
+    for module in root.modules():
+        if module in left_out:
+            continue
+        if _has_running_statistics(module):
+            undo.append(_compute_in_fp32(module))
+        elif any(p.is_floating_point() for p in module.parameters()):
+            undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+
+    def remove() -> None:
+        for step in undo:
+            step()
+
+    return remove
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _compute_in_fp32(module: nn.Module) -> Callable[[], None]:
+    """Run ``module`` in fp32 from its parameters as they are seen (rounded to the compute dtype).
+
+    torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. The
+    output returns to the input's dtype.
+    """
+    original = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen = dict(module.named_parameters(recurse=False))
+        try:
+            for name, parameter in seen.items():
+                # An instance attribute hides the registered parameter from `module.<name>` for this call.
+                module.__dict__[name] = parameter.float()
+            return original(x.float(), *args, **kwargs).to(x.dtype)
+        finally:
+            for name in seen:
+                module.__dict__.pop(name, None)
+
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+
+    return undo
+
+
+def _owners(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, parameter
+
+
+def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Give every trainable floating parameter under ``root`` the dtype ``dtype`` by replacing it in its modules.
+
+    Works on plain parameters and on DTensors (only the local shard is cast). Call it before an optimizer is built
+    and before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties.
+
+    Returns:
+        The FQN of each parameter that changed, with the dtype it had.
+    """
+    names = {id(p): name for name, p in root.named_parameters()}
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    changed: dict[str, torch.dtype] = {}
+    for module, name, parameter in list(_owners(root)):
+        if not (parameter.requires_grad and parameter.is_floating_point()) or parameter.dtype == dtype:
+            continue
+        if id(parameter) not in replaced:
+            # The old parameter is kept in the tuple so that its id is not given to another object meanwhile.
+            replaced[id(parameter)] = (parameter, nn.Parameter(parameter.detach().to(dtype)))
+            changed[names[id(parameter)]] = parameter.dtype
+        setattr(module, name, replaced[id(parameter)][1])
+    return changed

@@ -1,0 +1,320 @@
+"""What the strategies of all engines share: processes, mesh, precision, clipping, accumulation, checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_shard import _lightning
+from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from lightning_shard.plugins.precision import ShardPrecision, translate
+from lightning_shard.precision.policy import PrecisionPolicy
+
+T = TypeVar("T")
+AccumulateSync = Literal["auto", "boundary", "micro_batch"]
+
+
+class ShardStrategy(ParallelStrategy):
+    """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
+
+    def __init__(
+        self,
+        *,
+        mesh: MeshConfig,
+        aligned: bool,
+        accumulate_sync: AccumulateSync,
+        log_grad_norm: bool,
+        error_if_nonfinite: bool,
+        timeout_seconds: float,
+        process_group_backend: str | None,
+    ) -> None:
+        """Store the settings; nothing is touched before the Trainer sets the strategy up."""
+        super().__init__()
+        if accumulate_sync not in ("auto", "boundary", "micro_batch"):
+            raise ConfigurationError(
+                f"accumulate_sync is {accumulate_sync!r}, but must be 'auto', 'boundary' or 'micro_batch'."
+            )
+        if timeout_seconds <= 0:
+            raise ConfigurationError(f"timeout_seconds is {timeout_seconds}, but must be greater than 0.")
+        self.mesh_config = mesh
+        self.aligned = aligned
+        self.accumulate_sync = accumulate_sync
+        self.log_grad_norm = log_grad_norm
+        self.error_if_nonfinite = error_if_nonfinite
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.process_group_backend = process_group_backend
+        self.num_nodes = 1
+        self._device_mesh: DeviceMesh | None = None
+
+    # Facts about the processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """True; without it Lightning gives a custom strategy no distributed sampler."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
+        assert self._device_mesh is not None, "the mesh exists once the processes are connected"
+        return self._device_mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each data-parallel rank reads its own part of the data."""
+        replicas, rank = data_parallel_coordinates(self.device_mesh)
+        return {"num_replicas": replicas, "rank": rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's rank-zero helpers, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _lightning.set_rank(self.global_rank)
+
+    # Precision
+
+    @property
+    def precision_plugin(self) -> ShardPrecision:
+        """The precision plugin, always this package's own."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, ShardPrecision) else ShardPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        plugin = translate(precision_plugin)
+        if plugin is not None:
+            plugin.clip_with(self._clip_gradients)
+        self._precision_plugin = plugin
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of this run."""
+        return self.precision_plugin.policy(aligned=self.aligned)
+
+    # Launch and connect
+
+    def _configure_launcher(self) -> None:
+        """Check what can be known before any process is started, then choose how to start them."""
+        assert self.cluster_environment is not None
+        self._check_configuration()
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = self._make_launcher()
+
+    def _make_launcher(self) -> Any:
+        assert self.cluster_environment is not None
+        return _lightning.SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _check_configuration(self) -> None:
+        """Refuse, before any process or parameter is touched, what can't work.
+
+        Raises:
+            ConfigurationError: on every rank alike.
+        """
+        _ = self.policy
+        self._mesh_shape()
+
+    def _mesh_shape(self) -> tuple[int, int]:
+        return resolve_mesh(
+            self.mesh_config,
+            world_size=self.num_nodes * self.num_processes,
+            processes_per_node=self.num_processes,
+        )
+
+    def setup_environment(self) -> None:
+        """Connect the processes and build the mesh. Collective: all ranks call it."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self.process_group_backend or _lightning.default_backend(self.root_device)
+        assert self.cluster_environment is not None
+        device_id = None if self.root_device.type == "cpu" else self.root_device
+        _lightning.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device_id)
+        self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
+        assert self.lightning_module is not None
+        _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
+
+    # Set-up
+
+    def setup(self, trainer: Trainer) -> None:
+        """Hand the module to the engine, then build the optimizers on the parameters that it left."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        _lightning.use_no_grad_in_evaluation(trainer)
+        self._refuse_sync_batchnorm_on_cpu()
+        if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
+            sync.apply(self.lightning_module)
+        self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
+        self.barrier("engine")
+        # Optimizers of an earlier run refer to parameters that may have been replaced.
+        self._reset_optimizers_and_schedulers()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse_sync_batchnorm_on_cpu(self) -> None:
+        if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
+                "accelerator: cpu."
+            )
+
+    @abstractmethod
+    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
+        """Let the engine shard or replicate ``module`` in place and return what forwards run through."""
+
+    def _agreed_seed(self) -> int:
+        """Rank 0's seed, on every rank."""
+        return int(self.broadcast(torch.initial_seed()))
+
+    def _warn_upcast(self, upcast: Mapping[str, torch.dtype]) -> None:
+        if not upcast:
+            return
+        names = list(upcast)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
+        master = str(self.policy.master).removeprefix("torch.")
+        rank_zero_warn(
+            f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
+        )
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device; the engines do it one unit at a time."""
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step`` under the engine's hooks."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            return self._run(self.lightning_module.training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``validation_step`` under the engine's hooks, never in inference mode."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context(), torch.inference_mode(mode=False):
+            return self._run(self.lightning_module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``test_step`` under the engine's hooks, never in inference mode."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context(), torch.inference_mode(mode=False):
+            return self._run(self.lightning_module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``predict_step`` under the engine's hooks, never in inference mode."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.predict_step_context(), torch.inference_mode(mode=False):
+            return self._run(self.lightning_module.predict_step, *args, **kwargs)
+
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    # Gradients
+
+    @property
+    def _syncs_at_boundary(self) -> bool:
+        return self.accumulate_sync == "boundary"
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Hold gradient reduction back, if ``accumulate_sync`` says that it waits for the boundary.
+
+        Lightning enters it for every micro-batch but the last of an accumulation; in manual optimization it is the
+        user's to enter.
+        """
+        if not self._syncs_at_boundary:
+            yield
+            return
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    @abstractmethod
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        """Reduce gradients in the backward passes to come, or sum them on each rank."""
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, finish what the engine left of the gradients' reduction, clip, and step."""
+
+        def closure_with_whole_gradients() -> Any:
+            result = closure()
+            self._finish_gradients()
+            return result
+
+        return super().optimizer_step(optimizer, closure_with_whole_gradients, model, **kwargs)
+
+    def _finish_gradients(self) -> None:
+        """Reduce gradients that the engine does not."""
+
+    def _clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str) -> None:
+        """Clip by norm or value, and log the norm before it (`grad_norm`) where one was computed."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm: Tensor | None = None
+        if self.log_grad_norm or (clip_val > 0 and algorithm == "norm"):
+            norm = gradient_norm(parameters)
+        if clip_val > 0 and algorithm == "norm":
+            clip_by_norm(parameters, clip_val, norm=norm, error_if_nonfinite=self.error_if_nonfinite)
+        elif clip_val > 0:
+            clip_by_value(parameters, clip_val)
+        if norm is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.log("grad_norm", norm)
+
+    # Collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not _lightning.is_initialized():
+            return
+        ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        dist.barrier(device_ids=ids)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s object, on every rank."""
+        if not _lightning.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; anything else is returned as it is."""
+        return _lightning.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor

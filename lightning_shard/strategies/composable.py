@@ -1,0 +1,117 @@
+"""What the strategies on FSDP2's machinery share, whether it shards or replicates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.engines import forward, fsdp
+from lightning_shard.engines.replicas import average_gradients
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.strategies.base import ShardStrategy
+
+FORWARD_METHODS = ("encode", "generate")
+"""Methods that run a model without ``forward``, by the names that are common."""
+
+
+_STATE = "_shard_state"
+"""Where a module keeps its `ShardedModule`, so that another Trainer can go on with it."""
+
+
+class ComposableStrategy(ShardStrategy):
+    """Base of what runs on FSDP2's machinery, sharded or replicated."""
+
+    _sharded: fsdp.ShardedModule | None = None
+
+    @abstractmethod
+    def _sharding_options(self) -> fsdp.ShardingOptions:
+        """What the user set about sharding."""
+
+    @property
+    def _forward_methods(self) -> tuple[str, ...]:
+        return FORWARD_METHODS
+
+    def _shard(self, module: LightningModule) -> None:
+        options = self._sharding_options()
+        earlier = _sharded_before(module)
+        if earlier is not None:
+            self._adopt(earlier, options)
+            return
+        self._sharded = fsdp.shard(
+            module,
+            mesh=self.device_mesh,
+            device=self.root_device,
+            policy=self.policy,
+            options=options,
+            seed=self._agreed_seed(),
+            separate_children=not module.automatic_optimization,
+        )
+        module.__dict__[_STATE] = self._sharded
+        self._sharded.undo.append(forward.install_runner(module))
+        self._sharded.undo.append(forward.patch_methods(module, self._forward_methods))
+        self._warn_upcast(self._sharded.upcast)
+
+    def _adopt(self, earlier: fsdp.ShardedModule, options: fsdp.ShardingOptions) -> None:
+        """Go on with a module that an earlier run sharded in the same way."""
+        if (earlier.mesh, earlier.policy, earlier.options) != (self.device_mesh, self.policy, options):
+            raise ConfigurationError(
+                "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
+                "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
+                "with ckpt_path."
+            )
+        self._sharded = earlier
+        fsdp.reshard(earlier.root)
+
+    def _refuse_foreign(self, module: nn.Module) -> None:
+        """Refuse a sharded module where whole parameters are needed."""
+        if any(isinstance(m, FSDPModule) for m in module.modules()):
+            raise ConfigurationError(
+                f"{type(self).__name__} needs a module with whole parameters, but this one was sharded with FSDP2, by an "
+                "earlier run or in configure_model. Build a new module, or use shard_fsdp."
+            )
+
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        return forward.run(self.lightning_module, step, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """In manual optimization backward starts inside the step, before FSDP saw the step's output."""
+        assert self.lightning_module is not None
+        if self._sharded is not None and not self.lightning_module.automatic_optimization:
+            forward.hook_loss(self.lightning_module, closure_loss)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        assert self.lightning_module is not None
+        fsdp.set_gradient_sync(self.lightning_module, enabled)
+
+    def _finish_gradients(self) -> None:
+        if self._sharded is not None:
+            average_gradients(self._sharded.ignored, reduce_dtype=self.policy.reduce)
+
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            fsdp.reshard(self._sharded.root)
+
+    def on_validation_end(self) -> None:
+        """Free the parameters that the last evaluation forward left gathered."""
+        self._reshard()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def teardown(self) -> None:
+        """Let go of the run's resources; the module stays sharded, so that it can be evaluated or fitted again."""
+        self._reshard()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _sharded_before(module: nn.Module) -> fsdp.ShardedModule | None:
+    return module.__dict__.get(_STATE)

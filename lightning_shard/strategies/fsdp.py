@@ -1,0 +1,117 @@
+"""Lightning's adapter of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_shard.engines import fsdp
+from lightning_shard.errors import ConfigurationError, MeshError
+from lightning_shard.mesh import MeshConfig
+from lightning_shard.strategies.base import AccumulateSync
+from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
+
+
+class ShardFSDPStrategy(ComposableStrategy):
+    """Fully sharded data parallelism on torch's FSDP2 (``fully_shard``): full, hybrid, grad-op and with offload."""
+
+    def __init__(
+        self,
+        *,
+        aligned: bool = False,
+        mesh: MeshConfig | None = None,
+        units: Literal["auto"] | int | list[str] = "auto",
+        reshard_after_forward: bool | int = True,
+        cpu_offload: bool = False,
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
+        activation_checkpointing: Literal["units"] | int | list[str] | None = None,
+        compile: bool = False,
+        ignored_modules: list[str] | None = None,
+        forward_methods: list[str] | None = None,
+        accumulate_sync: AccumulateSync = "auto",
+        log_grad_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        timeout_seconds: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Set up FSDP2.
+
+        Args:
+            aligned: hold the precision contract: fp32 masters, optimizer state, reduction and accumulation whatever
+                the Trainer's precision says.
+            mesh: sizes of the axes ``replicate`` and ``shard``. Default: one copy, cut over all processes. For
+                hybrid sharding give ``replicate: auto`` and ``shard: auto``: cut inside a node, copied across nodes.
+            units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
+                else the repeated blocks of module lists; a list of class names; or a number of parameters, for the
+                smallest modules that have as many. What is in no unit is gathered with the LightningModule itself.
+            reshard_after_forward: true: free a unit after its forward and gather it again in backward (ZeRO-3);
+                false: keep it (ZeRO-2); a number: keep a part of this many ranks (hpZ), a divisor of the shard
+                axis' size other than 1 and itself.
+            cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
+            forward_prefetch: units to gather ahead in forward; 0 leaves it to torch, which overlaps the next one.
+            backward_prefetch: the same in backward.
+            activation_checkpointing: recompute forward in backward: "units" for every unit, n for every n-th unit,
+                or a list of class names.
+            compile: compile every unit's forward with ``torch.compile``.
+            ignored_modules: class names of modules that stay whole on every rank; their gradients are averaged
+                before the step.
+            forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
+            accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch"
+                (keeps sharded gradients only), or once at the "boundary" (less communication, whole gradients on
+                every rank). "auto" is "micro_batch".
+            log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
+            error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
+            timeout_seconds: how long a collective waits before the run fails.
+            process_group_backend: "nccl", "gloo", ...; default: by device.
+
+        Raises:
+            ConfigurationError: a value that can't work, before anything is touched.
+        """
+        super().__init__(
+            mesh=mesh or MeshConfig(),
+            aligned=aligned,
+            accumulate_sync=accumulate_sync,
+            log_grad_norm=log_grad_norm,
+            error_if_nonfinite=error_if_nonfinite,
+            timeout_seconds=timeout_seconds,
+            process_group_backend=process_group_backend,
+        )
+        for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
+            if depth < 0:
+                raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
+        self._options = fsdp.ShardingOptions(
+            units=units,
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            forward_prefetch=forward_prefetch,
+            backward_prefetch=backward_prefetch,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            ignored_modules=tuple(ignored_modules or ()),
+        )
+        self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS
+
+    @property
+    def _forward_methods(self) -> tuple[str, ...]:
+        return self._methods
+
+    def _sharding_options(self) -> fsdp.ShardingOptions:
+        return self._options
+
+    def _check_configuration(self) -> None:
+        super()._check_configuration()
+        _, size = self._mesh_shape()
+        ranks = self._options.reshard_after_forward
+        if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
+            divisors = [str(d) for d in range(2, size) if size % d == 0]
+            raise MeshError(
+                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be neither "
+                f"1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
+            )
+
+    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
+        self._shard(module)
+        return module
