@@ -1,0 +1,83 @@
+"""Sharded training strategies for PyTorch Lightning.
+
+Importing this package registers its strategy names, so that ``Trainer(strategy="shard_fsdp_aligned")`` and
+``trainer.strategy: shard_fsdp_aligned`` in YAML work. Everything else is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataError,
+    MaterializationError,
+    MeshError,
+    PrecisionContractError,
+    PrecisionError,
+    ShardError,
+    WrappingError,
+)
+from lightning_shard.registry import register
+
+if TYPE_CHECKING:
+    from lightning_shard.cli import ShardCLI
+    from lightning_shard.mesh import MeshConfig
+    from lightning_shard.plugins.precision import ShardPrecision
+    from lightning_shard.precision.policy import PrecisionPolicy
+    from lightning_shard.strategies.ddp import ShardDDPStrategy
+    from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "DataError",
+    "MaterializationError",
+    "MeshConfig",
+    "MeshError",
+    "PrecisionContractError",
+    "PrecisionError",
+    "PrecisionPolicy",
+    "ShardCLI",
+    "ShardDDPStrategy",
+    "ShardError",
+    "ShardFSDPStrategy",
+    "ShardPrecision",
+    "WrappingError",
+    "__version__",
+]
+
+# Public names whose modules import engines or jsonargparse.
+_LAZY = {
+    "MeshConfig": "lightning_shard.mesh",
+    "PrecisionPolicy": "lightning_shard.precision.policy",
+    "ShardCLI": "lightning_shard.cli",
+    "ShardDDPStrategy": "lightning_shard.strategies.ddp",
+    "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
+    "ShardPrecision": "lightning_shard.plugins.precision",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+register()

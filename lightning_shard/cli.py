@@ -1,0 +1,280 @@
+"""The command line: ``lightning-shard fit|validate|test|predict|strategies``, and :class:`ShardCLI` for own scripts.
+
+A user's mistake ends in one message on stderr and exit code 2; a bug in the user's code keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard import __version__, registry, usage
+
+MISTAKE_EXIT_CODE = 2
+# How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
+# ends the others.
+_SILENCE_SECONDS = 2.0
+# How long rank 0 waits for the children's own last words before it ends them.
+_LAST_WORDS_SECONDS = 4.0
+_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+
+
+class ShardArgumentParser(LightningArgumentParser):
+    """Lightning's parser, which raises :class:`UsageError` with a readable message."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the explained message; parsers inside a type check (``exit_on_error=False``) stay as they are."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        # jsonargparse reports from the parser above the subcommand's, which has the keys.
+        parser = getattr(ex, "subcommand_parser", None) or self
+        raise usage.UsageError(usage.explain(message, _keys(parser))) from ex
+
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the action, to add ``strategies`` after Lightning's own subcommands."""
+        self.subcommands = super().add_subcommands(*args, **kwargs)
+        return self.subcommands
+
+    def add_strategies_subcommand(self) -> None:
+        """Add ``strategies [NAME]``."""
+        text = "Print the strategy names, or the YAML that equals one of them."
+        parser = type(self)(description=text)
+        parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
+        self.subcommands.add_subcommand("strategies", parser, help=text)
+
+
+class ShardCLI(LightningCLI):
+    """:class:`~lightning.pytorch.cli.LightningCLI` with this package's strategies, messages and ``strategies``.
+
+    Takes what LightningCLI takes. Without ``model_class`` and ``datamodule_class`` any LightningModule and
+    LightningDataModule can be named by ``class_path``; modules are also found in the current folder::
+
+        from lightning_shard import ShardCLI
+
+        ShardCLI(MyModule, MyDataModule)
+
+    Args:
+        model_class: the LightningModule, or a function that returns one; default: named in the configuration.
+        datamodule_class: the same of the LightningDataModule.
+        args: what to parse in place of ``sys.argv[1:]``: a list of arguments or a configuration as a mapping.
+        environ: the launcher's environment, which says which rank this is; by default this process's.
+        **kwargs: LightningCLI's other arguments.
+
+    Raises:
+        SystemExit: code 2 on every rank after a user's mistake; its ``__cause__`` is the error.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule] | None = None,
+        *,
+        args: ArgsType = None,
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        arguments = sys.argv[1:] if args is None else args
+        self._arguments = list(arguments) if isinstance(arguments, list) else None
+        _find_modules_in_current_folder(sys.path)
+        kwargs.setdefault("parser_class", ShardArgumentParser)
+        kwargs["parser_kwargs"] = {"version": _versions(), **(kwargs.get("parser_kwargs") or {})}
+        try:
+            super().__init__(model_class, datamodule_class, args=args, **kwargs)
+        except Exception as error:
+            self._end(error)
+            raise
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's parser with ``--traceback``."""
+        parser = super().init_parser(**kwargs)
+        parser.add_argument("--traceback", action="store_true", help="Show the stack of frames of a mistake too.")
+        return parser
+
+    def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
+        """Lightning's parsers and ``strategies``."""
+        super().setup_parser(add_subcommands, *args, **kwargs)
+        if add_subcommands and isinstance(self.parser, ShardArgumentParser):
+            self.parser.add_strategies_subcommand()
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse into ``self.config``; ``strategies`` prints and ends here."""
+        super().parse_arguments(parser, args)
+        for config in (self.config, self.config.get(str(self.config.get("subcommand")))):
+            if config is not None:
+                config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
+        if self.config.get("subcommand") == "strategies":
+            name = self.config["strategies"]["name"]
+            print(registry.table() if name is None else registry.preset_yaml(name).rstrip())
+            raise SystemExit(0)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what can be known to be wrong before anything is built."""
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        _check_strategy(config.get("trainer.strategy"))
+        _check_ckpt_path(config.get("ckpt_path"))
+
+    def after_fit(self) -> None:
+        """Say where the checkpoint is and how to validate it; rank 0."""
+        callback = self.trainer.checkpoint_callback
+        if not self.trainer.is_global_zero or not isinstance(callback, ModelCheckpoint):
+            return
+        best, last = callback.best_model_path, callback.last_model_path
+        if not (best or last):
+            return
+        score = callback.best_model_score if best else None
+        scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
+        print(f"checkpoint: {_shortest(best or last)}{scored}")
+        if best and last and best != last:
+            print(f"last checkpoint: {_shortest(last)}")
+        if self._arguments is not None and self.subcommand == "fit":
+            arguments = _validate_arguments(self._arguments, _shortest(best or last))
+            print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
+
+    def _end(self, error: Exception) -> None:
+        """End the children; after a mistake say it on one rank and exit. Returns when the error is to be raised."""
+        children = _take_children(getattr(self, "trainer", None))
+        if not usage.is_mistake(error):
+            # A lost child breaks this rank's collectives: then what the child said is the cause.
+            if MISTAKE_EXIT_CODE in _wait(children, _LAST_WORDS_SECONDS):
+                raise SystemExit(MISTAKE_EXIT_CODE) from error
+            _terminate(children)
+            return
+        rank = usage.global_rank(self._environ)
+        if rank != 0:
+            time.sleep(_SILENCE_SECONDS)
+        sys.stdout.flush()
+        where = usage.user_frame(error)
+        raised = f"\n(raised in {where})" if where else ""
+        file = _broken_config(self._arguments or []) if isinstance(error, usage.UsageError) else ""
+        prefix = f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}"
+        print(f"{prefix}{error}{raised}", file=sys.stderr, flush=True)
+        _terminate(children)
+        if self._arguments is not None and "--traceback" in self._arguments:
+            import traceback
+
+            traceback.print_exception(error)
+        raise SystemExit(MISTAKE_EXIT_CODE) from error
+
+
+def main() -> None:
+    """Entry point of ``lightning-shard``."""
+    ShardCLI(parser_kwargs={"prog": _own_program(sys.argv[0]), "description": "Train with sharded strategies."})
+
+
+def _own_program(script: str) -> str:
+    return "python -m lightning_shard" if Path(script).name == "__main__.py" else Path(script).name
+
+
+def _program(prog: str) -> str:
+    return f"python {prog}" if prog.endswith(".py") else prog
+
+
+def _versions() -> str:
+    return f"{__version__} (lightning {lightning.__version__}, torch {torch.__version__})"
+
+
+def _find_modules_in_current_folder(path: MutableSequence[str]) -> None:
+    """As ``python -m`` does; a console script's own folder stands first instead."""
+    if "" not in path and os.getcwd() not in path:
+        path.insert(0, os.getcwd())
+
+
+def _keys(parser: Any) -> list[str]:
+    return [action.dest for action in parser._actions if action.dest != "help"]
+
+
+def _check_strategy(strategy: Any) -> None:
+    if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
+        others = ["auto", *(name for name in StrategyRegistry if name not in registry.PRESETS)]
+        raise usage.UsageError(f"trainer.strategy: {registry.unknown_name(strategy, others)}")
+
+
+def _check_ckpt_path(path: Any) -> None:
+    """Of a local path; words that Lightning resolves and remote paths are left to it."""
+    if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
+        return
+    if not Path(path).exists():
+        raise usage.UsageError(
+            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of best, last."
+        )
+
+
+def _broken_config(arguments: Sequence[str]) -> str:
+    """``"PATH: "`` of the first ``--config`` file that is no YAML mapping, or ``""``: the parser doesn't say which."""
+    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, inline = option.partition("=")
+        path = Path(inline if equals else value)
+        if name not in ("-c", "--config") or not path.is_file():
+            continue
+        try:
+            if not isinstance(yaml.safe_load(path.read_text()), dict | None):
+                return f"{path}: "
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return f"{path}: "
+    return ""
+
+
+def _shortest(path: str) -> str:
+    """Relative to the current folder where it lies in it."""
+    absolute = Path(path).absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def _validate_arguments(fit: Sequence[str], ckpt_path: str) -> list[str]:
+    """The arguments of ``fit`` with ``validate`` and the checkpoint in place of its own."""
+    arguments: list[str] = []
+    words = iter(fit)
+    for word in words:
+        if word == "--ckpt_path":
+            next(words, None)
+        elif not word.startswith("--ckpt_path="):
+            arguments.append(word)
+    arguments[arguments.index("fit")] = "validate"
+    return [*arguments, "--ckpt_path", ckpt_path]
+
+
+def _take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
+    """The processes that Lightning's launcher started, taken from it.
+
+    Its observer thread looks at the same list and kills this process when a child has failed, maybe before it
+    could say why; it ends when it sees none.
+    """
+    processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
+    if not isinstance(processes, list):
+        return []
+    children = [process for process in processes if isinstance(process, subprocess.Popen)]
+    processes.clear()
+    return children
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Exit codes, None for those that have not ended in this time."""
+    deadline = time.monotonic() + seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [child.poll() for child in children]
+
+
+def _terminate(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        child.terminate()
+    # Lightning handles SIGTERM while it trains, and a process inside a collective sees no signal but SIGKILL.
+    if None in _wait(children, 1.0):
+        for child in children:
+            child.kill()
+    _wait(children, 5.0)

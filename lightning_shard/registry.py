@@ -1,0 +1,154 @@
+"""The strategy names: one table of presets, and its way into Lightning's registry.
+
+A name is a class and a few of its constructor arguments, nothing more; :func:`preset_yaml` prints the equal YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import yaml
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard.errors import ConfigurationError
+
+ALIGNED_SUFFIX = "_aligned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A strategy name: ``class_path(**init_args)``."""
+
+    name: str
+    """What goes into ``Trainer(strategy=...)`` and ``trainer.strategy`` in YAML."""
+
+    class_path: str
+    """Import path of the strategy class, as YAML has it."""
+
+    description: str
+    """One line for the table of names."""
+
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor arguments in the form that YAML has them: strings, numbers, booleans, lists and mappings."""
+
+
+def _with_aligned(presets: Iterable[Preset]) -> dict[str, Preset]:
+    """The presets by name, each followed by its ``_aligned`` form."""
+    table = {}
+    for preset in presets:
+        aligned = Preset(
+            name=preset.name + ALIGNED_SUFFIX,
+            class_path=preset.class_path,
+            description=f"{preset.name} under the aligned precision contract",
+            init_args={**preset.init_args, "aligned": True},
+        )
+        table[preset.name] = preset
+        table[aligned.name] = aligned
+    return table
+
+
+_DDP = "lightning_shard.ShardDDPStrategy"
+_FSDP = "lightning_shard.ShardFSDPStrategy"
+
+PRESETS: Mapping[str, Preset] = _with_aligned(
+    [
+        Preset(
+            name="shard_ddp",
+            class_path=_DDP,
+            description="DDP: every process holds everything, gradients are averaged",
+        ),
+        Preset(
+            name="shard_fsdp",
+            class_path=_FSDP,
+            description="FSDP2 full shard: parameters, gradients and optimizer state are cut (as ZeRO-3)",
+        ),
+        Preset(
+            name="shard_fsdp_grad_op",
+            class_path=_FSDP,
+            description="FSDP2 with parameters kept gathered after forward: less traffic, more memory (as ZeRO-2)",
+            init_args={"reshard_after_forward": False},
+        ),
+        Preset(
+            name="shard_fsdp_hybrid",
+            class_path=_FSDP,
+            description="FSDP2 shard inside a node, replicate across nodes",
+            init_args={"mesh": {"replicate": "auto", "shard": "auto"}},
+        ),
+        Preset(
+            name="shard_fsdp_offload",
+            class_path=_FSDP,
+            description="FSDP2 full shard with parameters, gradients and optimizer state in host memory",
+            init_args={"cpu_offload": True},
+        ),
+    ]
+)
+"""Every name that :func:`register` registers, in the order of the table."""
+
+
+def register() -> None:
+    """Put every name into Lightning's ``StrategyRegistry``; calling it again changes nothing.
+
+    What is registered is a factory, so that the strategy classes and their engines are imported when one is built.
+    """
+    for preset in PRESETS.values():
+        StrategyRegistry.register(
+            preset.name, partial(build, preset.name), description=preset.description, override=True
+        )
+
+
+def build(name: str) -> Any:
+    """A new strategy of this name.
+
+    Raises:
+        ConfigurationError: there is no such name.
+    """
+    preset = find(name)
+    module, _, attribute = preset.class_path.rpartition(".")
+    strategy_class = getattr(importlib.import_module(module), attribute)
+    arguments = dict(preset.init_args)
+    if "mesh" in arguments:
+        from lightning_shard.mesh import MeshConfig
+
+        arguments["mesh"] = MeshConfig(**arguments["mesh"])
+    return strategy_class(**arguments)
+
+
+def find(name: str) -> Preset:
+    """The preset of this name.
+
+    Raises:
+        ConfigurationError: there is no such name; the message has the nearest ones and the list.
+    """
+    if name not in PRESETS:
+        raise ConfigurationError(unknown_name(name))
+    return PRESETS[name]
+
+
+def unknown_name(name: str, others: Iterable[str] = ()) -> str:
+    """Message for a name that is neither here nor among the ``others`` that are allowed in its place."""
+    near = difflib.get_close_matches(name.lower(), [*PRESETS, *others], n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    rest = f"\nLightning's own: {', '.join(sorted(others))}" if others else ""
+    return f"there is no strategy {name!r}.{hint}\nNames of this package: {', '.join(PRESETS)}{rest}"
+
+
+def preset_yaml(name: str) -> str:
+    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``.
+
+    Raises:
+        ConfigurationError: there is no such name.
+    """
+    preset = find(name)
+    strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
+    return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
+
+
+def table() -> str:
+    """All names with one line each."""
+    width = max(len(name) for name in PRESETS)
+    return "\n".join(f"{preset.name:<{width}}  {preset.description}" for preset in PRESETS.values())
