@@ -71,8 +71,8 @@ class ComposableStrategy(ShardStrategy):
         """Refuse a sharded module where whole parameters are needed."""
         if any(isinstance(m, FSDPModule) for m in module.modules()):
             raise ConfigurationError(
-                f"{type(self).__name__} needs a module with whole parameters, but this one was sharded with FSDP2, by an "
-                "earlier run or in configure_model. Build a new module, or use shard_fsdp."
+                f"{type(self).__name__} needs a module with whole parameters, but this one was sharded with FSDP2, by "
+                "an earlier run or in configure_model. Build a new module, or use shard_fsdp."
             )
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

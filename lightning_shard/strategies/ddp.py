@@ -83,7 +83,7 @@ class ShardDDPStrategy(ComposableStrategy):
         )
         if aligned and comm_hook is not None:
             raise ConfigurationError(
-                f"comm_hook is {comm_hook!r}, which reduces gradients in 16 bits, but aligned: true holds the reduction "
+                f"comm_hook is {comm_hook!r}, which reduces gradients in 16 bits, but aligned: true holds reduction "
                 "in fp32. Remove comm_hook, or use shard_ddp."
             )
         self._ddp_options = ddp.DDPOptions(

@@ -108,8 +108,8 @@ class ShardFSDPStrategy(ComposableStrategy):
         if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
             divisors = [str(d) for d in range(2, size) if size % d == 0]
             raise MeshError(
-                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be neither "
-                f"1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
+                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
+                f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
             )
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
