@@ -1,0 +1,176 @@
+"""Putting a whole checkpoint in place at once, and removing one at once.
+
+A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and swaps it with what is at the path. Where the
+filesystem can exchange two names in one step, the path names a whole checkpoint at every moment; elsewhere the old
+one is moved to ``.NAME.old-TOKEN`` for a moment, and `recover` finishes a swap that was interrupted right there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_shard.checkpoint.layout import holds_only_checkpoint_files, is_checkpoint
+from lightning_shard.errors import CheckpointError
+
+_TEMPORARY = "tmp"
+_ASIDE = "old"
+
+
+def new_token() -> str:
+    """A random name part that no other save has."""
+    return secrets.token_hex(6)
+
+
+def temporary_sibling(path: Path, token: str) -> Path:
+    """The directory that a save to ``path`` writes into: ``.NAME.tmp-TOKEN`` beside it."""
+    return path.with_name(f".{path.name}.{_TEMPORARY}-{token}")
+
+
+def _aside(path: Path, token: str) -> Path:
+    return path.with_name(f".{path.name}.{_ASIDE}-{token}")
+
+
+def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> list[Path]:
+    """Siblings that interrupted saves to ``path`` left behind."""
+    prefixes = tuple(f".{path.name}.{kind}-" for kind in kinds)
+    try:
+        return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
+    except FileNotFoundError:
+        return []
+
+
+def check_replaceable(path: Path) -> None:
+    """CheckpointError if a save to ``path`` would delete what is not a checkpoint.
+
+    A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
+    """
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and not holds_only_checkpoint_files(path):
+        raise CheckpointError(
+            f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
+            "another path"
+        )
+
+
+def begin(path: Path, token: str) -> Path:
+    """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
+    check_replaceable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path, token)
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, path: Path, token: str) -> None:
+    """Make the whole checkpoint ``temporary`` the one at ``path`` and delete what was there. Rank 0 calls it.
+
+    Anything at the path is kept until the new one is in its place. Leftovers of interrupted saves to the path are
+    removed at the end.
+    """
+    sync_directory(temporary)
+    check_replaceable(path)
+    if not os.path.lexists(path):
+        os.rename(temporary, path)
+    elif not _exchange(temporary, path):
+        aside = _aside(path, token)
+        os.rename(path, aside)
+        os.rename(temporary, path)
+    sync_directory(path.parent)
+    for leftover in leftovers(path):
+        delete_tree(leftover)
+
+
+def recover(path: Path) -> bool:
+    """Finish a replacement that was interrupted between its two renames; whether there was one.
+
+    The new checkpoint is put in place if it is whole, else the old one is put back. Safe to call on every rank at
+    once; does nothing where the path exists.
+    """
+    for aside in leftovers(path, kinds=(_ASIDE,)):
+        if os.path.lexists(path):
+            return False
+        temporary = temporary_sibling(path, aside.name.rpartition("-")[2])
+        try:
+            os.rename(temporary if is_checkpoint(temporary) else aside, path)
+        except OSError:
+            # Another rank was faster, or the filesystem is read-only: the caller looks at the path again.
+            continue
+        return True
+    return False
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete the checkpoint at ``path`` (and leftovers of saves to it); nothing if there is none.
+
+    It is renamed first, so that an interrupted removal leaves no damaged checkpoint under a name that resume finds.
+    Raises CheckpointError for a directory that is no checkpoint.
+    """
+    path = Path(path)
+    check_replaceable(path)
+    if os.path.lexists(path):
+        doomed = temporary_sibling(path, new_token())
+        os.rename(path, doomed)
+    remove_incomplete(path)
+
+
+def remove_incomplete(path: str | os.PathLike[str]) -> None:
+    """Delete a half-written checkpoint at ``path`` and leftovers of interrupted saves to it; a whole one stays."""
+    path = Path(path)
+    recover(path)
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path):
+        check_replaceable(path)
+        delete_tree(path)
+    for leftover in leftovers(path):
+        delete_tree(leftover)
+
+
+def delete_tree(path: Path) -> None:
+    """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        try:
+            path.unlink()
+        except OSError:
+            return
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk, where its filesystem can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system or the filesystem has no such call."""
+    rename = _renameat2()
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _renameat2() -> Callable[..., int] | None:
+    try:
+        return ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return None

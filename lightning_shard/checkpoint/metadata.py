@@ -1,0 +1,225 @@
+"""Reading a checkpoint's ``.metadata`` without trusting it.
+
+The file is a pickle, and a pickle can name any function to call. This reader maps the names that torch's own
+metadata has to inert records made for one reading; every other name is refused. The records are then checked
+against the manifest and turned into torch's classes, so that not even those are built or changed by the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+from lightning_shard.checkpoint.layout import (
+    METADATA,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    Manifest,
+    check_relative,
+    dtype_name,
+    model_key,
+    optimizer_key,
+    regular_file,
+)
+from lightning_shard.errors import CheckpointCorruptError
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_DCP, "Metadata"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+
+
+def read_metadata(path: str | os.PathLike[str], manifest: Manifest) -> Metadata:
+    """The checked contents of ``.metadata`` in the checkpoint ``path``.
+
+    Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
+    metadata, or does not describe exactly the manifest's tensors in the manifest's files.
+    """
+    directory = Path(path)
+    where = directory / METADATA
+    if METADATA not in manifest.files:
+        raise CheckpointCorruptError(f"{directory}: the manifest does not list {METADATA}")
+    entry = manifest.files[METADATA]
+    data = regular_file(directory, METADATA, entry).read_bytes()
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise CheckpointCorruptError(f"{where} does not match its checksum: it was changed after it was written")
+    return parse_metadata(data, manifest, where)
+
+
+def parse_metadata(data: bytes, manifest: Manifest, where: str | os.PathLike[str] = METADATA) -> Metadata:
+    """As `read_metadata`, from the file's bytes; ``where`` names them in errors."""
+    try:
+        return _convert(_Unpickler(data).load(), manifest)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{where}: {error}") from error
+    except Exception as error:  # a damaged pickle fails in any way there is
+        raise CheckpointCorruptError(f"{where} is no checkpoint metadata: {type(error).__name__}: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (_Record,), {}) for module, name in _RECORDS
+        }
+        # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
+        self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
+        self._known["torch.serialization", "_get_layout"] = lambda name: name
+        self._known[_DCP, "_MEM_FORMAT_ENCODING"] = lambda code: code
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name; CheckpointCorruptError for a name that torch's metadata does not have."""
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointCorruptError(
+            f"it names {module}.{name}, which is not part of a checkpoint's metadata; it was not opened"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """No metadata has such an entry."""
+        raise CheckpointCorruptError("it refers to an object outside of itself")
+
+
+class _Record:
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if type(record).__name__ != kind or not isinstance(record, _Record) or not isinstance(record.state, dict):
+        raise CheckpointCorruptError(f"a {type(record).__name__} stands where a {kind} belongs; only tensors are read")
+    return record.state
+
+
+def _convert(records: Any, manifest: Manifest) -> Metadata:
+    root = _fields(records, "Metadata")
+    entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
+    stored = {_index(key): _location(value, manifest) for key, value in root["storage_data"].items()}
+    described = {key: (tuple(entry.size), dtype_name(entry.properties.dtype)) for key, entry in entries.items()}
+    listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
+    if described != listed:
+        differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
+        raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
+    for key, entry in entries.items():
+        for chunk in entry.chunks:
+            if MetadataIndex(key, chunk.offsets) not in stored:
+                raise CheckpointCorruptError(f"{key} has a part at {tuple(chunk.offsets)} that no file holds")
+    return Metadata(state_dict_metadata=dict(entries), storage_data=stored, storage_meta=StorageMeta())
+
+
+def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    if type(key) is not str or not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
+        raise CheckpointCorruptError(f"{key!r} is not described as a tensor")
+    dtype = properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorruptError(f"{key} has no dtype")
+    size = _size(fields["size"])
+    chunks = []
+    for part in fields["chunks"]:
+        box = _fields(part, "ChunkStorageMetadata")
+        offsets, sizes = _size(box["offsets"]), _size(box["sizes"])
+        if not len(offsets) == len(sizes) == len(size) or any(
+            offset + length > bound for offset, length, bound in zip(offsets, sizes, size, strict=True)
+        ):
+            raise CheckpointCorruptError(f"{key} of shape {tuple(size)} has a part outside of it, at {tuple(offsets)}")
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise CheckpointCorruptError(f"the parts of {key} do not make up its shape {tuple(size)}")
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(length) is int and length >= 0 for length in value):
+        raise CheckpointCorruptError(f"{value!r} is no shape")
+    return torch.Size(value)
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    if type(fields["fqn"]) is not str:
+        raise CheckpointCorruptError(f"{fields['fqn']!r} is no key")
+    return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
+
+
+def _location(record: Any, manifest: Manifest) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if type(name) is not str or check_relative(name) not in manifest.files:
+        raise CheckpointCorruptError(f"it points at {name!r}, which the manifest does not list")
+    if fields.get("transform_descriptors"):
+        raise CheckpointCorruptError("it asks for a stream transform")
+    size = manifest.files[name].size
+    if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0 and offset + length <= size):
+        raise CheckpointCorruptError(f"it points outside of {name}")
+    return _StorageInfo(name, offset, length)
+
+
+def add_names(metadata: Metadata, stored_as: Mapping[str, str]) -> None:
+    """Make tensors readable under further keys: ``stored_as`` is further key to stored key."""
+    places: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+    wanted = set(stored_as.values())
+    for index, info in metadata.storage_data.items():
+        if index.fqn in wanted:
+            places.setdefault(index.fqn, []).append((index, info))
+    for key, stored in stored_as.items():
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[stored]
+        for index, info in places[stored]:
+            metadata.storage_data[MetadataIndex(key, index.offset)] = info
+
+
+def alias_keys(keys: Iterable[str], aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(other key, stored key) for every tensor that can be asked for under another name; slots included.
+
+    ``aliases`` maps model keys to model keys. A slot ``optimizer.0.a.weight.exp_avg`` of a tied ``a.weight`` is
+    also to be had under the parameter's other names.
+    """
+    others: dict[str, list[str]] = {}
+    for alias, key in aliases.items():
+        others.setdefault(key, []).append(alias)
+    found: list[tuple[str, str]] = []
+    for key in list(keys):
+        found += [(alias, key) for alias in others.get(key, ())]
+        if key.startswith(OPTIMIZER_PREFIX):
+            found += [(alias, key) for alias in _slot_aliases(key, others)]
+    return found
+
+
+def _slot_aliases(key: str, others: Mapping[str, list[str]]) -> list[str]:
+    _, index, rest = key.split(".", 2)
+    parts = rest.split(".")
+    for end in range(1, len(parts)):
+        tied = others.get(model_key(".".join(parts[:end])))
+        if tied:
+            slot = ".".join(parts[end:])
+            return [optimizer_key(int(index), other.removeprefix(MODEL_PREFIX), slot) for other in tied]
+    return []

@@ -1,0 +1,179 @@
+"""Steps that all ranks take together and that fail on all of them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard import errors
+from lightning_shard.errors import CheckpointError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes that save or load together; one process where there is no process group."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None = None) -> Ranks:
+        """The ranks of ``group``, which must have a CPU backend.
+
+        None takes the default group if it has one, else a gloo group over all ranks, made at the first call (a
+        collective) and kept.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks(group=None, rank=0, size=1)
+        if group is None:
+            group = _default_cpu_group()
+        elif not _has_cpu_backend(group):
+            raise CheckpointError(
+                "the process group given for a checkpoint has no CPU backend: give a gloo group, or none"
+            )
+        return Ranks(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides."""
+        return self.rank == 0
+
+    def exchange(self, doing: str, step: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
+        """Run ``step`` on every rank, give rank 0 all results, return what it decided for this rank.
+
+        If ``step`` fails anywhere, or ``decide`` on rank 0, every rank raises the same error: a CheckpointError (of
+        the failing rank's own kind, where that was one) that names the rank and what it was ``doing``. Only text
+        crosses between ranks for a failure, so that no exception is lost for not being picklable.
+        """
+        value: T | None = None
+        failure: BaseException | None = None
+        try:
+            value = step()
+        except BaseException as error:  # also an interrupt: the other ranks wait for this rank's word
+            failure = error
+        gathered = self._gather(doing, (value, None) if failure is None else (None, _describe(failure)))
+        replies: list[tuple[R | None, _Failure | None]] | None = None
+        if gathered is not None:
+            failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
+            if failures:
+                replies = [(None, _summary(doing, failures, self.size))] * self.size
+            else:
+                try:
+                    replies = [(reply, None) for reply in decide([cast(T, value) for value, _ in gathered])]
+                except BaseException as error:
+                    failure = error
+                    # What rank 0 judged for all needs no rank's name; what happened to it does.
+                    judged = _describe(error)
+                    told = judged if judged.kind else _summary(doing, {0: judged}, self.size)
+                    replies = [(None, told)] * self.size
+        reply, refused = self._scatter(doing, replies)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        if refused is not None:
+            raise refused.error() from failure
+        return cast(R, reply)
+
+    def agree(self, doing: str, step: Callable[[], T]) -> T:
+        """Run ``step`` on every rank and return this rank's result once all have succeeded."""
+        mine: list[T] = []
+        self.exchange(doing, lambda: mine.append(step()), lambda values: values)
+        return mine[0]
+
+    def all(self, doing: str, step: Callable[[], T]) -> list[T]:
+        """Run ``step`` on every rank and return all results, by rank, on each."""
+        return self.exchange(doing, step, lambda values: [values] * self.size)
+
+    def first(self, doing: str, step: Callable[[], R]) -> R:
+        """Run ``step`` on rank 0 alone and return its result on every rank."""
+        return self.exchange(doing, lambda: None, lambda _: [step()] * self.size)
+
+    def _gather(self, doing: str, payload: Any) -> list[Any] | None:
+        if self.group is None:
+            return [payload]
+        received: list[Any] | None = [None] * self.size if self.is_first else None
+        with _dead_rank_is_an_error(doing):
+            dist.gather_object(payload, received, dst=dist.get_global_rank(self.group, 0), group=self.group)
+        return received
+
+    def _scatter(self, doing: str, replies: list[Any] | None) -> Any:
+        if self.group is None:
+            assert replies is not None
+            return replies[0]
+        received: list[Any] = [None]
+        with _dead_rank_is_an_error(doing):
+            dist.scatter_object_list(received, replies, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return received[0]
+
+
+class _dead_rank_is_an_error:
+    """Turn the backend's error about a lost peer into a CheckpointError."""
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CheckpointError(
+                f"while {self.doing}: lost contact with another rank, which died or took longer than the process "
+                f"group's timeout ({error})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    text: str
+
+    def error(self) -> CheckpointError:
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
+            kind = CheckpointError
+        return kind(self.text)
+
+
+def _describe(error: BaseException) -> _Failure:
+    if isinstance(error, CheckpointError):
+        return _Failure(type(error).__name__, str(error))
+    return _Failure("", f"{type(error).__name__}: {error}")
+
+
+def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
+    first = failures[min(failures)]
+    if len(failures) == size and first.kind and all(failure == first for failure in failures.values()):
+        return first  # the same rule broken on all ranks: the message says all there is
+    if size == 1:
+        return _Failure(first.kind, f"while {doing}: {first.text}")
+    shown = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items())[:8])
+    more = f"; and {len(failures) - 8} more ranks" if len(failures) > 8 else ""
+    return _Failure(first.kind, f"while {doing}: {shown}{more}")
+
+
+def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    return torch.device("cpu") in group._device_types
+
+
+# The default group and the gloo group made beside it. Kept with the default group so that a group of a process
+# group that was destroyed since is never used.
+_cached: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
+def _default_cpu_group() -> dist.ProcessGroup:
+    global _cached
+    default = dist.group.WORLD
+    assert default is not None
+    if _has_cpu_backend(default):
+        return default
+    if _cached is None or _cached[0] is not default:
+        _cached = (default, dist.new_group(backend="gloo"))
+    return _cached[1]
