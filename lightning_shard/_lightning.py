@@ -41,6 +41,7 @@ __all__ = [
     "is_initialized",
     "layer_sync",
     "prepare_for_backward",
+    "prediction_batches",
     "set_device_mesh",
     "set_rank",
     "should_accumulate",
@@ -77,6 +78,12 @@ def use_no_grad_in_evaluation(trainer: Trainer) -> None:
 def should_accumulate(trainer: Trainer) -> bool:
     """Whether this batch's gradients are only added up, with no optimizer step after it."""
     return trainer.fit_loop._should_accumulate()
+
+
+def prediction_batches(trainer: Trainer) -> int:
+    """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
+    batches = sum(trainer.predict_loop.max_batches)
+    return 0 if batches == float("inf") else int(batches)
 
 
 def layer_sync(strategy: Any) -> Any:

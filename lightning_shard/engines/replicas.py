@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -27,6 +27,16 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
             data.copy_(copy)
         else:
             dist.broadcast(data, src=0)
+
+
+def persistent_buffers(root: nn.Module) -> list[Tensor]:
+    """The buffers that a checkpoint holds, each once; running statistics are among them, and differ between ranks."""
+    found: dict[int, Tensor] = {}
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), buffer)
+    return list(found.values())
 
 
 @torch.no_grad()

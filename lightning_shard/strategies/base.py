@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -22,16 +21,19 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, translate
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.resume import derived_rng_seed, gather_states, rng_state, seed_rng, set_rng_state
+from lightning_shard.strategies.checkpointing import CheckpointingStrategy
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
-class ShardStrategy(ParallelStrategy):
+class ShardStrategy(CheckpointingStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -62,6 +64,7 @@ class ShardStrategy(ParallelStrategy):
         self.process_group_backend = process_group_backend
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
+        self._resumed: dict[str, Any] | None = None
 
     # Facts about the processes
 
@@ -297,6 +300,44 @@ class ShardStrategy(ParallelStrategy):
         if norm is not None:
             assert self.lightning_module is not None
             self.lightning_module.log("grad_norm", norm)
+
+    # Buffers and generators
+
+    def _synchronize_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
+        assert self.lightning_module is not None
+        broadcast_from_rank_0(persistent_buffers(self.lightning_module))
+
+    def on_validation_start(self) -> None:
+        """Evaluate with rank 0's buffers, on every engine alike."""
+        self._synchronize_buffers()
+
+    on_test_start = on_validation_start
+
+    def on_predict_start(self) -> None:
+        """Predict with rank 0's buffers, on every engine alike."""
+        self._synchronize_buffers()
+
+    def _before_reading_parameters(self) -> None:
+        self._synchronize_buffers()
+
+    def _run_state(self) -> dict[str, Any]:
+        return {"seed": torch.initial_seed(), "rng": gather_states(rng_state())}
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        self._resumed = state
+
+    def on_train_start(self) -> None:
+        """Set the generators of a resumed run, after everything that draws from them on the way here."""
+        if self._resumed is None:
+            return
+        states, seed = self._resumed["rng"], int(self._resumed["seed"])
+        self._resumed = None
+        assert self.lightning_module is not None
+        if self.global_rank < len(states):
+            set_rng_state(states[self.global_rank])
+        else:
+            seed_rng(derived_rng_seed(seed, self.global_rank, self.lightning_module.trainer.global_step))
 
     # Collectives
 

@@ -10,9 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard import _lightning
 from lightning_shard.engines import forward, fsdp
 from lightning_shard.engines.replicas import average_gradients
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.resume import gather_states
 from lightning_shard.strategies.base import ShardStrategy
 
 FORWARD_METHODS = ("encode", "generate")
@@ -27,6 +29,8 @@ class ComposableStrategy(ShardStrategy):
     """Base of what runs on FSDP2's machinery, sharded or replicated."""
 
     _sharded: fsdp.ShardedModule | None = None
+    _predictions_left = 0
+    _idle_predictions = 0
 
     @abstractmethod
     def _sharding_options(self) -> fsdp.ShardingOptions:
@@ -79,6 +83,26 @@ class ComposableStrategy(ShardStrategy):
         assert self.lightning_module is not None
         return forward.run(self.lightning_module, step, *args, **kwargs)
 
+    def on_predict_start(self) -> None:
+        """Find out how many batches the other ranks have: prediction repeats no sample to even them out."""
+        super().on_predict_start()
+        assert self.lightning_module is not None
+        self._predictions_left = _lightning.prediction_batches(self.lightning_module.trainer)
+        self._idle_predictions = max(gather_states(self._predictions_left)) - self._predictions_left
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``predict_step`` under the engine's hooks.
+
+        A rank that has no more batches repeats its last one, without using the result, as often as the longest
+        rank's gathers need it.
+        """
+        output = super().predict_step(*args, **kwargs)
+        self._predictions_left -= 1
+        if self._predictions_left == 0:
+            for _ in range(self._idle_predictions):
+                super().predict_step(*args, **kwargs)
+        return output
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """In manual optimization backward starts inside the step, before FSDP saw the step's output."""
         assert self.lightning_module is not None
@@ -92,6 +116,10 @@ class ComposableStrategy(ShardStrategy):
     def _finish_gradients(self) -> None:
         if self._sharded is not None:
             average_gradients(self._sharded.ignored, reduce_dtype=self.policy.reduce)
+
+    def _before_reading_parameters(self) -> None:
+        self._reshard()
+        super()._before_reading_parameters()
 
     def _reshard(self) -> None:
         if self._sharded is not None:

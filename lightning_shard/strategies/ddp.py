@@ -27,6 +27,8 @@ class ShardDDPStrategy(ComposableStrategy):
     ``ShardFSDPStrategy`` does. The options below say which of the two honours them.
     """
 
+    engine = "ddp"
+
     def __init__(
         self,
         *,

@@ -17,6 +17,8 @@ from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStr
 class ShardFSDPStrategy(ComposableStrategy):
     """Fully sharded data parallelism on torch's FSDP2 (``fully_shard``): full, hybrid, grad-op and with offload."""
 
+    engine = "fsdp"
+
     def __init__(
         self,
         *,

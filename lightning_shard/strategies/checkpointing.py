@@ -1,0 +1,144 @@
+"""Saving and resuming a run in the portable checkpoint directory, the same from every engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.load import load_training_state, read_manifest
+from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save_training_state
+from lightning_shard.checkpoint.state import model_tensors
+from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.errors import CheckpointError
+from lightning_shard.precision.policy import PrecisionPolicy
+
+RUN_STATE = "lightning_shard"
+"""Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
+
+
+class CheckpointingStrategy(ParallelStrategy):
+    """Saves and loads checkpoint directories; a subclass says what the engine is called."""
+
+    engine: str
+    """What the manifest calls the engine."""
+
+    _loading: Path | None = None
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of this run."""
+        raise NotImplementedError
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values are read into the parameters that the engine left."""
+        return True
+
+    # Save
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """FQN to this rank's live tensor: whole, or a DTensor of which it has a part."""
+        assert self.lightning_module is not None
+        return {key.removeprefix("model."): tensor for key, tensor in model_tensors(self.lightning_module).items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing yet: `save_checkpoint` writes the optimizers' state in place, by FQN."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write the checkpoint directory ``filepath``, whole or not at all. All ranks call it.
+
+        Args:
+            checkpoint: what Lightning dumped; rank 0's counts, but for this rank's generators.
+            filepath: rank 0's counts.
+            storage_options: not supported, since no ``CheckpointIO`` is involved.
+
+        Raises:
+            CheckpointError: on every rank alike, naming the rank that failed; an older checkpoint at the path stays.
+        """
+        if storage_options is not None:
+            raise CheckpointError(
+                f"storage_options is {storage_options!r}, but {type(self).__name__} writes directories itself and has "
+                "no CheckpointIO to pass it to. Remove it."
+            )
+        assert self.lightning_module is not None
+        self._before_reading_parameters()
+        checkpoint = dict(checkpoint)
+        checkpoint.pop("state_dict")
+        with_optimizers = OPTIMIZER_STATES in checkpoint
+        if with_optimizers:
+            checkpoint[RUN_STATE] = self._run_state()
+        save_training_state(
+            filepath,
+            module=self.lightning_module,
+            optimizers=self.optimizers if with_optimizers else [],
+            trainer_state=checkpoint,
+            info=CheckpointInfo(engine=self.engine, policy=self.policy.text()),
+        )
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint directory. All ranks may call it; rank 0 acts."""
+        if self.is_global_zero:
+            commit.remove(filepath)
+
+    # Load
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read ``trainer.pt``; the tensors follow in `load_model_state_dict`. All ranks call it.
+
+        ``weights_only`` is not looked at: nothing in a checkpoint directory is ever unpickled freely.
+        """
+        path = Path(checkpoint_path)
+        manifest = read_manifest(path)
+        state = read_trainer_state(path, manifest=manifest)
+        self._loading = path
+        return {**state, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read the tensors into the live parameters, buffers and, in a fit, optimizer slots. All ranks call it.
+
+        Raises:
+            CheckpointError: on every rank alike, before anything was changed.
+        """
+        assert self.lightning_module is not None
+        assert self._loading is not None
+        self._before_reading_parameters()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        resuming = fitting and OPTIMIZER_STATES in checkpoint
+        load_training_state(
+            self._loading,
+            module=self.lightning_module,
+            optimizers=self.optimizers if resuming else [],
+            strict=strict,
+        )
+        self._loading = None
+        if resuming and RUN_STATE in checkpoint:
+            self._restore_run_state(checkpoint[RUN_STATE])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing left to do: the slots were read together with the parameters."""
+
+    # What differs between engines and runs
+
+    def _before_reading_parameters(self) -> None:
+        """Put the parameters that the optimizer steps in place, and rank 0's buffers on every rank."""
+
+    def _run_state(self) -> dict[str, Any]:
+        """What of this run Lightning's checkpoint has no place for. Collective."""
+        return {}
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        """Keep what `_run_state` gave, to be restored when training starts."""
+
+
