@@ -79,7 +79,11 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     elif not _exchange(temporary, path):
         aside = _aside(path, token)
         os.rename(path, aside)
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(aside, path)
+            raise
     sync_directory(path.parent)
     for leftover in leftovers(path):
         delete_tree(leftover)
@@ -91,17 +95,27 @@ def recover(path: Path) -> bool:
     The new checkpoint is put in place if it is whole, else the old one is put back. Safe to call on every rank at
     once; does nothing where the path exists.
     """
+    if os.path.lexists(path):
+        return False
     for aside in leftovers(path, kinds=(_ASIDE,)):
-        if os.path.lexists(path):
-            return False
         temporary = temporary_sibling(path, aside.name.rpartition("-")[2])
         try:
             os.rename(temporary if is_checkpoint(temporary) else aside, path)
         except OSError:
             # Another rank was faster, or the filesystem is read-only: the caller looks at the path again.
-            continue
+            return False
         return True
     return False
+
+
+def recover_all(directory: str | os.PathLike[str]) -> list[Path]:
+    """`recover` every checkpoint in ``directory``, for who looks for checkpoints by listing it; those recovered."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return []
+    asides = [entry.name for entry in folder.iterdir() if entry.name.startswith(".") and f".{_ASIDE}-" in entry.name]
+    names = sorted({name[1:].rpartition(f".{_ASIDE}-")[0] for name in asides})
+    return [folder / name for name in names if recover(folder / name)]
 
 
 def remove(path: str | os.PathLike[str]) -> None:

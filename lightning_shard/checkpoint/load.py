@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ _BLOCK = 1 << 22
 class LoadReport:
     """Keys that a load with ``strict=False`` left alone; both empty after a strict one."""
 
-    missing: Sequence[str] = field(default=())
+    missing: tuple[str, ...] = ()
     """Asked for, not in the checkpoint: these tensors kept their values."""
 
-    unexpected: Sequence[str] = field(default=())
+    unexpected: tuple[str, ...] = ()
     """In the checkpoint, not asked for."""
 
 
@@ -76,35 +76,33 @@ def load_training_state(
     tensors in it on the CPU. Errors as for `load_tensors`, on every rank alike.
     """
     ranks = Ranks.of(group)
+    directory = Path(path)
 
-    def prepare() -> tuple[Manifest, dict[str, Any], OptimizerPlan | None]:
-        manifest = read_manifest(path)
-        state = read_trainer_state(path, manifest=manifest)
-        if not optimizers:
-            return manifest, state, None
-        if OPTIMIZER_STATES not in state:
-            raise CheckpointMismatchError(f"{path} has no optimizer state: it was saved with weights only")
-        return manifest, state, plan_optimizers(optimizers, fqns(module), manifest, state[OPTIMIZER_STATES])
+    def prepare() -> tuple[Manifest, dict[str, Any], dict[str, Any], OptimizerPlan, _Fit, LoadReport]:
+        manifest = read_manifest(directory)
+        state = read_trainer_state(directory, manifest=manifest)
+        if optimizers and OPTIMIZER_STATES not in state:
+            raise CheckpointMismatchError(f"{directory} has no optimizer state: it was saved with weights only")
+        reshard(module)
+        tensors = model_tensors(module)
+        saved = state[OPTIMIZER_STATES] if optimizers else []
+        plan = plan_optimizers(optimizers, fqns(module), manifest, saved)
+        fit = _compare(manifest, _shapes(tensors), model_aliases(module), (MODEL_PREFIX,))
+        whole = _Fit(fit.sources, fit.missing + plan.missing, fit.unexpected + plan.unexpected, fit.reshaped)
+        return manifest, state, tensors, plan, fit, whole.judged(directory, strict, plan.problems)
 
-    def fit() -> LoadReport:
-        shapes = {key: tuple(tensor.shape) for key, tensor in model_tensors(module).items()}
-        fit = _compare(manifest, shapes, aliases, (MODEL_PREFIX,))
-        if plan is not None:
-            fit = _Fit(fit.sources, fit.missing + plan.missing, fit.unexpected + plan.unexpected, fit.reshaped)
-        return fit.judged(path, strict, plan.problems if plan else [])
+    manifest, state, tensors, plan, fit, report = ranks.agree(f"opening {path}", prepare)
+    metadata = _check_files(ranks, directory, manifest, verify)
 
-    reshard(module)
-    manifest, state, plan = ranks.agree(f"opening {path}", prepare)
-    aliases = model_aliases(module)
-    report = ranks.agree(f"comparing {path} with the model", fit)
-    tensors = dict(model_tensors(module))
-    if plan is not None:
-        tensors |= ranks.agree("creating the optimizers' state", lambda: create_slots(optimizers, plan))
-    prefixes = (MODEL_PREFIX, OPTIMIZER_PREFIX) if optimizers else (MODEL_PREFIX,)
-    load_tensors(path, tensors, strict=False, aliases=aliases, prefixes=prefixes, group=group, verify=verify)
-    if plan is not None:
+    def read() -> None:
+        slots = create_slots(optimizers, plan)
+        asked = _shapes(slots)
+        sources = fit.sources | _compare(manifest, asked, model_aliases(module), (OPTIMIZER_PREFIX,)).sources
+        _read(directory, metadata, {**tensors, **slots}, sources)
         load_groups(plan)
-    load_extra_state(module, state.get(EXTRA_STATE, {}), strict=strict)
+        load_extra_state(module, state.get(EXTRA_STATE, {}), strict=strict)
+
+    ranks.agree(f"reading {path}", read)
     return state, report
 
 
@@ -132,30 +130,46 @@ def load_tensors(
     ranks = Ranks.of(group)
     directory = Path(path)
 
-    def prepare() -> tuple[Manifest, Metadata, _Fit, LoadReport]:
+    def prepare() -> tuple[Manifest, _Fit, LoadReport]:
         manifest = read_manifest(directory)
-        for key, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        fit = _compare(manifest, shapes, aliases or {}, prefixes)
-        report = fit.judged(directory, strict, [])
-        metadata = read_metadata(directory, manifest)
-        add_names(metadata, {key: stored for key, stored in fit.sources.items() if key != stored})
-        return manifest, metadata, fit, report
+        fit = _compare(manifest, _shapes(tensors), aliases or {}, prefixes)
+        return manifest, fit, fit.judged(directory, strict, [])
 
-    def read() -> None:
-        planner = TensorLoadPlanner()
-        planner.set_up_planner({key: tensors[key] for key in fit.sources}, metadata)
-        with torch.no_grad():
-            CheckedReader(directory, metadata).read_data(planner.create_local_plan(), planner).wait()
+    manifest, fit, report = ranks.agree(f"opening {path}", prepare)
+    metadata = _check_files(ranks, directory, manifest, verify)
+    ranks.agree(f"reading {path}", lambda: _read(directory, metadata, tensors, fit.sources))
+    return report
 
-    manifest, metadata, fit, report = ranks.agree(f"opening {path}", prepare)
-    _same_everywhere(ranks, directory, manifest)
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+def _read(directory: Path, metadata: Metadata, tensors: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Fill ``tensors``, each from the key in ``sources``; those without one stay."""
+    add_names(metadata, {key: stored for key, stored in sources.items() if key != stored})
+    planner = TensorLoadPlanner()
+    planner.set_up_planner({key: tensors[key] for key in sources}, metadata)
+    with torch.no_grad():
+        CheckedReader(directory, metadata).read_data(planner.create_local_plan(), planner).wait()
+
+
+def _check_files(ranks: Ranks, directory: Path, manifest: Manifest, verify: bool) -> Metadata:
+    """Before anything is changed: all ranks see the same checkpoint, its files are as they were written."""
+    digests = ranks.all("comparing checkpoints", lambda: manifest.digest)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise CheckpointError(
+            f"rank {other} finds another checkpoint at {directory} than rank 0: load from a directory that all "
+            "machines share"
+        )
+    metadata = ranks.agree(f"checking {directory}", lambda: read_metadata(directory, manifest))
     if verify:
         _verify(ranks, directory, manifest)
-    ranks.agree(f"reading {path}", read)
-    return report
+    return metadata
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class _Fit:
             if not self.reshaped and not problems:
                 lines.append("  strict=False loads what matches.")
             raise CheckpointMismatchError("\n".join(lines))
-        return LoadReport(missing=self.missing, unexpected=self.unexpected)
+        return LoadReport(missing=tuple(self.missing), unexpected=tuple(self.unexpected))
 
 
 def _compare(
@@ -218,16 +232,6 @@ def _listed(keys: Iterable[str]) -> str:
     keys = sorted(keys)
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return (", ".join(keys[:_SHOWN]) or "nothing") + more
-
-
-def _same_everywhere(ranks: Ranks, directory: Path, manifest: Manifest) -> None:
-    digests = ranks.all("comparing checkpoints", lambda: manifest.digest)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise CheckpointError(
-            f"rank {other} finds another checkpoint at {directory} than rank 0: load from a directory that all "
-            "machines share"
-        )
 
 
 def _verify(ranks: Ranks, directory: Path, manifest: Manifest) -> None:

@@ -112,7 +112,7 @@ def save(
     try:
         writer = HashingWriter(temporary)
         plan, planner, metadata = _plan(ranks, writer, tensors)
-        results = _write(ranks, writer, plan, planner, encoded)
+        results = _write(ranks, target, writer, plan, planner, encoded)
 
         def finish() -> None:
             assert metadata is not None
@@ -159,7 +159,12 @@ _Written = tuple[list[WriteResult], dict[str, FileEntry]]
 
 
 def _write(
-    ranks: Ranks, writer: HashingWriter, plan: SavePlan, planner: TensorSavePlanner, encoded: list[bytes]
+    ranks: Ranks,
+    target: Path,
+    writer: HashingWriter,
+    plan: SavePlan,
+    planner: TensorSavePlanner,
+    encoded: list[bytes],
 ) -> list[_Written] | None:
     """Write this rank's files; on rank 0 what all ranks wrote."""
 
@@ -177,7 +182,7 @@ def _write(
         gathered.append(written)
         return [None] * ranks.size
 
-    ranks.exchange(f"writing {writer.directory}", write, keep)
+    ranks.exchange(f"writing {target}", write, keep)
     return gathered[0] if gathered else None
 
 

@@ -1,0 +1,258 @@
+"""Tensors written under one engine, mesh and number of ranks, read under others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_shard.checkpoint.load import LoadReport, load_tensors, load_training_state, read_manifest
+from lightning_shard.checkpoint.optimizer import optimizer_tensors
+from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
+from lightning_shard.checkpoint.state import fqns, model_tensors
+from tests.harness import run_distributed
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+
+
+class Net(nn.Module):
+    """Odd sizes, a tied weight, a frozen bf16 parameter, a scalar buffer, one without elements, one not saved."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 5)
+        self.body = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5))
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16), requires_grad=False)
+        self.register_buffer("count", torch.tensor(float(seed)))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)) + self.frozen.float().sum())
+
+
+def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``kind``: "plain", "ddp", or "fsdp[-offload]-S" or "-RxS" for a mesh of one axis or of replicate x shard."""
+    net: nn.Module = Net(seed)
+    if kind.startswith("fsdp"):
+        shape = tuple(int(n) for n in kind.rpartition("-")[2].split("x"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        policy = CPUOffloadPolicy(pin_memory=False) if "offload" in kind else OffloadPolicy()
+        fully_shard(net.body, mesh=mesh, offload_policy=policy)
+        fully_shard(net, mesh=mesh, offload_policy=policy, ignored_params={net.frozen})
+    elif kind == "ddp":
+        net = nn.parallel.DistributedDataParallel(net)
+    return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1 * (seed + 1))
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for shift in range(2):
+        optimizer.zero_grad()
+        net(torch.arange(6).roll(shift).view(2, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {key: whole(t) for key, t in (model_tensors(net) | optimizer_tensors([optimizer], fqns(net))).items()}
+
+
+def save_trained(path: str, kind: str) -> dict[str, Tensor]:
+    net, optimizer = build(kind, 0)
+    step(net, optimizer)
+    save_training_state(path, module=net, optimizers=[optimizer], trainer_state={"epoch": 3}, info=INFO)
+    return values(net, optimizer)
+
+
+def load_into_another(path: str, kind: str) -> dict[str, Any]:
+    net, optimizer = build(kind, 1)
+    state, report = load_training_state(path, module=net, optimizers=[optimizer])
+    module = net.module if kind == "ddp" else net
+    return {
+        "values": values(net, optimizer),
+        "epoch": state["epoch"],
+        "lr": optimizer.param_groups[0]["lr"],
+        "report": report,
+        "scratch": module.scratch.clone(),
+        "tied": module.head.weight is module.embed.weight,
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize(
+    ("writer", "writers", "reader", "readers"),
+    [
+        ("plain", 1, "fsdp-2", 2),
+        ("fsdp-2", 2, "plain", 1),
+        ("fsdp-2", 2, "fsdp-3", 3),
+        ("fsdp-3", 3, "fsdp-1x2", 2),
+        ("ddp", 2, "fsdp-1x2", 2),
+        ("fsdp-2x1", 2, "ddp", 2),
+        ("fsdp-offload-2", 2, "fsdp-1", 1),
+        ("ddp", 3, "fsdp-offload-2", 2),
+    ],
+)
+def test_what_one_cut_wrote_another_reads_bitwise(tmp_path, writer, writers, reader, readers):
+    path = str(tmp_path / "a.ckpt")
+    written = run_distributed(save_trained, writers, path, writer)[0]
+    assert {key.rpartition(".")[2] for key in written if key.startswith("optimizer.")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    for result in run_distributed(load_into_another, readers, path, reader):
+        assert_same(result["values"], written)
+        assert result["epoch"] == 3
+        assert result["lr"] == 0.1
+        assert result["report"] == LoadReport()
+        assert result["scratch"].tolist() == [1.0, 1.0], "a buffer that is not persistent is the model's own"
+        assert result["tied"]
+
+
+def test_manifest_and_bytes_do_not_depend_on_who_wrote(tmp_path):
+    """The three engines hold equal tensors here (rank 1 of DDP and FSDP sees the same batch as rank 0)."""
+    stored = {}
+    for kind, ranks in (("plain", 1), ("ddp", 2), ("fsdp-2", 2), ("fsdp-2x1", 2)):
+        path = tmp_path / f"{kind}.ckpt"
+        written = run_distributed(save_trained, ranks, str(path), kind)[0]
+        manifest = read_manifest(path)
+        assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
+        assert manifest.world_size == ranks
+        tensors = {key: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for key, e in manifest.tensors.items()}
+        load_tensors(path, tensors)
+        assert_same(tensors, written)
+        stored[kind] = (manifest.tensors, tensors)
+    for entries, tensors in stored.values():
+        assert entries == stored["plain"][0]
+        assert_same(tensors, stored["plain"][1])
+
+
+def odd_tensors(seed: int, *, cut: bool) -> dict[str, Tensor]:
+    """Tensors that are hard to cut; DTensors over all ranks along the first axis where ``cut``."""
+    torch.manual_seed(seed)
+    plain = {
+        "model.rows": torch.randn(5, 3),
+        "model.one_row": torch.randn(1, 4),
+        "model.vector": torch.randn(2),
+        "model.bf16": torch.randn(3, 2, 2).to(torch.bfloat16),
+        "model.half": torch.randn(7).to(torch.float16),
+        "model.integers": torch.randint(-(2**62), 2**62, (4, 3)),
+        "model.flags": torch.rand(5) > 0.5,
+        "model.complex": torch.randn(3, dtype=torch.complex64),
+        "model.empty": torch.empty(0, 4),
+        "model.no_columns": torch.empty(3, 0),
+        "model.special": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+        "model.name.with.dots": torch.randn(2, 2),
+        "model.transposed": torch.randn(4, 6).t(),
+        "model.part_of_more": torch.randn(9, 9)[2:5, 3:7],
+    }
+    if cut:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        cut_tensors = {k: distribute_tensor(t.contiguous(), mesh, [Shard(0)]) for k, t in plain.items()}
+        plain = {**plain, **cut_tensors}
+    return {**plain, "model.scalar": torch.randn(()), "model.integer": torch.tensor(2**53 + 1)}
+
+
+def save_odd(path: str, cut: bool) -> dict[str, Tensor]:
+    tensors = odd_tensors(0, cut=cut)
+    save(path, tensors=tensors, trainer_state={}, info=INFO)
+    return {key: whole(tensor) for key, tensor in tensors.items()}
+
+
+def load_odd(path: str, cut: bool) -> dict[str, Tensor]:
+    tensors = odd_tensors(1, cut=cut)
+    load_tensors(path, tensors)
+    return {key: whole(tensor) for key, tensor in tensors.items()}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2), (3, 1), (2, 3)])
+def test_tensors_that_are_hard_to_cut(tmp_path, writers, readers):
+    """More ranks than rows, no elements, scalars, every kind of dtype, views; NaNs keep their bits."""
+    path = str(tmp_path / "odd.ckpt")
+    written = run_distributed(save_odd, writers, path, writers > 1)[0]
+    for found in run_distributed(load_odd, readers, path, readers > 1):
+        for key, tensor in written.items():
+            assert found[key].dtype == tensor.dtype
+            assert found[key].shape == tensor.shape
+            assert bits(found[key]) == bits(tensor), key
+
+
+def save_large(path: str, kind: str) -> int:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(64, 64 + i)) for i in range(8)]
+    buffer = torch.full((1000,), float(rank))
+    if kind != "ddp":
+        shape = (size,) if kind == "fsdp" else (2, size // 2)
+        mesh = init_device_mesh("cpu", shape)
+        cut = [Shard(0)] if kind == "fsdp" else [dist.tensor.Replicate(), Shard(0)]
+        weights = [nn.Parameter(distribute_tensor(w.detach(), mesh, cut)) for w in weights]
+    tensors = {f"model.w{i}": weight for i, weight in enumerate(weights)} | {"model.buffer": buffer}
+    save(path, tensors=tensors, trainer_state={}, info=INFO)
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hybrid", 4)])
+def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
+    path = tmp_path / "large.ckpt"
+    total = run_distributed(save_large, ranks, str(path), kind)[0]
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
+    # torch.save adds a header and alignment of about 1.2 kB to each of at most 9 x 2 boxes.
+    assert total <= sum(sizes.values()) <= total + 18 * 1500
+    assert len(sizes) == ranks
+    assert max(sizes.values()) < 1.35 * min(sizes.values()), "the ranks share the work"
+    buffer = {"model.buffer": torch.empty(1000)}
+    load_tensors(path, buffer, prefixes=())
+    assert buffer["model.buffer"].eq(0).all(), "where ranks differ in a buffer, rank 0's counts"
+
+
+def test_torch_itself_reads_the_tensors(tmp_path):
+    path = str(tmp_path / "odd.ckpt")
+    written = run_distributed(save_odd, 2, path, True)[0]
+    tensors = odd_tensors(1, cut=False)
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    for key, tensor in written.items():
+        assert bits(tensors[key]) == bits(tensor), key
+
+
+def test_another_dtype_is_cast_on_load(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save(path, tensors={"model.w": torch.tensor([1.0, 1 / 3])}, trainer_state={}, info=INFO)
+    half = {"model.w": torch.zeros(2, dtype=torch.bfloat16)}
+    load_tensors(path, half)
+    assert torch.equal(half["model.w"], torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))
+
+
+def test_the_path_of_rank_0_counts(tmp_path):
+    run_distributed(save_at_own_path, 2, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["0.ckpt"]
+
+
+def save_at_own_path(folder: str) -> None:
+    path = Path(folder) / f"{dist.get_rank()}.ckpt"
+    save(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, info=INFO)
