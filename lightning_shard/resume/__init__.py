@@ -1,0 +1,47 @@
+"""Bitwise resume of data order and random numbers; nothing here imports Lightning.
+
+- :func:`resumable` makes a stock DataLoader carry its position, at another world size too.
+- :func:`check_lengths`, :func:`agreed` and :func:`agreeing` end all ranks together where their data is uneven.
+- :func:`rng_state`, :func:`set_rng_state` and :func:`derived_rng_seed` are the random numbers of a rank.
+- :func:`gather_states` and :func:`states_of_rank` keep what differs between ranks in one checkpoint.
+- :func:`settle_progress` and :func:`place_batches` bring a trainer's counters in line with the data.
+"""
+
+from __future__ import annotations
+
+from lightning_shard.resume.iterable import StatefulIterableLoader
+from lightning_shard.resume.lengths import agreed, agreeing, check_lengths
+from lightning_shard.resume.loader import ResumableLoader
+from lightning_shard.resume.order import global_order, rank_share, rescale_batches, share_size
+from lightning_shard.resume.progress import place_batches, settle_progress
+from lightning_shard.resume.rng import (
+    derived_rng_seed,
+    gather_states,
+    rng_state,
+    seed_rng,
+    set_rng_state,
+    states_of_rank,
+)
+from lightning_shard.resume.wrap import order_warning, resumable
+
+__all__ = [
+    "ResumableLoader",
+    "StatefulIterableLoader",
+    "agreed",
+    "agreeing",
+    "check_lengths",
+    "derived_rng_seed",
+    "gather_states",
+    "global_order",
+    "order_warning",
+    "place_batches",
+    "rank_share",
+    "rescale_batches",
+    "resumable",
+    "rng_state",
+    "seed_rng",
+    "set_rng_state",
+    "settle_progress",
+    "share_size",
+    "states_of_rank",
+]

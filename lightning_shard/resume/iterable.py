@@ -1,0 +1,104 @@
+"""A DataLoader over an IterableDataset whose state is the dataset's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_shard.resume.delegate import DelegatingLoader
+
+
+def has_state(thing: Any) -> bool:
+    """Whether it has ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+class StatefulIterableLoader(DelegatingLoader):
+    """Carries the ``state_dict`` of the dataset, as it was after the last batch that was trained on.
+
+    A training loop that can't know the length fetches one batch ahead, to see the end coming. `lookahead` says how
+    many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
+    """
+
+    _own = frozenset({"lookahead", "_world_size", "_history", "_ended"})
+
+    def __init__(self, inner: DataLoader[Any], *, world_size: int) -> None:
+        super().__init__(inner)
+        self.lookahead = 0 if _sized(inner) else 1
+        self._world_size = world_size
+        # (batches, dataset state) after the last batches given out, oldest first.
+        self._history: list[tuple[int, Any]] = []
+        self._ended = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's; a stream is each rank's own, so all ranks' must be in the checkpoint."""
+        if not self._history:
+            batches, dataset = 0, self._dataset_state()
+        else:
+            # Once the end was met, nothing is ahead of the training loop.
+            back = 1 if self._ended else 1 + self.lookahead
+            batches, dataset = self._history[-min(back, len(self._history))]
+        return {
+            "kind": "iterable",
+            "dataset": dataset,
+            "batches": batches,
+            "samples": batches,
+            "finished": self._ended,
+            "world_size": self._world_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hand the dataset its state; warns at another world size, where only the dataset knows what it means."""
+        if state["world_size"] != self._world_size:
+            warnings.warn(
+                f"the state of {type(self.dataset).__name__} was written by {state['world_size']} processes, each"
+                f" with a stream of its own, and is resumed on {self._world_size}: what was seen is not known in"
+                " common, samples may be repeated or missed",
+                stacklevel=2,
+            )
+        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        self._history = [(0 if state["finished"] else state["batches"], copy.deepcopy(state["dataset"]))]
+        self._ended = False
+
+    @property
+    def batches_done(self) -> int:
+        """Batches behind it in the epoch."""
+        return int(self.state_dict()["batches"])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # A state that was loaded and not used yet is where this iteration starts.
+        if len(self._history) != 1 or self._ended:
+            self._history = [(0, self._dataset_state())]
+        self._ended = False
+        return self._batches(self._history)
+
+    def _batches(self, history: list[tuple[int, Any]]) -> Iterator[Any]:
+        for batch in self._inner:
+            history.append((history[-1][0] + 1, self._dataset_state()))
+            del history[: -(1 + max(1, self.lookahead))]
+            yield batch
+        if history is self._history:
+            # Its state may have been set back at its end.
+            history.append((history[-1][0], self._dataset_state()))
+            self._ended = True
+
+    @property
+    def _dataset(self) -> Any:
+        # The type of a dataset knows nothing of its state.
+        return self._inner.dataset
+
+    def _dataset_state(self) -> Any:
+        # Datasets tend to give the very dictionary that they go on to change.
+        return copy.deepcopy(self._dataset.state_dict())
+
+
+def _sized(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""Ranks with different amounts of data: found out together, ended together, never hung."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_shard.errors import DataError
+from lightning_shard.resume.delegate import DelegatingLoader
+
+_FAILED, _OUT, _HAS = -1, 0, 1
+
+
+def check_lengths(
+    length: int | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    what: str = "training dataloader",
+) -> None:
+    """Refuse sized loaders whose numbers of batches differ between ranks (collective; all ranks of `group`).
+
+    Args:
+        length: batches of this rank's loader; None if it has no length.
+        group: the ranks that step together; the default group if None.
+        device: where the group's backend has its tensors ("cpu" for gloo).
+        what: the loader's name in the message.
+
+    Raises:
+        DataError: on every rank alike, with a table of rank and batches.
+    """
+    if not dist.is_initialized():
+        return
+    lengths = _gathered(-1 if length is None else length, group, device)
+    if len(set(lengths)) == 1:
+        return
+    table = "\n".join(
+        f"  rank {rank}: {'no length' if count < 0 else f'{count} batches'}" for rank, count in enumerate(lengths)
+    )
+    raise DataError(
+        f"the {what} has different numbers of batches on different ranks:\n{table}\n"
+        "All ranks must make the same number of steps, or those with more wait for the others for ever. Give every"
+        " rank equally many samples: keep Trainer(use_distributed_sampler=True) or use a DistributedSampler, set"
+        " drop_last=True, or set Trainer(limit_train_batches=...) to at most the smallest number above."
+    )
+
+
+def agreed(
+    iterator: Iterator[Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    what: str = "training dataloader",
+    device: torch.device | str = "cpu",
+) -> Iterator[Any]:
+    """Go on for as long as every rank has a next batch (collective at each step; all ranks of `group`).
+
+    One all-reduce of an integer per batch. When ranks run out at different batches, all end after the same one,
+    with a warning on every rank that names those that ran out; the others' next batch is dropped.
+
+    Raises:
+        DataError: on the other ranks when the iterator of one raises, naming it; that one raises its own error.
+    """
+    if not dist.is_initialized():
+        yield from iterator
+        return
+    count = 0
+    while True:
+        batch, failure = None, None
+        try:
+            batch, status = next(iterator), _HAS
+        except StopIteration:
+            status = _OUT
+        except Exception as error:
+            status, failure = _FAILED, error
+        lowest = torch.tensor(status, device=device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        if lowest.item() == _HAS:
+            count += 1
+            yield batch
+            continue
+        statuses = _gathered(status, group, device)
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, other in enumerate(statuses) if other == _FAILED]
+        if failed:
+            raise DataError(
+                f"the {what} raised on {_ranks(failed)} after {count} batches; all ranks end here. The cause is in"
+                " the traceback of that rank."
+            )
+        out = [rank for rank, other in enumerate(statuses) if other == _OUT]
+        if len(out) < len(statuses):
+            warnings.warn(
+                f"the {what} ran out on {_ranks(out)} after {count} batches, {_ranks(_others(out, statuses))} had"
+                " more: all ranks end the epoch here. Give every rank equally much data to use all of it.",
+                stacklevel=2,
+            )
+        return
+
+
+def agreeing(
+    loader: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    what: str = "training dataloader",
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The `loader` whose iterators are :func:`agreed`; keeps its attributes, and its state where it has one.
+
+    For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate alike.
+    """
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    options = {"group": group, "what": what, "device": device}
+    if not isinstance(loader, DataLoader):
+        return (_StatefulAgreeingIterable if stateful else _AgreeingIterable)(loader, options)
+    return (_StatefulAgreeingLoader if stateful else _AgreeingLoader)(loader, options)
+
+
+class _AgreeingLoader(DelegatingLoader):
+    _own = frozenset({"_options"})
+
+    def __init__(self, inner: Any, options: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self._options = options
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return agreed(iter(self._inner), **self._options)
+
+
+class _StatefulAgreeingLoader(_AgreeingLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+class _AgreeingIterable:
+    """For an iterable that is no DataLoader; it has no length, or :func:`check_lengths` would do."""
+
+    def __init__(self, inner: Any, options: dict[str, Any]) -> None:
+        self._inner, self._options = inner, options
+
+    def __iter__(self) -> Iterator[Any]:
+        return agreed(iter(self._inner), **self._options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class _StatefulAgreeingIterable(_AgreeingIterable):
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+def _gathered(value: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[int]:
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [int(other.item()) for other in everyone]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _others(ranks: list[int], statuses: list[int]) -> list[int]:
+    return [rank for rank in range(len(statuses)) if rank not in ranks]

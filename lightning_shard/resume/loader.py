@@ -1,0 +1,228 @@
+"""A DataLoader over a map-style dataset that knows how far it is and can go on from there."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_shard.errors import DataError
+from lightning_shard.resume.delegate import DelegatingLoader
+from lightning_shard.resume.order import global_order, rank_share
+from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of
+from lightning_shard.resume.source import Generators, IndexSource, Plan
+
+
+@dataclasses.dataclass
+class _Run:
+    """One iteration over the loader."""
+
+    epoch: int | None
+    shape: Shape
+    rng: dict[str, Any]
+    """At the start, as `generators`."""
+    generators: list[Any]
+    seeded: bool
+    """Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once)."""
+    start: int = 0
+    start_batches: int = 0
+    batches: int = 0
+    ended: bool = False
+
+
+class ResumableLoader(DelegatingLoader):
+    """A map-style DataLoader that goes on after the last batch that it gave out.
+
+    Yields what `inner` would. The iterator of torch is made at the first ``next``, when the epoch of the sampler is
+    known, not at ``iter``. After :meth:`load_state_dict` the next iteration gives only what is left of the epoch
+    (the length stays the whole epoch's); the epoch is finished in the order in which it was begun, with the saved
+    seed and the sampler's epoch. Setting another epoch before that starts the other one at its beginning.
+
+    An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn
+    again from its state at the epoch's start, without a trace in the global ones. Random numbers drawn inside
+    worker processes are not restored.
+    """
+
+    _own = frozenset({"_source", "_generators", "_world_size", "_rank", "_pending", "_run"})
+
+    def __init__(self, inner: DataLoader[Any], *, world_size: int, rank: int) -> None:
+        batched = inner.batch_sampler is not None
+        source = IndexSource(inner.batch_sampler if batched else inner.sampler)
+        inner = copy.copy(inner)
+        # A DataLoader refuses to have its samplers set; this copy is this object's own.
+        inner.__dict__["batch_sampler" if batched else "sampler"] = source
+        super().__init__(inner)
+        self._source = source
+        self._generators = Generators(inner, source.full)
+        self._world_size, self._rank = world_size, rank
+        self._pending: dict[str, Any] | None = None
+        self._run: _Run | None = None
+
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]
+        """The original's, not the stand-in that can skip."""
+        return self._source.full if self._inner.batch_sampler is not None else None
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The original's."""
+        return self._source.full if self._inner.batch_sampler is None else self._inner.sampler
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of this loader that are behind it in the epoch; after loading, in units of this loader."""
+        if self._pending is None:
+            return 0 if self._run is None else self._run.start_batches + self._run.batches
+        return self._batches_behind(self._pending) if is_midway(self._pending) else 0
+
+    @property
+    def samples_seen(self) -> int:
+        """Position in the epoch's global order ("local": this rank's samples, "batches": its batches)."""
+        return int(self.state_dict()["samples"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch given out; the same on all ranks but for the random numbers.
+
+        Plain values and tensors. On loading, each rank should get its own rank's where it existed (see
+        :func:`~lightning_shard.resume.gather_states`).
+        """
+        if self._pending is not None:
+            return dict(self._pending)
+        run = self._run
+        shape = self._shape if run is None else run.shape
+        start, batches = (run.start, run.batches) if run else (0, 0)
+        left = shape.batches_left(start)
+        sampler = self._epoch_sampler()
+        return {
+            "kind": shape.kind,
+            "epoch": run.epoch if run else getattr(sampler, "epoch", None),
+            "samples": shape.position(start, batches),
+            "batches": batches + (run.start_batches if run else 0),
+            "finished": run is not None and (run.ended or (left is not None and batches >= left)),
+            "length": shape.length,
+            "world_size": self._world_size,
+            "replicas": shape.replicas,
+            "batch_size": shape.batch_size,
+            "seed": getattr(sampler, "seed", None),
+            "shuffle": getattr(sampler, "shuffle", None),
+            "seeded": run.seeded if run else True,
+            "rng": run.rng if run else None,
+            "generators": run.generators if run else [],
+            "generators_now": self._generators.states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; an epoch that was finished is followed by the next one's beginning.
+
+        Raises:
+            DataError: the epoch was interrupted and can't be finished with this loader: another kind of sampler or
+                number of samples, or another world size where the sampler can't say the common order.
+        """
+        if is_midway(state):
+            refuse_other_data(state, self._shape, self._world_size)
+            set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
+            if set_epoch is not None and state["epoch"] is not None:
+                set_epoch(state["epoch"])
+        self._generators.set_states(state["generators_now"])
+        self._pending, self._run = dict(state), None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        run, batches = self._begin()
+        for batch in batches:
+            run.batches += 1
+            yield batch
+        run.ended = True
+
+    def _begin(self) -> tuple[_Run, Iterator[Any]]:
+        loaded, self._pending = self._pending, None
+        inner, generators = self._inner, self._generators
+        epoch = getattr(self._epoch_sampler(), "epoch", None)
+        resumed = loaded if loaded and is_midway(loaded) and not _differ(loaded["epoch"], epoch) else None
+        keeps_workers = inner.persistent_workers and inner.num_workers > 0
+        creates = not keeps_workers or inner._iterator is None
+        now = generators.snapshot()
+        if resumed:
+            generators.restore((resumed["rng"], resumed["generators"]))
+            seeded = bool(resumed["seeded"])
+        else:
+            # In an uninterrupted run the persistent workers of a finished epoch would still be there.
+            seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
+        run = _Run(epoch, self._shape, *generators.snapshot(), seeded)
+        plan = None
+        if resumed:
+            run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
+        if resumed or (creates and not seeded):
+            build = functools.partial(self._rest, resumed) if resumed else functools.partial(iter, self._source.full)
+            plan = Plan(build, generators, unseeded=creates and not seeded)
+        batches = self._source.iterate(inner, plan)
+        if resumed:
+            # The generators that are the loader's own go on from the epoch's start.
+            generators.restore((now[0], generators.states()))
+        self._run = run
+        return run, batches
+
+    def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
+        """Indices (batches of them) from the position of `state` on.
+
+        Draws what the stock loader would when it asks for an iterator, and the rest at the first ``next``.
+        """
+        full, start = self._source.full, state["samples"]
+        if self._inner.batch_sampler is not None and state["kind"] != "batches":
+            return self._rest_in_batches(state)
+        if state["kind"] == "distributed":
+            return iter(self._rest_of_rank(state))
+        return itertools.islice(iter(full), start, None)
+
+    def _rest_in_batches(self, state: dict[str, Any]) -> Iterator[Any]:
+        full: Any = self._source.full
+        if state["kind"] == "distributed":
+            rest: Iterable[int] = self._rest_of_rank(state)
+        else:
+            rest = itertools.islice(iter(self.sampler), state["samples"], None)
+        # A generator, as BatchSampler's own iterator is: nothing is drawn before the first ``next``.
+        yield from BatchSampler(rest, full.batch_size, full.drop_last)
+
+    def _rest_of_rank(self, state: dict[str, Any]) -> list[int]:
+        start = state["samples"]
+        sampler: DistributedSampler[Any] = copy.copy(self.sampler)
+        sampler.seed, sampler.shuffle = state["seed"], state["shuffle"]
+        before = self._generators.snapshot()
+        order = global_order(sampler)
+        # One under a wrapper may draw from the global generator, each time anew.
+        self._generators.restore(before)
+        mine = list(sampler)
+        ranks = (sampler.rank, sampler.num_replicas)
+        if rank_share(order, 0, *ranks, drop_last=sampler.drop_last) == mine:
+            return rank_share(order, start, *ranks, drop_last=sampler.drop_last)
+        if state["replicas"] != sampler.num_replicas:
+            raise DataError(
+                f"the checkpoint was written in the middle of an epoch on {state['replicas']} processes and is resumed"
+                f" on {sampler.num_replicas}, but {type(sampler).__name__} does not deal its samples out as"
+                " DistributedSampler does, so that what was seen is not known here. Resume on"
+                f" {state['replicas']} processes, or from a checkpoint of an epoch's end."
+            )
+        return mine[start // sampler.num_replicas :]
+
+    def _batches_behind(self, state: dict[str, Any]) -> int:
+        # Counted from the end, so that the epoch ends with the loader's length.
+        shape = self._shape
+        total, left = shape.batches_left(0), shape.batches_left(state["samples"])
+        return int(state["batches"]) if total is None or left is None else total - left
+
+    @property
+    def _shape(self) -> Shape:
+        return shape_of(self.sampler, self.batch_sampler)
+
+    def _epoch_sampler(self) -> Any:
+        """What holds the epoch's number: the sampler, or the one under a batch sampler."""
+        nested = getattr(self.batch_sampler, "sampler", None)
+        return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
+
+
+def _differ(first: int | None, second: int | None) -> bool:
+    return first is not None and second is not None and first != second

@@ -1,0 +1,89 @@
+"""Random number generators of a rank, as values that ``torch.load(weights_only=True)`` accepts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def rng_state(*, cuda: bool = True) -> dict[str, Any]:
+    """The generators of this process: python's, numpy's, torch's on the CPU and on the current CUDA device.
+
+    Tensors, integers, floats, strings, lists and None only. The CUDA device's is in it if `cuda` and CUDA has
+    been initialised.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        # uint32 words; torch tensors have no full uint32 support, int64 holds them.
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+    }
+    if cuda and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set the generators from what :func:`rng_state` gave.
+
+    A CUDA state is left alone in a process without CUDA, and the CUDA generator where the state has none.
+    """
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def derived_rng_seed(seed: int, rank: int, step: int) -> int:
+    """A seed for a rank that did not exist when the checkpoint was written; in ``[0, 2**32)``.
+
+    A hash, so that neighbouring ranks and steps share no stream, and the same on every machine.
+    """
+    digest = hashlib.sha256(f"lightning_shard/{seed}/{rank}/{step}".encode()).digest()
+    # numpy accepts 32 bits.
+    return int.from_bytes(digest[:4], "little")
+
+
+def seed_rng(seed: int) -> None:
+    """Seed all generators that :func:`rng_state` names; `seed` in ``[0, 2**32)``."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def gather_states(state: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank has, by rank, on every rank (collective; all ranks of `group`).
+
+    For what differs between ranks and must be in one checkpoint: random numbers, the states of dataloaders. Goes
+    through pickle between the processes of this job, never from a file.
+    """
+    if not dist.is_initialized():
+        return [state]
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, state, group=group)
+    return states
+
+
+def states_of_rank(states: list[Any], rank: int) -> Any:
+    """This rank's entry of :func:`gather_states`, or rank 0's for a rank that did not exist then.
+
+    Right for dataloader states, whose position is common to all ranks. A new rank's random numbers are not
+    another's: use :func:`derived_rng_seed`.
+    """
+    return states[rank] if rank < len(states) else states[0]

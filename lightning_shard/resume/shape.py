@@ -1,0 +1,103 @@
+"""How an epoch's samples are dealt out to ranks and batches, and which interrupted epochs fit which loader."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lightning_shard.errors import DataError
+from lightning_shard.resume.order import batch_count, share_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How an epoch is dealt out; positions count samples of all replicas together (batches for "batches").
+
+    Kinds: "distributed" (a DistributedSampler deals one order to all ranks), "local" (each rank has an order of its
+    own), "batches" (a batch sampler of its own kind, of which only batches can be counted).
+    """
+
+    kind: str
+    length: int | None
+    """Of the whole order; None if the sampler has no length."""
+    replicas: int
+    drop_samples: bool
+    batch_size: int
+    drop_batch: bool
+
+    def position(self, start: int, batches: int) -> int:
+        """After `batches` more than `start`."""
+        if self.length is None:
+            return start + batches * self.batch_size
+        share = share_size(self.length, start, self.replicas, drop_last=self.drop_samples)
+        return min(self.length, start + min(batches * self.batch_size, share) * self.replicas)
+
+    def batches_left(self, start: int) -> int | None:
+        if self.length is None:
+            return None
+        share = share_size(self.length, start, self.replicas, drop_last=self.drop_samples)
+        return batch_count(share, self.batch_size, drop_last=self.drop_batch)
+
+
+def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
+    """The shape of a loader with this sampler and batch sampler (None: single samples)."""
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        length = _length(batch_sampler)
+        return Shape(kind="batches", length=length, replicas=1, drop_samples=False, batch_size=1, drop_batch=False)
+    distributed = isinstance(sampler, DistributedSampler)
+    return Shape(
+        kind="distributed" if distributed else "local",
+        length=_length(sampler.dataset if distributed else sampler),
+        replicas=sampler.num_replicas if distributed else 1,
+        drop_samples=bool(distributed and sampler.drop_last),
+        batch_size=1 if batch_sampler is None else batch_sampler.batch_size,
+        drop_batch=False if batch_sampler is None else batch_sampler.drop_last,
+    )
+
+
+def is_midway(state: dict[str, Any]) -> bool:
+    """Whether the loader's `state` is one of an interrupted epoch."""
+    return state["samples"] > 0 and not state["finished"]
+
+
+def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int) -> None:
+    """DataError if the interrupted epoch of `state` can't be finished by a loader of `shape`."""
+    remedy = "Resume with the data and sampler it was written with, or from a checkpoint of an epoch's end."
+    if state["kind"] != shape.kind:
+        raise DataError(
+            f"the checkpoint was written in the middle of an epoch with {KINDS[state['kind']]}, and this loader"
+            f" has {KINDS[shape.kind]}: the position can't be carried over. {remedy}"
+        )
+    if state["length"] != shape.length:
+        raise DataError(
+            f"the checkpoint was written in the middle of an epoch of {state['length']} {_unit(shape.kind)}, and"
+            f" this loader's has {shape.length}: the rest of the epoch is not the same. {remedy}"
+        )
+    if shape.kind != "distributed" and state["world_size"] != world_size:
+        raise DataError(
+            f"the checkpoint was written in the middle of an epoch on {state['world_size']} processes and is"
+            f" resumed on {world_size}: with {KINDS[shape.kind]} only the same number can go on. Resume"
+            f" on {state['world_size']} processes, use Trainer(use_distributed_sampler=True) without a batch"
+            " sampler, or resume from a checkpoint of an epoch's end."
+        )
+
+
+KINDS = {
+    "distributed": "a distributed sampler",
+    "local": "a sampler of each process's own",
+    "batches": "a batch sampler of its own kind",
+    "iterable": "an iterable dataset",
+}
+
+
+def _unit(kind: str) -> str:
+    return "batches" if kind == "batches" else "samples"
+
+
+def _length(collection: Any) -> int | None:
+    try:
+        return len(collection)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,60 @@
+"""Which loaders can be resumed, by what, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
+from lightning_shard.resume.loader import ResumableLoader
+
+
+def resumable(dataloader: Any, *, world_size: int, rank: int) -> Any:
+    """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
+
+    Call it on every rank for a loader whose sampler is already the one to train with. What comes back:
+
+    - map-style dataset: a :class:`ResumableLoader`;
+    - IterableDataset that has ``state_dict``/``load_state_dict``, loaded in this process (``num_workers=0``): a
+      :class:`StatefulIterableLoader`;
+    - a loader that has ``state_dict``/``load_state_dict`` itself, and whatever can't be resumed (see
+      :func:`order_warning`): the same object.
+
+    Args:
+        dataloader: anything to iterate; only a torch DataLoader is changed.
+        world_size: number of ranks that read data of their own.
+        rank: this one's number among them.
+    """
+    if not isinstance(dataloader, DataLoader) or has_state(dataloader):
+        return dataloader
+    if not isinstance(dataloader.dataset, IterableDataset):
+        return ResumableLoader(dataloader, world_size=world_size, rank=rank)
+    if has_state(dataloader.dataset) and dataloader.num_workers == 0:
+        return StatefulIterableLoader(dataloader, world_size=world_size)
+    return dataloader
+
+
+def order_warning(loader: Any) -> str | None:
+    """Why the order of what :func:`resumable` gave is not restored on resume; None if it is."""
+    if isinstance(loader, ResumableLoader):
+        if loader.num_workers > 0 and not loader.in_order:
+            return (
+                "DataLoader(in_order=False): workers deliver batches in an order that is not repeatable, so that a"
+                " resumed run can repeat or miss some of them. Set in_order=True to resume exactly."
+            )
+        return None
+    if has_state(loader):
+        return None
+    dataset = getattr(loader, "dataset", loader)
+    name = type(dataset).__name__
+    if has_state(dataset):
+        return (
+            f"the state of {name} lives in the {loader.num_workers} worker processes of its DataLoader and can't be"
+            " read from here: on resume its order is not restored, it starts from its beginning. Set num_workers=0,"
+            " or use a loader with state_dict and load_state_dict (such as torchdata's StatefulDataLoader)."
+        )
+    return (
+        f"{name} is iterable and has no state_dict: on resume its order is not restored, it starts from its"
+        " beginning. Give the dataset or the loader state_dict() and load_state_dict() to go on where it was."
+    )
