@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.load import load_training_state, read_manifest
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save_training_state
-from lightning_shard.checkpoint.state import model_tensors
+from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -44,9 +44,10 @@ class CheckpointingStrategy(ParallelStrategy):
     # Save
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """FQN to this rank's live tensor: whole, or a DTensor of which it has a part."""
+        """FQN, tied ones too, to this rank's live tensor: whole, or a DTensor of which it has a part."""
         assert self.lightning_module is not None
-        return {key.removeprefix("model."): tensor for key, tensor in model_tensors(self.lightning_module).items()}
+        names = fqns(self.lightning_module)
+        return {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing yet: `save_checkpoint` writes the optimizers' state in place, by FQN."""

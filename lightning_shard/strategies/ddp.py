@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import _lightning
@@ -186,6 +187,12 @@ class ShardDDPStrategy(ComposableStrategy):
             self.model.require_backward_grad_sync = enabled
         else:
             super()._set_gradient_sync(enabled)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """FQN to whole tensor; processes started by "fork" or "spawn" hand it back to the main one."""
+        self._reshard()
+        state = super().lightning_module_state_dict()
+        return {name: t.detach().to_local() if isinstance(t, DTensor) else t.detach() for name, t in state.items()}
 
     def teardown(self) -> None:
         """Unwrap the module and, as Lightning's DDP does, move it back to the host."""
