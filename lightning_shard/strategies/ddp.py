@@ -130,6 +130,9 @@ class ShardDDPStrategy(ComposableStrategy):
             if self.policy.compute == torch.float32:
                 self._refuse_what_replicate_lacks("frozen 16-bit parameters")
             self._shard(module)
+            if self._start_method != "popen":
+                # Lightning hands a state dict back to the main process, whose module is whole and plain.
+                module.register_state_dict_post_hook(_plain_values)
             return module
         self._refuse_foreign(module)
         ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
@@ -188,12 +191,6 @@ class ShardDDPStrategy(ComposableStrategy):
         else:
             super()._set_gradient_sync(enabled)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """FQN to whole tensor; processes started by "fork" or "spawn" hand it back to the main one."""
-        self._reshard()
-        state = super().lightning_module_state_dict()
-        return {name: t.detach().to_local() if isinstance(t, DTensor) else t.detach() for name, t in state.items()}
-
     def teardown(self) -> None:
         """Unwrap the module and, as Lightning's DDP does, move it back to the host."""
         unwrapped = isinstance(self.model, DistributedDataParallel) or self._sharded is None
@@ -202,3 +199,9 @@ class ShardDDPStrategy(ComposableStrategy):
         super().teardown()
         if unwrapped and self.lightning_module is not None:
             self.lightning_module.cpu()
+
+
+def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            state_dict[name] = value.to_local()
