@@ -5,11 +5,13 @@ A user's mistake ends in one message on stderr and exit code 2; a bug in the use
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
-import subprocess
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +24,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import __version__, registry, usage
+from lightning_shard import __version__, mistakes, registry
+from lightning_shard.explain import explain
 
 MISTAKE_EXIT_CODE = 2
 # How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
@@ -34,7 +37,9 @@ _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 
 
 class ShardArgumentParser(LightningArgumentParser):
-    """Lightning's parser, which raises :class:`UsageError` with a readable message."""
+    """Lightning's parser, which raises :class:`~lightning_shard.mistakes.UsageError` with a readable message."""
+
+    failure: Exception | None = None
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the explained message; parsers inside a type check (``exit_on_error=False``) stay as they are."""
@@ -42,7 +47,23 @@ class ShardArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         # jsonargparse reports from the parser above the subcommand's, which has the keys.
         parser = getattr(ex, "subcommand_parser", None) or self
-        raise usage.UsageError(usage.explain(message, _keys(parser))) from ex
+        raise mistakes.UsageError(explain(message, _keys(parser))) from ex
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """As jsonargparse's, and keep what a constructor raised in ``self.failure``.
+
+        jsonargparse tries every type of a union and reports a failed constructor as one more type that did not fit.
+        """
+
+        @functools.wraps(instantiator)
+        def keep_failure(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return instantiator(*args, **kwargs)
+            except Exception as error:
+                self.failure = error
+                raise
+
+        super().add_instantiator(keep_failure, *args, **kwargs)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the action, to add ``strategies`` after Lightning's own subcommands."""
@@ -96,8 +117,11 @@ class ShardCLI(LightningCLI):
         try:
             super().__init__(model_class, datamodule_class, args=args, **kwargs)
         except Exception as error:
-            self._end(error)
-            raise
+            cause = mistakes.cause_of(error, getattr(getattr(self, "parser", None), "failure", None))
+            self._end(cause)
+            if cause is error:
+                raise
+            raise cause from None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Lightning's parser with ``--traceback``."""
@@ -121,12 +145,14 @@ class ShardCLI(LightningCLI):
             name = self.config["strategies"]["name"]
             print(registry.table() if name is None else registry.preset_yaml(name).rstrip())
             raise SystemExit(0)
-
-    def before_instantiate_classes(self) -> None:
-        """Refuse what can be known to be wrong before anything is built."""
-        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        config = self.config.get(str(self.config.get("subcommand")), self.config)
         _check_strategy(config.get("trainer.strategy"))
         _check_ckpt_path(config.get("ckpt_path"))
+
+    def instantiate_classes(self) -> None:
+        """Lightning's; what a constructor raises is kept by the parser."""
+        self.parser.add_instantiator(_construct, object)  # after, and so behind, those of the model and the data
+        super().instantiate_classes()
 
     def after_fit(self) -> None:
         """Say where the checkpoint is and how to validate it; rank 0."""
@@ -141,39 +167,43 @@ class ShardCLI(LightningCLI):
         print(f"checkpoint: {_shortest(best or last)}{scored}")
         if best and last and best != last:
             print(f"last checkpoint: {_shortest(last)}")
-        if self._arguments is not None and self.subcommand == "fit":
+        if self._arguments is not None and self.subcommand == "fit" and self.trainer.enable_validation:
             arguments = _validate_arguments(self._arguments, _shortest(best or last))
             print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
 
     def _end(self, error: Exception) -> None:
         """End the children; after a mistake say it on one rank and exit. Returns when the error is to be raised."""
-        children = _take_children(getattr(self, "trainer", None))
-        if not usage.is_mistake(error):
+        children = mistakes.take_children(getattr(self, "trainer", None))
+        if not mistakes.is_mistake(error):
             # A lost child breaks this rank's collectives: then what the child said is the cause.
-            if MISTAKE_EXIT_CODE in _wait(children, _LAST_WORDS_SECONDS):
+            if MISTAKE_EXIT_CODE in mistakes.wait(children, _LAST_WORDS_SECONDS):
                 raise SystemExit(MISTAKE_EXIT_CODE) from error
-            _terminate(children)
+            mistakes.terminate(children)
             return
-        rank = usage.global_rank(self._environ)
+        rank = mistakes.global_rank(self._environ)
         if rank != 0:
             time.sleep(_SILENCE_SECONDS)
         sys.stdout.flush()
-        where = usage.user_frame(error)
+        where = mistakes.user_frame(error)
         raised = f"\n(raised in {where})" if where else ""
-        file = _broken_config(self._arguments or []) if isinstance(error, usage.UsageError) else ""
+        file = _broken_config(self._arguments or []) if isinstance(error, mistakes.UsageError) else ""
         prefix = f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}"
         print(f"{prefix}{error}{raised}", file=sys.stderr, flush=True)
-        _terminate(children)
+        mistakes.terminate(children)
         if self._arguments is not None and "--traceback" in self._arguments:
-            import traceback
-
             traceback.print_exception(error)
         raise SystemExit(MISTAKE_EXIT_CODE) from error
 
 
 def main() -> None:
     """Entry point of ``lightning-shard``."""
+    # Lightning 2.6 says this of itself on every rank with torch 2.13.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     ShardCLI(parser_kwargs={"prog": _own_program(sys.argv[0]), "description": "Train with sharded strategies."})
+
+
+def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)
 
 
 def _own_program(script: str) -> str:
@@ -200,8 +230,7 @@ def _keys(parser: Any) -> list[str]:
 
 def _check_strategy(strategy: Any) -> None:
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
-        others = ["auto", *(name for name in StrategyRegistry if name not in registry.PRESETS)]
-        raise usage.UsageError(f"trainer.strategy: {registry.unknown_name(strategy, others)}")
+        raise mistakes.UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
 
 
 def _check_ckpt_path(path: Any) -> None:
@@ -209,9 +238,16 @@ def _check_ckpt_path(path: Any) -> None:
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
         return
     if not Path(path).exists():
-        raise usage.UsageError(
+        raise mistakes.UsageError(
             f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of best, last."
         )
+    if Path(path).is_file():
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start != b"PK" and not start.startswith(b"\x80"):  # torch's zip files, and pickles of before torch 1.6
+            raise mistakes.UsageError(
+                f"ckpt_path: {str(path)!r} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file."
+            )
 
 
 def _broken_config(arguments: Sequence[str]) -> str:
@@ -246,35 +282,3 @@ def _validate_arguments(fit: Sequence[str], ckpt_path: str) -> list[str]:
             arguments.append(word)
     arguments[arguments.index("fit")] = "validate"
     return [*arguments, "--ckpt_path", ckpt_path]
-
-
-def _take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The processes that Lightning's launcher started, taken from it.
-
-    Its observer thread looks at the same list and kills this process when a child has failed, maybe before it
-    could say why; it ends when it sees none.
-    """
-    processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
-    if not isinstance(processes, list):
-        return []
-    children = [process for process in processes if isinstance(process, subprocess.Popen)]
-    processes.clear()
-    return children
-
-
-def _wait(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
-    """Exit codes, None for those that have not ended in this time."""
-    deadline = time.monotonic() + seconds
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [child.poll() for child in children]
-
-
-def _terminate(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        child.terminate()
-    # Lightning handles SIGTERM while it trains, and a process inside a collective sees no signal but SIGKILL.
-    if None in _wait(children, 1.0):
-        for child in children:
-            child.kill()
-    _wait(children, 5.0)

@@ -129,12 +129,15 @@ def find(name: str) -> Preset:
     return PRESETS[name]
 
 
-def unknown_name(name: str, others: Iterable[str] = ()) -> str:
-    """Message for a name that is neither here nor among the ``others`` that are allowed in its place."""
-    near = difflib.get_close_matches(name.lower(), [*PRESETS, *others], n=3, cutoff=0.5)
+def unknown_name(name: str) -> str:
+    """Message for a name that neither this package nor Lightning knows: the nearest ones and the list."""
+    lightning = [other for other in StrategyRegistry if other not in PRESETS]
+    near = difflib.get_close_matches(name.lower(), [*PRESETS, *lightning], n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    rest = f"\nLightning's own: {', '.join(sorted(others))}" if others else ""
-    return f"there is no strategy {name!r}.{hint}\nNames of this package: {', '.join(PRESETS)}{rest}"
+    return (
+        f"there is no strategy {name!r}.{hint}\nStrategies of lightning_shard: {', '.join(PRESETS)}. "
+        "Lightning's own (auto, ddp, fsdp, ...) are allowed too."
+    )
 
 
 def preset_yaml(name: str) -> str:

@@ -1,0 +1,122 @@
+"""How a command ends: a user's mistake told from a bug, said by one rank, and the children ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_shard.errors import ShardError
+
+# Packages whose frames are not the user's code.
+_LIBRARIES = {
+    "deepspeed",
+    "jsonargparse",
+    "lightning",
+    "lightning_shard",
+    "lightning_utilities",
+    "torch",
+    "torchmetrics",
+    "transformers",
+    *sys.stdlib_module_names,
+} - {"__main__"}
+
+
+class UsageError(Exception):
+    """Arguments or a configuration file that can't be parsed; the message is complete."""
+
+
+def global_rank(environ: Mapping[str, str]) -> int:
+    """Rank that the launcher gave to this process; 0 where none did.
+
+    ``RANK`` is torchrun's, ``LOCAL_RANK`` without it that of Lightning's own launcher, whose children may stand
+    inside a SLURM job step of one task (so it comes before SLURM's).
+    """
+    if "RANK" in environ:
+        return int(environ["RANK"])
+    if "LOCAL_RANK" in environ:
+        local_world = max(1, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+        return int(environ.get("NODE_RANK", "0")) * local_world + int(environ["LOCAL_RANK"])
+    return int(environ.get("SLURM_PROCID", "0"))
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether the message alone says what to change, so that a traceback would only be in the way.
+
+    An error of this package, Lightning's ``MisconfigurationException``, what Lightning itself refuses without
+    the user's code having been entered (an unknown accelerator, no checkpoint at a path), and an argument's value
+    that a constructor refuses.
+    """
+    if isinstance(error, UsageError | ShardError | MisconfigurationException):
+        return True
+    if not isinstance(error, ValueError | FileNotFoundError | ModuleNotFoundError):
+        return False
+    frames = _frames(error.__traceback__)
+    if not frames:
+        return False
+    constructed = any(_package(frame) == "jsonargparse" for frame in frames)
+    if constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
+        return True
+    return _package(frames[-1]) == "lightning" and user_frame(error) is None
+
+
+def cause_of(error: Exception, failure: Exception | None) -> Exception:
+    """What made the command fail: ``failure``, raised by a constructor, where jsonargparse reported it as its own."""
+    frames = _frames(error.__traceback__)
+    if failure is None or not isinstance(error, ValueError) or _package(frames[-1]) != "jsonargparse":
+        return error
+    return failure
+
+
+def user_frame(error: BaseException) -> str | None:
+    """``file:line, in function`` of the innermost frame in the user's own code, or None."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _package(frame) not in _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+    return None
+
+
+def _frames(trace: TracebackType | None) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(trace)]
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:
+    """The processes that Lightning's launcher started, taken from it.
+
+    Its observer thread looks at the same list and kills this process when a child has failed, maybe before it
+    could say why; it ends when it sees none.
+    """
+    processes = getattr(getattr(getattr(trainer, "strategy", None), "launcher", None), "procs", None)
+    if not isinstance(processes, list):
+        return []
+    children = [process for process in processes if isinstance(process, subprocess.Popen)]
+    processes.clear()
+    return children
+
+
+def wait(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Exit codes, None for those that have not ended in this time."""
+    deadline = time.monotonic() + seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [child.poll() for child in children]
+
+
+def terminate(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        child.terminate()
+    # Lightning handles SIGTERM while it trains, and a process inside a collective sees no signal but SIGKILL.
+    if None in wait(children, 1.0):
+        for child in children:
+            child.kill()
+    wait(children, 5.0)
