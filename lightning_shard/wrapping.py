@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torchmetrics import Metric
 
 from lightning_shard.errors import WrappingError
 
@@ -24,16 +26,19 @@ class Unit:
     modules: tuple[nn.Module, ...]
 
 
-def find_units(root: nn.Module, spec: UnitSpec) -> list[Unit]:
+def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) -> list[Unit]:
     """The shard units below ``root``, inner before outer, in registration order.
 
-    ``root`` is not among them: it takes every parameter that no unit has.
+    ``root`` is not among them: it takes every parameter that no unit has. Each parameter belongs to exactly one:
+    modules that share one and lie side by side form a unit together, an inner one is left to the outer one that
+    shares it, and what is shared with a module outside every unit is the root's.
 
     Args:
         root: the LightningModule.
         spec: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
             ``Sequential`` containers; a list: class names; a number: the smallest modules that have at least that
             many parameters which no inner unit has taken.
+        with_children: make each child of ``root`` a unit as well.
 
     Raises:
         WrappingError: a class name that matches nothing or is no class to shard.
@@ -51,14 +56,20 @@ def find_units(root: nn.Module, spec: UnitSpec) -> list[Unit]:
         assert not isinstance(spec, str)
         _check_names(root, spec)
         modules = _by_class(root, set(spec))
-    return _merge_shared(_with_parameters(modules))
+    chosen = set(modules.values())
+    if with_children:
+        chosen.update(_nearest_with_forward(root))
+    return _settle_shared(root, {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)})
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """All modules below and including ``module``, children before parents, each object once."""
+    """All modules below and including ``module``, children before parents, each object once.
+
+    Torchmetrics and what is in them (an FID's own network) are no part of the model.
+    """
     seen = set() if seen is None else seen
     found: dict[str, nn.Module] = {}
-    if module in seen:
+    if module in seen or isinstance(module, Metric):
         return found
     seen.add(module)
     for child_name, child in module.named_children():
@@ -69,6 +80,15 @@ def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | No
 
 def _below(root: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in _children_first(root).items() if module is not root}
+
+
+def runs_forward(module: nn.Module) -> bool:
+    """Whether a module's ``forward`` is what uses its parameters, so that hooks around it see the use.
+
+    Containers have none, and ``nn.MultiheadAttention`` reads its output projection's weight directly.
+    """
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    return has_forward and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def class_name(module: nn.Module) -> str:
@@ -94,7 +114,7 @@ def _by_class(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def _check_names(root: nn.Module, names: list[str]) -> None:
-    present = Counter(class_name(m) for m in _below(root).values() if any(True for _ in m.parameters()))
+    present = Counter(class_name(m) for m in _below(root).values() if _has_parameters(m))
     missing = [n for n in names if n not in present]
     if missing:
         listing = ", ".join(f"{name} (x{count})" for name, count in sorted(present.items())) or "none"
@@ -102,11 +122,11 @@ def _check_names(root: nn.Module, names: list[str]) -> None:
             f"units names {', '.join(map(repr, missing))}, but the model has no module of that class with parameters. "
             f"Classes that are there: {listing}."
         )
-    containers = [n for n in names if n in ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")]
-    if containers:
+    idle = {class_name(m) for m in _below(root).values() if not runs_forward(m)}
+    if refused := [n for n in names if n in idle]:
         raise WrappingError(
-            f"units names {', '.join(map(repr, containers))}, which has no forward and so can't be a shard unit. "
-            "Name the class of the modules inside it."
+            f"units names {', '.join(map(repr, refused))}, whose forward never runs and so can't be a shard unit. "
+            "Name the class of the modules inside it, or of the one that it is in."
         )
 
 
@@ -115,35 +135,34 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
 
     def visit(module: nn.Module, name: str) -> None:
+        if isinstance(module, Metric):
+            return
         counts: Counter[type[nn.Module]] = Counter()
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            counts.update(
-                type(m) for m in module.children() if _is_block(m, in_list=not isinstance(module, nn.Sequential))
-            )
+            in_list = not isinstance(module, nn.Sequential)
+            # A container may hold one module several times.
+            counts.update(type(m) for m in module._modules.values() if m is not None and _is_block(m, in_list=in_list))
         for child_name, child in module.named_children():
             fqn = f"{name}.{child_name}" if name else child_name
-            if counts[type(child)] >= 2:
-                found.setdefault(fqn, child)
+            if counts[type(child)] >= 2 and runs_forward(child):
+                found[fqn] = child
             else:
                 visit(child, fqn)
 
     visit(root, "")
-    # One module object reached by two names is one unit.
-    unique = {id(m): fqn for fqn, m in reversed(found.items())}
-    return {fqn: m for fqn, m in found.items() if unique[id(m)] == fqn}
+    return found
 
 
 def _is_block(module: nn.Module, *, in_list: bool) -> bool:
     """Whether a container's member is worth a unit: it has parameters, and is more than a lone layer of a stack."""
-    has_parameters = any(True for _ in module.parameters())
-    return has_parameters and (in_list or any(True for _ in module.children()))
+    return _has_parameters(module) and (in_list or any(True for _ in module.children()))
 
 
 def _by_size(root: nn.Module, smallest: int) -> dict[str, nn.Module]:
     taken: set[int] = set()
     found: dict[str, nn.Module] = {}
     for fqn, module in _below(root).items():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        if not runs_forward(module):
             continue
         free = [p for p in module.parameters() if id(p) not in taken]
         if sum(p.numel() for p in free) >= smallest:
@@ -152,42 +171,61 @@ def _by_size(root: nn.Module, smallest: int) -> dict[str, nn.Module]:
     return found
 
 
-def _with_parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    return {fqn: m for fqn, m in modules.items() if any(True for _ in m.parameters())}
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
-def _merge_shared(modules: dict[str, nn.Module]) -> list[Unit]:
-    """Put modules that share a parameter into one unit, because a parameter belongs to exactly one.
+def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
+    """The children of ``module``; in the place of one without a forward, its children."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found.extend([child] if runs_forward(child) else _nearest_with_forward(child))
+    return found
 
-    Where one of the sharing modules holds the other, the outer takes all. A module that shares a parameter with
-    one outside every unit is dropped, and its parameters go to the root.
-    """
+
+def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[Unit]:
+    """Units out of ``modules`` such that every parameter has one home; see `find_units`."""
     kept = dict(modules)
-    groups: dict[str, int] = {fqn: i for i, fqn in enumerate(kept)}
-    holders: dict[int, list[str]] = {}
-    for fqn, module in kept.items():
-        for parameter in module.parameters():
-            holders.setdefault(id(parameter), []).append(fqn)
-    for fqns in holders.values():
-        outermost = [f for f in fqns if not any(f.startswith(f"{other}.") for other in fqns)]
-        if len(outermost) < 2:
-            continue
-        for inner in set(fqns) - set(outermost):
-            kept.pop(inner, None)
-        first = groups[outermost[0]]
-        old = {groups[f] for f in outermost}
-        groups.update({f: first for f, g in groups.items() if g in old})
-    units: dict[int, list[str]] = {}
-    for fqn in kept:
-        units.setdefault(groups[fqn], []).append(fqn)
-    return [Unit(names=tuple(names), modules=tuple(kept[n] for n in names)) for names in units.values()]
+    while True:
+        groups: dict[str, set[str]] = {fqn: {fqn} for fqn in kept}
+        dropped: set[str] = set()
+        for homes in _homes(root, kept).values():
+            if "" in homes:
+                dropped |= homes - {""}
+                continue
+            together = set().union(*(groups[fqn] for fqn in homes))
+            groups.update(dict.fromkeys(together, together))
+        for group in groups.values():
+            dropped |= {f for f in group if any(kept[f] in _inside(kept[other]) for other in group - {f})}
+        if not dropped:
+            break
+        # A dropped unit's parameters move to the next unit around it, which may bring new neighbours together.
+        kept = {fqn: module for fqn, module in kept.items() if fqn not in dropped}
+    order = list(kept)
+    firsts = [fqn for fqn in order if fqn == min(groups[fqn], key=order.index)]
+    units = [sorted(groups[fqn], key=order.index) for fqn in firsts]
+    return [Unit(names=tuple(names), modules=tuple(kept[n] for n in names)) for names in units]
 
 
-def drop_units_tied_to(root: nn.Module, units: list[Unit]) -> list[Unit]:
-    """``units`` without those that share a parameter with a module outside every unit.
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}
 
-    Such a parameter is reached both through the unit and through the root, and so must be the root's.
-    """
-    inside = {m for unit in units for top in unit.modules for m in top.modules()}
-    outside = {id(p) for module in root.modules() if module not in inside for p in module.parameters(recurse=False)}
-    return [unit for unit in units if not any(id(p) in outside for module in unit.modules for p in module.parameters())]
+
+def _homes(root: nn.Module, units: dict[str, nn.Module]) -> dict[nn.Parameter, set[str]]:
+    """The innermost units ("": none) through which each parameter is reached, on every path from ``root``."""
+    names = {module: fqn for fqn, module in units.items()}
+    homes: dict[nn.Parameter, set[str]] = defaultdict(set)
+    seen: set[tuple[nn.Module, str]] = set()
+
+    def visit(module: nn.Module, home: str) -> None:
+        home = names.get(module, home)
+        if (module, home) in seen:
+            return
+        seen.add((module, home))
+        for parameter in module.parameters(recurse=False):
+            homes[parameter].add(home)
+        for child in module.children():
+            visit(child, home)
+
+    visit(root, "")
+    return homes

@@ -25,18 +25,33 @@ except ImportError:
 
 
 def replicate(
-    module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, ignored_params: set[nn.Parameter]
+    modules: tuple[nn.Module, ...],
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    ignored_params: set[nn.Parameter],
 ) -> None:
-    """Replicate ``module`` over a 1-D mesh, in place; afterwards it is an ``FSDPModule``. All ranks call it."""
+    """Replicate ``modules``, as one unit, over a 1-D mesh, in place; afterwards they are ``FSDPModule``s.
+
+    All ranks call it.
+    """
     if replicate_module is None:
         raise ConfigurationError(
             f"torch {torch.__version__} has no FSDP2-based replicate, which shard_ddp needs for every precision but "
             "'32-true'. Use torch 2.11 to 2.13, precision '32-true', or shard_fsdp."
         )
-    replicate_module(module, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
+    unit = modules[0] if len(modules) == 1 else list(modules)
+    replicate_module(unit, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
 
 
 def has_parameter_group(module: FSDPModule) -> bool:
     """Whether ``module`` manages parameters itself (a root whose children took all of them does not)."""
     state = module._get_fsdp_state()
     return state._fsdp_param_group is not None
+
+
+def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes that ``module``'s unit computes and reduces fp32 parameters in."""
+    mp_policy = module._get_fsdp_state()._mp_policy
+    compute = mp_policy.param_dtype or torch.float32
+    return compute, mp_policy.reduce_dtype or compute

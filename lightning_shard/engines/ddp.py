@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_shard.engines.materialize import find_initializers, materialize
+from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
 
 CommHook = Literal["fp16_compress", "bf16_compress"]
@@ -33,10 +33,10 @@ def prepare_whole(root: nn.Module, *, device: torch.device, seed: int) -> None:
     """Give every tensor of ``root`` its value and move it to ``device``; rank 0's values win. All ranks call it."""
     initializers = find_initializers(root)
     fqns = {module: fqn for fqn, module in root.named_modules()}
-    created: dict[int, tuple[Tensor, Tensor]] = {}
+    created: Created = {}
     materialize(fqns, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
     root.to(device)
-    fresh = {id(made) for _, made in created.values()}
+    fresh = {id(made()) for _, made in created.values()}
     broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
 
 

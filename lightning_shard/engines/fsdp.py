@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from lightning_shard.engines._composable import replicate
 from lightning_shard.engines.materialize import find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
+from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules, compile_forward
 from lightning_shard.errors import WrappingError
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.wrapping import Unit, UnitSpec, class_name, drop_units_tied_to, find_units
-
-Checkpointing = Literal["units"] | int | list[str] | None
+from lightning_shard.wrapping import Unit, UnitSpec, class_name, find_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +99,9 @@ def shard(
         WrappingError, MaterializationError: before anything was changed.
     """
     own_units = any(isinstance(m, FSDPModule) for m in root.modules())
-    units = [] if own_units else drop_units_tied_to(root, find_units(root, options.units))
-    if separate_children and not own_units:
-        units = drop_units_tied_to(root, _with_children(root, units))
+    units = [] if own_units else find_units(root, options.units, with_children=separate_children)
     ignored = ignored_parameters(root, options.ignored_modules)
-    checkpointed = _checkpointed_modules(root, units, options.activation_checkpointing)
+    checkpointed = checkpointed_modules(root, units, options.activation_checkpointing)
     initializers = find_initializers(root)
 
     sharded = ShardedModule(
@@ -116,7 +111,7 @@ def shard(
     created: dict[int, tuple[Tensor, Tensor]] = {}
     done: set[nn.Module] = set()
     for module in checkpointed:
-        sharded.undo.append(_checkpoint_forward(module))
+        sharded.undo.append(checkpoint_forward(module))
 
     def prepare(tops: Iterable[nn.Module]) -> None:
         """Give the modules below ``tops`` that no inner unit has their device and values, whole."""
@@ -134,7 +129,7 @@ def shard(
     for unit in units:
         prepare(unit.modules)
         if options.compile:
-            sharded.undo.extend(_compile_forward(m) for m in unit.modules)
+            sharded.undo.extend(compile_forward(m) for m in unit.modules)
         outermost = all(fqns[m].count(".") == 0 for m in unit.modules) and separate_children
         apply(unit.modules, reshard=False if outermost else options.reshard_after_forward, ignored=ignored(root))
     prepare([root])
@@ -149,18 +144,6 @@ def shard(
         _reduce_unused(root)
     _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], options)
     return sharded
-
-
-def _with_children(root: nn.Module, units: list[Unit]) -> list[Unit]:
-    taken = {m for unit in units for m in unit.modules}
-    children = [
-        Unit(names=(name,), modules=(child,))
-        for name, child in root.named_children()
-        if child not in taken
-        and not isinstance(child, nn.ModuleList | nn.ModuleDict | Metric)
-        and any(True for _ in child.parameters())
-    ]
-    return [*units, *children]
 
 
 def ignored_parameters(root: nn.Module, class_names: Iterable[str]) -> Callable[[nn.Module], set[nn.Parameter]]:
@@ -227,51 +210,6 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
             tensor.data = tensor.data.to(device)
-
-
-def _checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
-    """The modules whose forward is recomputed in backward.
-
-    Raises:
-        WrappingError: nothing to apply it to.
-    """
-    if spec is None:
-        return []
-    if isinstance(spec, list):
-        present = {class_name(m) for m in root.modules()}
-        if missing := [n for n in spec if n not in present]:
-            raise WrappingError(
-                f"activation_checkpointing names {', '.join(map(repr, missing))}, but the model has no module of that "
-                f"class. Classes that are there: {', '.join(sorted(present))}."
-            )
-        return [m for m in root.modules() if class_name(m) in spec]
-    if isinstance(spec, bool) or (isinstance(spec, int) and spec < 1) or (isinstance(spec, str) and spec != "units"):
-        raise WrappingError(
-            f"activation_checkpointing is {spec!r}, but must be 'units', a list of class names, or n of at least 1 "
-            "for every n-th unit."
-        )
-    modules = [m for unit in units for m in unit.modules]
-    if not modules:
-        raise WrappingError(
-            "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
-            "to checkpoint, or set units."
-        )
-    return modules if spec == "units" else modules[:: int(spec)]
-
-
-def _checkpoint_forward(module: nn.Module) -> Callable[[], None]:
-    # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    return partial(_restore_forward, module)
-
-
-def _compile_forward(module: nn.Module) -> Callable[[], None]:
-    module.forward = torch.compile(module.forward)
-    return partial(_restore_forward, module)
-
-
-def _restore_forward(module: nn.Module) -> None:
-    module.__dict__.pop("forward", None)
 
 
 def _reduce_unused(root: nn.Module) -> None:

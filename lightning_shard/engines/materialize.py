@@ -8,12 +8,18 @@ before it asks for the next unit's, so that a rank never holds more than its sha
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.errors import MaterializationError
+
+Created = dict[int, tuple[Tensor, "weakref.ref[Tensor]"]]
+"""What was made for each meta tensor, by its id. The meta tensor is kept, so that its id stays its own; what was
+made is not, or whole tensors would outlive their cutting."""
 
 
 def derived_seed(seed: int, fqn: str) -> int:
@@ -65,6 +71,10 @@ def _initializer(module: nn.Module, fqn: str, modules: Mapping[str, nn.Module]) 
         init_weights = getattr(modules[name], "_init_weights", None)
         if callable(init_weights):
             return lambda: init_weights(module)
+    return _own_reset(module)
+
+
+def _own_reset(module: nn.Module) -> Callable[[], object] | None:
     for method in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, method, None)
         if callable(reset):
@@ -80,7 +90,7 @@ def materialize(
     seed: int,
     fqns: Mapping[nn.Module, str],
     initializers: Mapping[nn.Module, Callable[[], object]],
-    created: dict[int, tuple[Tensor, Tensor]],
+    created: Created,
 ) -> None:
     """Replace the meta tensors that ``modules`` own with whole, initialised tensors on ``device``.
 
@@ -102,48 +112,69 @@ def materialize(
         fresh = _replace_meta_tensors(module, device, created)
         if not fresh:
             continue
-        devices = [device] if device.type != "cpu" else []
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(derived_seed(seed, fqns[module]))
-            initializers[module]()
-        own = _own_tensors(module)
-        # An initializer may assign a new tensor, so the module is read again.
-        missed = [name for name in fresh if _is_unset(own[name])]
+        derived = derived_seed(seed, fqns[module])
+        _initialize(initializers[module], device, derived)
+        missed = _unset(module, fresh)
+        reset = _own_reset(module)
+        if missed and reset is not None:
+            # As when it is built on a real device: its constructor's values, then those of the model around it.
+            _initialize(lambda: (reset(), initializers[module]()), device, derived)
+            missed = _unset(module, fresh)
         if missed:
             raise MaterializationError(
                 f"The initialisation of {fqns[module] or '(root)'} ({type(module).__name__}) left "
                 f"{', '.join(missed)} without values. A module that is built on the meta device must set each of its "
                 "own parameters and buffers, those that are not persistent too, in reset_parameters()."
             )
+        for name, meta in fresh.items():
+            if isinstance(meta, DTensor):
+                _cut_as(module, name, meta)
+                created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
 
 
-def _replace_meta_tensors(
-    module: nn.Module, device: torch.device, created: dict[int, tuple[Tensor, Tensor]]
-) -> list[str]:
-    fresh: list[str] = []
+def _initialize(initializer: Callable[[], object], device: torch.device, seed: int) -> None:
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        initializer()
+
+
+def _replace_meta_tensors(module: nn.Module, device: torch.device, created: Created) -> dict[str, Tensor]:
+    """Give ``module`` tensors without values on ``device``; returns the meta tensors that were new, by name."""
+    fresh: dict[str, Tensor] = {}
     for name, tensor in _own_tensors(module).items():
         if not tensor.is_meta:
             continue
-        if id(tensor) not in created:
-            empty = _unset_like(tensor, device)
-            made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            created[id(tensor)] = (tensor, made)
-            fresh.append(name)
-        made = created[id(tensor)][1]
-        if name in module._parameters:
-            assert isinstance(made, nn.Parameter)
-            module._parameters[name] = made
-        else:
-            module._buffers[name] = made
+        made = created[id(tensor)][1]() if id(tensor) in created else None
+        if made is None:
+            made = _unset_like(tensor, device)
+            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            created[id(tensor)] = (tensor, weakref.ref(made))
+            fresh[name] = tensor
+        # By attribute, because modules such as nn.LSTM keep their parameters in a list of their own as well.
+        setattr(module, name, made)
     return fresh
+
+
+def _cut_as(module: nn.Module, name: str, meta: DTensor) -> None:
+    """Cut a whole tensor as its meta tensor was, where the user applied ``fully_shard`` on the meta device."""
+    whole = _own_tensors(module)[name]
+    cut = distribute_tensor(whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(cut, meta.requires_grad) if isinstance(meta, nn.Parameter) else cut)
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of NaN (of the smallest integer, for integers), which `_is_unset` recognises."""
-    empty = torch.empty_like(tensor, device=device)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point() or empty.is_complex():
         return empty.fill_(float("nan"))
     return empty.zero_() if empty.dtype == torch.bool else empty.fill_(torch.iinfo(empty.dtype).min)
+
+
+def _unset(module: nn.Module, names: Iterable[str]) -> list[str]:
+    # An initializer may have assigned a new tensor, so the module is read again.
+    own = _own_tensors(module)
+    return [name for name in names if _is_unset(own[name])]
 
 
 def _is_unset(tensor: Tensor) -> bool:

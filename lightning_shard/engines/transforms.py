@@ -1,0 +1,64 @@
+"""Changes to a module's forward: recomputation in backward, and compilation.
+
+Both replace ``module.forward`` on the instance, so that no FQN gains a prefix and hooks stay outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.errors import WrappingError
+from lightning_shard.wrapping import Unit, class_name
+
+Checkpointing = Literal["units"] | int | list[str] | None
+
+
+def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
+    """The modules whose forward is recomputed in backward.
+
+    Raises:
+        WrappingError: nothing to apply it to.
+    """
+    if spec is None:
+        return []
+    if isinstance(spec, list):
+        present = {class_name(m) for m in root.modules()}
+        if missing := [n for n in spec if n not in present]:
+            raise WrappingError(
+                f"activation_checkpointing names {', '.join(map(repr, missing))}, but the model has no module of that "
+                f"class. Classes that are there: {', '.join(sorted(present))}."
+            )
+        return [m for m in root.modules() if class_name(m) in spec]
+    if isinstance(spec, bool) or (isinstance(spec, int) and spec < 1) or (isinstance(spec, str) and spec != "units"):
+        raise WrappingError(
+            f"activation_checkpointing is {spec!r}, but must be 'units', a list of class names, or n of at least 1 "
+            "for every n-th unit."
+        )
+    modules = [m for unit in units for m in unit.modules]
+    if not modules:
+        raise WrappingError(
+            "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
+            "to checkpoint, or set units."
+        )
+    return modules if spec == "units" else modules[:: int(spec)]
+
+
+def checkpoint_forward(module: nn.Module) -> Callable[[], None]:
+    # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return partial(_restore_forward, module)
+
+
+def compile_forward(module: nn.Module) -> Callable[[], None]:
+    module.forward = torch.compile(module.forward)
+    return partial(_restore_forward, module)
+
+
+def _restore_forward(module: nn.Module) -> None:
+    module.__dict__.pop("forward", None)
