@@ -231,6 +231,7 @@ def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
     assert buffer["model.buffer"].eq(0).all(), "where ranks differ in a buffer, rank 0's counts"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_itself_reads_the_tensors(tmp_path):
     path = str(tmp_path / "odd.ckpt")
     written = run_distributed(save_odd, 2, path, True)[0]

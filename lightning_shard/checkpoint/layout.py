@@ -211,7 +211,7 @@ def library_versions() -> dict[str, str]:
 def check_relative(name: str) -> str:
     """``name`` if it is a file name inside the checkpoint's directory; CheckpointCorruptError if it leaves it."""
     path = PurePosixPath(name)
-    if not name or "\\" in name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
+    if not path.parts or "\\" in name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise CheckpointCorruptError(
             f"file name {name!r} is not a plain relative path; a checkpoint's files lie inside its directory"
         )

@@ -9,6 +9,7 @@ Anything with torch's checkpointable protocol (``torch/distributed/_checkpointab
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -56,21 +57,30 @@ class HashedFile:
         self._stream: BinaryIO = open(path, "xb")  # noqa: SIM115 closed by __exit__
         self._hash = hashlib.sha256()
         self._size = 0
+        self._failure: OSError | None = None
 
     def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
+        if error is None:
+            with self._stream:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
-        finally:
+            return
+        with contextlib.suppress(OSError):  # what is still buffered can't be written either
             self._stream.close()
+        if self._failure is not None and error is not self._failure:
+            # torch.save hides the cause: it goes on to end its archive and then complains about a wrong position.
+            raise self._failure from error
 
     def write(self, data: Any) -> int:
         """Append bytes or a buffer."""
-        written = self._stream.write(data)
+        try:
+            written = self._stream.write(data)
+        except OSError as error:
+            self._failure = self._failure or error
+            raise
         self._hash.update(data)
         self._size += written
         return written
