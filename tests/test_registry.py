@@ -1,0 +1,100 @@
+"""The table of strategy names, Lightning's registry and the equal YAML."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardFSDPStrategy, registry
+
+PLAIN: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "shard_ddp": (ShardDDPStrategy, {}),
+    "shard_fsdp": (ShardFSDPStrategy, {}),
+    "shard_fsdp_grad_op": (ShardFSDPStrategy, {"reshard_after_forward": False}),
+    "shard_fsdp_hybrid": (ShardFSDPStrategy, {"mesh": {"replicate": "auto", "shard": "auto"}}),
+    "shard_fsdp_offload": (ShardFSDPStrategy, {"cpu_offload": True}),
+}
+ALL = PLAIN | {f"{name}_aligned": (kind, {**args, "aligned": True}) for name, (kind, args) in PLAIN.items()}
+
+
+def _settings(strategy: Strategy) -> dict[str, Any]:
+    """What the constructor stored, without the objects that Lightning makes for every strategy anew."""
+    values = {n: v for n, v in vars(strategy).items() if not type(v).__module__.startswith("lightning.")}
+    return {**values, "class": type(strategy)}
+
+
+def test_the_names_are_those_of_the_table() -> None:
+    assert set(registry.PRESETS) == set(ALL)
+    assert set(ALL) <= set(StrategyRegistry)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_name_is_a_class_and_arguments(name: str) -> None:
+    kind, arguments = ALL[name]
+    assert registry.PRESETS[name].init_args == arguments
+    strategy = StrategyRegistry.get(name)
+    assert type(strategy) is kind
+    assert strategy.aligned is name.endswith("_aligned")
+    assert StrategyRegistry.get(name) is not strategy
+
+
+# Lightning calls it by the older name too.
+@pytest.mark.filterwarnings("ignore:.*instantiate_classes.*was deprecated")
+@pytest.mark.parametrize("name", ALL)
+def test_the_equal_yaml_builds_an_equal_strategy(name: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--trainer.strategy", type=str | Strategy)
+    config = parser.parse_string(registry.preset_yaml(name))
+    from_yaml = parser.instantiate_classes(config).trainer.strategy
+    assert _settings(from_yaml) == _settings(registry.build(name))
+
+
+def test_settings_differ_between_names() -> None:
+    # Guards the test above: settings that are always equal would prove nothing.
+    settings = [_settings(registry.build(name)) for name in ALL]
+    for number, one in enumerate(settings):
+        assert one not in settings[:number]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trainer_takes_the_name(name: str) -> None:
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is ALL[name][0]
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = {name: entry["description"] for name, entry in StrategyRegistry.items()}
+    registry.register()
+    assert {name: entry["description"] for name, entry in StrategyRegistry.items()} == before
+    assert type(StrategyRegistry.get("shard_fsdp")) is ShardFSDPStrategy
+
+
+def test_yaml_holds_plain_values_only() -> None:
+    assert yaml.safe_load(registry.preset_yaml("shard_fsdp_hybrid_aligned")) == {
+        "trainer": {
+            "strategy": {
+                "class_path": "lightning_shard.ShardFSDPStrategy",
+                "init_args": {"mesh": {"replicate": "auto", "shard": "auto"}, "aligned": True},
+            }
+        }
+    }
+
+
+def test_table_has_one_line_per_name() -> None:
+    lines = registry.table().splitlines()
+    assert [line.split()[0] for line in lines] == list(registry.PRESETS)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("ask", [registry.find, registry.build, registry.preset_yaml])
+def test_unknown_name(ask: Any) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        ask("shard_fsdp_aligend")
+    message = str(error.value)
+    assert "no strategy 'shard_fsdp_aligend'. Did you mean shard_fsdp_aligned" in message
+    assert all(name in message for name in ALL)
