@@ -7,12 +7,12 @@ no graph holds a collective. Both act on ``module.forward``, so that no FQN gain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,11 +24,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard.engines._composable import replicate
-from lightning_shard.engines.materialize import find_initializers, materialize
+from lightning_shard.engines._composable import dtypes_of, replicate
+from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules, compile_forward
-from lightning_shard.errors import WrappingError
+from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -96,61 +96,94 @@ def shard(
             one step, and the root's own parameters are gathered only up to the end of the first.
 
     Raises:
-        WrappingError, MaterializationError: before anything was changed.
+        WrappingError, MaterializationError, PrecisionError: before anything was changed.
     """
-    own_units = any(isinstance(m, FSDPModule) for m in root.modules())
-    units = [] if own_units else find_units(root, options.units, with_children=separate_children)
-    ignored = ignored_parameters(root, options.ignored_modules)
+    units = _users_units(root, policy)
+    if units is None:
+        units = find_units(root, options.units, with_children=separate_children)
+    ignored_modules, ignored = ignored_parameters(root, options.ignored_modules)
     checkpointed = checkpointed_modules(root, units, options.activation_checkpointing)
     initializers = find_initializers(root)
 
     sharded = ShardedModule(
         root=root, mesh=mesh, policy=policy, options=options, units=tuple(units), ignored=(), upcast={}
     )
-    fqns = {module: fqn for fqn, module in root.named_modules()}
-    created: dict[int, tuple[Tensor, Tensor]] = {}
-    done: set[nn.Module] = set()
+    if policy.compute != torch.float32:
+        # First, so that what checkpointing runs again in backward has the casts in it.
+        sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules))
     for module in checkpointed:
         sharded.undo.append(checkpoint_forward(module))
 
-    def prepare(tops: Iterable[nn.Module]) -> None:
-        """Give the modules below ``tops`` that no inner unit has their device and values, whole."""
-        inside = [m for top in tops for m in top.modules()]
-        modules = [m for m in fqns if m in set(inside) and m not in done]
-        done.update(modules)
-        on_meta = {m for m in modules if m in initializers}
-        materialize(modules, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
-        for module in modules:
-            _move_own_tensors(module, device)
-            if module not in on_meta:
-                broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
-
+    prepare = _preparation(root, device=device, seed=seed, initializers=initializers)
     apply = _applier(mesh, policy, options)
+    children = set(root.children())
     for unit in units:
         prepare(unit.modules)
         if options.compile:
             sharded.undo.extend(compile_forward(m) for m in unit.modules)
-        outermost = all(fqns[m].count(".") == 0 for m in unit.modules) and separate_children
-        apply(unit.modules, reshard=False if outermost else options.reshard_after_forward, ignored=ignored(root))
-    prepare([root])
+        if isinstance(unit.modules[0], FSDPModule):
+            continue
+        outermost = separate_children and children.issuperset(unit.modules)
+        apply(unit.modules, reshard=False if outermost else options.reshard_after_forward, ignored=ignored())
+    prepare((root,))
     if not isinstance(root, FSDPModule):
         # None: torch keeps the root gathered between forward and backward, whatever the units do.
-        apply((root,), reshard=None, ignored=ignored(root))
-    sharded.ignored = tuple(p for p in ignored(root) if p.requires_grad)
+        apply((root,), reshard=None, ignored=ignored())
+    # Read after it, because it replaces parameters.
     sharded.upcast = cast_trainable_parameters(root, policy.master)
-    if policy.compute != torch.float32:
-        sharded.undo.append(install_casts(root, policy.compute))
+    sharded.ignored = tuple(p for p in ignored() if p.requires_grad)
     if options.reduce_unused:
         _reduce_unused(root)
     _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], options)
     return sharded
 
 
-def ignored_parameters(root: nn.Module, class_names: Iterable[str]) -> Callable[[nn.Module], set[nn.Parameter]]:
-    """A function that reads, from the tree as it is at the time, the parameters that FSDP is to leave alone.
+def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
+    """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none at all.
 
-    They are those of the named classes, of torchmetrics (a metric's own network is no part of the model), and
-    0-d ones, which can't be cut. It is a function because materialisation replaces parameter objects.
+    Raises:
+        PrecisionError: their dtypes are not the policy's.
+    """
+    sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
+    if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:
+        raise PrecisionError(
+            f"configure_model applied fully_shard to {', '.join(f or '(root)' for f in wrong)} with other dtypes than "
+            f"the run's ({policy.text()}). Pass it mp_policy=MixedPrecisionPolicy(param_dtype={policy.compute}, "
+            f"reduce_dtype={policy.reduce}, cast_forward_inputs=False), or leave the sharding to the strategy."
+        )
+    units = [Unit(names=(fqn,), modules=(m,)) for fqn, m in reversed(sharded) if m is not root]
+    return units if sharded else None
+
+
+def _preparation(
+    root: nn.Module, *, device: torch.device, seed: int, initializers: Mapping[nn.Module, Callable[[], object]]
+) -> Callable[[tuple[nn.Module, ...]], None]:
+    """A function that gives the modules below some tops, but for those done before, their device and values, whole."""
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    created: Created = {}
+    done: set[nn.Module] = set()
+
+    def prepare(tops: tuple[nn.Module, ...]) -> None:
+        inside = {m for top in tops for m in top.modules()} - done
+        done.update(inside)
+        modules = [m for m in fqns if m in inside]
+        materialize(modules, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+        for module in modules:
+            _move_own_tensors(module, device)
+            if module not in initializers:
+                broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+    return prepare
+
+
+def ignored_parameters(
+    root: nn.Module, class_names: Iterable[str]
+) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
+    """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
+
+    Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
+    which can't be cut; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
+    is a function because materialisation replaces parameter objects.
 
     Raises:
         WrappingError: a class name that matches nothing.
@@ -162,13 +195,14 @@ def ignored_parameters(root: nn.Module, class_names: Iterable[str]) -> Callable[
             f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
             f"Classes that are there: {', '.join(sorted(present))}."
         )
-    tops = [m for m in root.modules() if isinstance(m, Metric) or class_name(m) in names]
+    named = [m for m in root.modules() if class_name(m) in names]
+    tops = [*named, *(m for m in root.modules() if isinstance(m, Metric))]
 
-    def read(tree: nn.Module) -> set[nn.Parameter]:
-        named = {p for top in tops for p in top.parameters()}
-        return named | {p for p in tree.parameters() if p.ndim == 0}
+    def read() -> dict[nn.Parameter, None]:
+        whole = {p for top in tops for p in top.parameters()}
+        return dict.fromkeys(p for p in root.parameters() if p in whole or p.ndim == 0)
 
-    return read
+    return named, read
 
 
 def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions) -> Callable[..., None]:
@@ -182,9 +216,8 @@ def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions
     if options.replicate_only:
         assert mesh[SHARD].size() == 1
 
-        def apply_replicate(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: set[nn.Parameter]) -> None:
-            for module in modules:
-                replicate(module, mesh=mesh[REPLICATE], mp_policy=mp_policy, ignored_params=ignored)
+        def apply_replicate(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
+            replicate(modules, mesh=mesh[REPLICATE], mp_policy=mp_policy, ignored_params=set(ignored))
 
         return apply_replicate
 
@@ -192,14 +225,14 @@ def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions
     # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
     over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
 
-    def apply_shard(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: set[nn.Parameter]) -> None:
+    def apply_shard(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=over,
             reshard_after_forward=reshard,
             mp_policy=mp_policy,
             offload_policy=offload,
-            ignored_params=ignored or None,
+            ignored_params=set(ignored) or None,
         )
 
     return apply_shard
@@ -208,8 +241,9 @@ def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions
 @torch.no_grad()
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
-            tensor.data = tensor.data.to(device)
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            # Contiguous, as fully_shard wants it: weights in channels_last are not.
+            tensor.data = tensor.data.to(device).contiguous()
 
 
 def _reduce_unused(root: nn.Module) -> None:

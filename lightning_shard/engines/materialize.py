@@ -113,12 +113,12 @@ def materialize(
         if not fresh:
             continue
         derived = derived_seed(seed, fqns[module])
-        _initialize(initializers[module], device, derived)
+        _initialize([initializers[module]], device, derived)
         missed = _unset(module, fresh)
         reset = _own_reset(module)
         if missed and reset is not None:
             # As when it is built on a real device: its constructor's values, then those of the model around it.
-            _initialize(lambda: (reset(), initializers[module]()), device, derived)
+            _initialize([reset, initializers[module]], device, derived)
             missed = _unset(module, fresh)
         if missed:
             raise MaterializationError(
@@ -132,11 +132,12 @@ def materialize(
                 created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
 
 
-def _initialize(initializer: Callable[[], object], device: torch.device, seed: int) -> None:
+def _initialize(steps: Iterable[Callable[[], object]], device: torch.device, seed: int) -> None:
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
-        initializer()
+        for step in steps:
+            step()
 
 
 def _replace_meta_tensors(module: nn.Module, device: torch.device, created: Created) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import WrappingError
+from lightning_shard.precision.casting import replace_forward
 from lightning_shard.wrapping import Unit, class_name
 
 Checkpointing = Literal["units"] | int | list[str] | None
@@ -51,14 +52,8 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
 
 def checkpoint_forward(module: nn.Module) -> Callable[[], None]:
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    return partial(_restore_forward, module)
+    return replace_forward(module, partial(checkpoint, module.forward, use_reentrant=False))
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:
-    module.forward = torch.compile(module.forward)
-    return partial(_restore_forward, module)
-
-
-def _restore_forward(module: nn.Module) -> None:
-    module.__dict__.pop("forward", None)
+    return replace_forward(module, torch.compile(module.forward))

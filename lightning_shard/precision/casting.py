@@ -8,7 +8,8 @@ unless the user's own code sends them there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,12 +35,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def install_casts(root: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Module] = ()) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
     ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics.
     Modules with running statistics compute in fp32 instead (`_compute_in_fp32`). Returns a function that takes
     all of it back.
+
+    Args:
+        root: the LightningModule.
+        dtype: the compute dtype.
+        whole: modules whose parameters no engine casts; they are cast here, for the time of their forward.
     """
     undo: list[Callable[[], None]] = []
 
@@ -54,9 +60,10 @@ def install_casts(root: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
             undo.append(_compute_in_fp32(module))
         elif any(p.is_floating_point() for p in module.parameters()):
             undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+    undo.extend(_compute_in(module, dtype) for module in whole if module not in left_out)
 
     def remove() -> None:
-        for step in undo:
+        for step in reversed(undo):
             step()
 
     return remove
@@ -75,20 +82,50 @@ def _compute_in_fp32(module: nn.Module) -> Callable[[], None]:
     original = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen = dict(module.named_parameters(recurse=False))
-        try:
-            for name, parameter in seen.items():
-                # An instance attribute hides the registered parameter from `module.<name>` for this call.
-                module.__dict__[name] = parameter.float()
+        with _seen_in(module, torch.float32):
             return original(x.float(), *args, **kwargs).to(x.dtype)
-        finally:
-            for name in seen:
-                module.__dict__.pop(name, None)
 
+    return replace_forward(module, forward)
+
+
+def _compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Run ``module`` on its parameters, and those of the modules in it, rounded to ``dtype``."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _seen_in(module, dtype):
+            return original(*args, **kwargs)
+
+    return replace_forward(module, forward)
+
+
+@contextmanager
+def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``module.<name>`` give every parameter below ``module`` in ``dtype``, with gradients to the original."""
+    hidden: list[tuple[dict[str, Any], str, Tensor | None]] = []
+    try:
+        for owner, name, parameter in _owners(module):
+            if parameter.is_floating_point() and parameter.ndim > 0:
+                hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
+                # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
+                owner.__dict__[name] = getattr(owner, name).to(dtype)
+        yield
+    finally:
+        for attributes, name, before in reversed(hidden):
+            attributes.pop(name, None)
+            if before is not None:
+                attributes[name] = before
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Put ``forward`` in the place of the module's own; returns a function that puts back what was there."""
+    before = module.__dict__.get("forward")
     module.forward = forward
 
     def undo() -> None:
-        del module.forward
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.forward = before
 
     return undo
 
