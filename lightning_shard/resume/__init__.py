@@ -4,7 +4,8 @@
 - :func:`check_lengths`, :func:`agreed` and :func:`agreeing` end all ranks together where their data is uneven.
 - :func:`rng_state`, :func:`set_rng_state` and :func:`derived_rng_seed` are the random numbers of a rank.
 - :func:`gather_states` and :func:`states_of_rank` keep what differs between ranks in one checkpoint.
-- :func:`settle_progress` and :func:`place_batches` bring a trainer's counters in line with the data.
+- :func:`prepare_loader` and :func:`place_batches` are what a strategy calls: they bring a trainer's counters in
+  line with the data.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from lightning_shard.resume.iterable import StatefulIterableLoader
 from lightning_shard.resume.lengths import agreed, agreeing, check_lengths
 from lightning_shard.resume.loader import ResumableLoader
 from lightning_shard.resume.order import global_order, rank_share, rescale_batches, share_size
-from lightning_shard.resume.progress import place_batches, settle_progress
+from lightning_shard.resume.progress import place_batches, prepare_loader, settle_progress
 from lightning_shard.resume.rng import (
     derived_rng_seed,
     gather_states,
@@ -35,6 +36,7 @@ __all__ = [
     "global_order",
     "order_warning",
     "place_batches",
+    "prepare_loader",
     "rank_share",
     "rescale_batches",
     "resumable",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_shard.resume.delegate import DelegatingLoader
@@ -19,6 +20,10 @@ def has_state(thing: Any) -> bool:
 
 class StatefulIterableLoader(DelegatingLoader):
     """Carries the ``state_dict`` of the dataset, as it was after the last batch that was trained on.
+
+    Making an iterator draws nothing from the global generators (torch draws a seed for workers, which there are
+    none of), so that it may be made before or after a checkpoint's are set. A dataset that draws from them itself
+    must keep what it drew in its state.
 
     A training loop that can't know the length fetches one batch ahead, to see the end coming. `lookahead` says how
     many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
@@ -77,7 +82,10 @@ class StatefulIterableLoader(DelegatingLoader):
         return self._batches(self._history)
 
     def _batches(self, history: list[tuple[int, Any]]) -> Iterator[Any]:
-        for batch in self._inner:
+        before = torch.get_rng_state()
+        batches = iter(self._inner)
+        torch.set_rng_state(before)
+        for batch in batches:
             history.append((history[-1][0] + 1, self._dataset_state()))
             del history[: -(1 + max(1, self.lookahead))]
             yield batch

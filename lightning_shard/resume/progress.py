@@ -13,14 +13,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.shape import KINDS
+from lightning_shard.resume.wrap import resumable
+
+
+def prepare_loader(fit_loop: Any, dataloader: Any, *, world_size: int, rank: int) -> Any:
+    """The training `dataloader` made :func:`resumable`, with the loop's loaded counters settled.
+
+    For the strategy to call for each training dataloader that it is asked to process, on all ranks, in the order of
+    the loaders. Lightning loads the states of the loaders only for an interrupted epoch; after a finished one they
+    are loaded here, because generators and persistent workers outlive an epoch.
+    """
+    settle_progress(fit_loop)
+    loader = resumable(dataloader, world_size=world_size, rank=rank)
+    states = fit_loop._combined_loader_states_to_load
+    if fit_loop._loaded_from_state_dict and not fit_loop.restarting and states and has_state(loader):
+        state = states.pop(0)
+        if loader is not dataloader and state.get("kind") in KINDS:
+            loader.load_state_dict(state | {"finished": True})
+    return loader
 
 
 def settle_progress(fit_loop: Any) -> None:
     """Make the loaded counters of `fit_loop` say what an uninterrupted run's would (all ranks, no communication).
 
-    Call it after the loops' state was loaded and before the dataloaders' is: when the strategy is asked to process
-    the training dataloader. Does nothing to a run that was not loaded; may be called again.
+    To be called after the loops' state was loaded and before the dataloaders' is. Does nothing to a run that was
+    not loaded; may be called again.
     """
     if not fit_loop._loaded_from_state_dict:
         return
