@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,13 @@ from torchmetrics import Metric
 
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
+
+# torch 2.13 renamed it; the old name also meant the start, which `prepare_whole` sees to.
+_FORWARD_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 CommHook = Literal["fp16_compress", "bf16_compress"]
 
@@ -51,7 +59,7 @@ def replicate(root: nn.Module, *, device: torch.device, options: DDPOptions) -> 
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        broadcast_buffers=options.broadcast_buffers,
+        **{_FORWARD_BUFFERS: options.broadcast_buffers},  # type: ignore[arg-type]
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_whole` made the ranks equal.
         init_sync=False,

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -26,7 +27,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, translate
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.resume import derived_rng_seed, gather_states, rng_state, seed_rng, set_rng_state
+from lightning_shard.resume import agreeing, check_lengths, order_warning, place_batches, prepare_loader
 from lightning_shard.strategies.checkpointing import CheckpointingStrategy
 
 T = TypeVar("T")
@@ -64,7 +65,6 @@ class ShardStrategy(CheckpointingStrategy):
         self.process_group_backend = process_group_backend
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
-        self._resumed: dict[str, Any] | None = None
 
     # Facts about the processes
 
@@ -301,7 +301,7 @@ class ShardStrategy(CheckpointingStrategy):
             assert self.lightning_module is not None
             self.lightning_module.log("grad_norm", norm)
 
-    # Buffers and generators
+    # Buffers
 
     def _synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
@@ -321,23 +321,38 @@ class ShardStrategy(CheckpointingStrategy):
     def _before_reading_parameters(self) -> None:
         self._synchronize_buffers()
 
-    def _run_state(self) -> dict[str, Any]:
-        return {"seed": torch.initial_seed(), "rng": gather_states(rng_state())}
+    # Data
 
-    def _restore_run_state(self, state: dict[str, Any]) -> None:
-        self._resumed = state
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make the training loader resumable, and see that all ranks have the same number of batches.
+
+        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in.
+
+        Raises:
+            DataError: sized loaders of different lengths, on every rank alike.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
+        if trainer.training:
+            replicas, rank = data_parallel_coordinates(self.device_mesh)
+            dataloader = prepare_loader(trainer.fit_loop, dataloader, world_size=replicas, rank=rank)
+            if self._resumed is not None and (warning := order_warning(dataloader)) is not None:
+                rank_zero_warn(warning)
+        length = sized_len(dataloader)
+        what = f"{stage} dataloader"
+        if length is None:
+            check_lengths(None, device=self.root_device, what=what)
+            return agreeing(dataloader, device=self.root_device, what=what)
+        if stage != "predict":
+            check_lengths(length, device=self.root_device, what=what)
+        return dataloader
 
     def on_train_start(self) -> None:
-        """Set the generators of a resumed run, after everything that draws from them on the way here."""
-        if self._resumed is None:
-            return
-        states, seed = self._resumed["rng"], int(self._resumed["seed"])
-        self._resumed = None
+        """Count the batches of a resumed epoch as the present loaders do; see also the parent's."""
+        super().on_train_start()
         assert self.lightning_module is not None
-        if self.global_rank < len(states):
-            set_rng_state(states[self.global_rank])
-        else:
-            seed_rng(derived_rng_seed(seed, self.global_rank, self.lightning_module.trainer.global_step))
+        place_batches(self.lightning_module.trainer.fit_loop)
 
     # Collectives
 

@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies import run_state
 
 RUN_STATE = "lightning_shard"
 """Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
@@ -30,6 +31,7 @@ class CheckpointingStrategy(ParallelStrategy):
     """What the manifest calls the engine."""
 
     _loading: Path | None = None
+    _resumed: dict[str, Any] | None = None
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -77,7 +79,7 @@ class CheckpointingStrategy(ParallelStrategy):
         checkpoint.pop("state_dict")
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
-            checkpoint[RUN_STATE] = self._run_state()
+            checkpoint[RUN_STATE] = run_state.collect(self.lightning_module.trainer, checkpoint["loops"])
         save_training_state(
             filepath,
             module=self.lightning_module,
@@ -104,6 +106,8 @@ class CheckpointingStrategy(ParallelStrategy):
         manifest = read_manifest(path)
         state = read_trainer_state(path, manifest=manifest)
         self._loading = path
+        if RUN_STATE in state:
+            run_state.place_loaders(state, state[RUN_STATE], self.global_rank)
         return {**state, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -125,21 +129,20 @@ class CheckpointingStrategy(ParallelStrategy):
         )
         self._loading = None
         if resuming and RUN_STATE in checkpoint:
-            self._restore_run_state(checkpoint[RUN_STATE])
+            self._resumed = checkpoint[RUN_STATE]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing left to do: the slots were read together with the parameters."""
 
-    # What differs between engines and runs
+    def on_train_start(self) -> None:
+        """Go on with the generators and metrics of a resumed run, after all that draws from or resets them."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            run_state.restore(self.lightning_module.trainer, resumed)
+
+    # What differs between engines
 
     def _before_reading_parameters(self) -> None:
         """Put the parameters that the optimizer steps in place, and rank 0's buffers on every rank."""
-
-    def _run_state(self) -> dict[str, Any]:
-        """What of this run Lightning's checkpoint has no place for. Collective."""
-        return {}
-
-    def _restore_run_state(self, state: dict[str, Any]) -> None:
-        """Keep what `_run_state` gave, to be restored when training starts."""
-
-
