@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.checkpoint import commit, storage
-from lightning_shard.checkpoint.layout import MANIFEST, is_checkpoint
+from lightning_shard.checkpoint import commit, writer
+from lightning_shard.checkpoint.layout import MANIFEST
 from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
+from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
@@ -182,14 +183,14 @@ def failing_save(path: str, failing_rank: int, how: str) -> str:
     me = dist.get_rank() == failing_rank
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     state: dict[str, Any] = {"n": 2.0}
-    original = storage.HashedFile.write
+    original = writer.HashedFile.write
     try:
         if me and how == "too large":
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         if me and how == "no space":
-            storage.HashedFile.write = no_space  # type: ignore[method-assign]
+            writer.HashedFile.write = no_space  # type: ignore[method-assign]
         if me and how == "interrupt":
-            storage.HashedFile.write = interrupt  # type: ignore[method-assign]
+            writer.HashedFile.write = interrupt  # type: ignore[method-assign]
         if how == "state":
             state["callbacks"] = {"MyCallback": {"folder": Path("/x"), "fine": 1}}
         save_number(path, 2.0, size=5000, state=state)
@@ -197,7 +198,7 @@ def failing_save(path: str, failing_rank: int, how: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        storage.HashedFile.write = original  # type: ignore[method-assign]
+        writer.HashedFile.write = original  # type: ignore[method-assign]
     return "saved"
 
 
@@ -246,7 +247,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 def die_while_saving(path: str, dying_rank: int) -> None:
     if dist.get_rank() == dying_rank:
-        storage.HashedFile.write = die  # type: ignore[method-assign]
+        writer.HashedFile.write = die  # type: ignore[method-assign]
     save_number(path, 2.0)
 
 

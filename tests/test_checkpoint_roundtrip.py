@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_shard.checkpoint.load import LoadReport, load_tensors, load_training_state, read_manifest
+from lightning_shard.checkpoint.fit import LoadReport
+from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.optimizer import optimizer_tensors
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
 from lightning_shard.checkpoint.state import fqns, model_tensors
@@ -252,6 +255,63 @@ def test_another_dtype_is_cast_on_load(tmp_path):
 def test_the_path_of_rank_0_counts(tmp_path):
     run_distributed(save_at_own_path, 2, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt"]
+
+
+class Rows:
+    """Some rows of a matrix in two boxes, and torch's checkpointable protocol: what an engine's own partitions are."""
+
+    def __init__(self, matrix: Tensor, first: int, last: int) -> None:
+        self.shape = matrix.shape
+        middle = (first + last) // 2
+        self.boxes = {start: matrix[start:stop].clone() for start, stop in ((first, middle), (middle, last))}
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size([start, 0]), sizes=box.size()) for start, box in self.boxes.items()
+        ]
+
+    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=next(iter(self.boxes.values())).dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(key, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.boxes[index.offset[0]]
+
+
+def rows(seed: int) -> Rows:
+    matrix = torch.randn(11, 3, generator=torch.Generator().manual_seed(seed))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Rows(matrix, 11 * rank // size, 11 * (rank + 1) // size)
+
+
+def save_rows(path: str) -> None:
+    save(path, tensors={"model.w": rows(0)}, trainer_state={}, info=INFO)
+
+
+def load_rows(path: str) -> tuple[Tensor, Tensor]:
+    part, dtensor = rows(1), distribute_tensor(torch.zeros(11, 3), init_device_mesh("cpu", (3,)), [Shard(0)])
+    load_tensors(path, {"model.w": part})
+    load_tensors(path, {"model.w": dtensor})
+    return torch.cat(list(part.boxes.values())), whole(dtensor)
+
+
+def test_an_object_with_torchs_protocol_stands_for_a_tensor(tmp_path):
+    path = str(tmp_path / "rows.ckpt")
+    run_distributed(save_rows, 2, path)
+    expected = torch.randn(11, 3, generator=torch.Generator().manual_seed(0))
+    results = run_distributed(load_rows, 3, path)
+    assert torch.equal(torch.cat([part for part, _ in results]), expected)
+    assert all(torch.equal(tensor, expected) for _, tensor in results)
 
 
 def save_at_own_path(folder: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -20,9 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.layout import FileEntry, Manifest, check_relative, is_checkpoint
+from lightning_shard.checkpoint.layout import FileEntry, check_relative
 from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
+from lightning_shard.checkpoint.manifest import Manifest, is_checkpoint
 from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.checkpoint.trainer_state import check_trainer_state, read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -345,6 +349,20 @@ def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, sa
     with pytest.raises(CheckpointError, match=said):
         save(tmp_path / "a.ckpt", tensors={}, trainer_state=state, info=INFO)
     assert os.listdir(tmp_path) == []
+
+
+def sharded_state_error() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        check_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
+    except CheckpointError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_part_of_a_sharded_tensor_is_no_state():
+    for result in run_distributed(sharded_state_error, 2):
+        assert "ema/w: torch.distributed.tensor.DTensor" in result
 
 
 def test_state_that_loads():

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 
-from lightning_shard.checkpoint.load import LoadReport, load_tensors, load_training_state, read_manifest
+from lightning_shard.checkpoint.fit import LoadReport
+from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
 from lightning_shard.checkpoint.state import extra_state, fqns, load_extra_state, model_tensors

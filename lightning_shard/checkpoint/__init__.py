@@ -1,0 +1,9 @@
+"""Portable checkpoints: one on-disk form for every engine, mesh and number of ranks; nothing here imports Lightning.
+
+- `save` writes a directory, whole or not at all, from live tensors (`save_training_state` from a module and its
+  optimizers); `load` reads one into live tensors, however they are cut.
+- `layout`, `manifest` are what a directory looks like; `commit` puts one in place, replaces and removes it.
+- `state`, `optimizer`, `optimizer_load`, `trainer_state` give what is in it names that no engine changes.
+- `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
+- `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
+"""

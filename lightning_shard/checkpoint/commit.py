@@ -15,7 +15,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_shard.checkpoint.layout import holds_only_checkpoint_files, is_checkpoint
+from lightning_shard.checkpoint.layout import holds_only_checkpoint_files
+from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.errors import CheckpointError
 
 _TEMPORARY = "tmp"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,45 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import Metadata
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint import commit, layout
-from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, Manifest, regular_file
-from lightning_shard.checkpoint.metadata import add_names, alias_keys, read_metadata
-from lightning_shard.checkpoint.optimizer import OptimizerPlan, create_slots, load_groups, plan_optimizers
+from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint import manifest as manifests
+from lightning_shard.checkpoint.fit import Fit, LoadReport, compare, listed
+from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, regular_file
+from lightning_shard.checkpoint.manifest import Manifest
+from lightning_shard.checkpoint.metadata import add_names, read_metadata
+from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, create_slots, load_groups, plan_optimizers
 from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
 from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import fqns, load_extra_state, model_aliases, model_tensors, reshard
-from lightning_shard.checkpoint.storage import CheckedReader, TensorLoadPlanner
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
-_SHOWN = 20
 _BLOCK = 1 << 22
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """Keys that a load with ``strict=False`` left alone; both empty after a strict one."""
-
-    missing: tuple[str, ...] = ()
-    """Asked for, not in the checkpoint: these tensors kept their values."""
-
-    unexpected: tuple[str, ...] = ()
-    """In the checkpoint, not asked for."""
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint ``path``; a replacement that was interrupted is finished first.
 
-    Errors as for `lightning_shard.checkpoint.layout.read_manifest`.
+    Errors as for `lightning_shard.checkpoint.manifest.read_manifest`.
     """
     commit.recover(Path(path))
-    return layout.read_manifest(path)
+    return manifests.read_manifest(path)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, group: torch.distributed.ProcessGroup | None = None
+) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest and ``trainer.pt``'s contents (tensors on the CPU), read on every rank; all ranks call it.
+
+    Raises CheckpointNotFoundError or CheckpointCorruptError on every rank alike.
+    """
+
+    def read() -> tuple[Manifest, dict[str, Any]]:
+        manifest = read_manifest(path)
+        return manifest, read_trainer_state(path, manifest=manifest)
+
+    return Ranks.of(group).agree(f"opening {path}", read)
 
 
 def verify_files(path: str | os.PathLike[str], *, group: torch.distributed.ProcessGroup | None = None) -> Manifest:
@@ -78,7 +83,7 @@ def load_training_state(
     ranks = Ranks.of(group)
     directory = Path(path)
 
-    def prepare() -> tuple[Manifest, dict[str, Any], dict[str, Any], OptimizerPlan, _Fit, LoadReport]:
+    def prepare() -> tuple[Manifest, dict[str, Any], dict[str, Any], OptimizerPlan, Fit, LoadReport]:
         manifest = read_manifest(directory)
         state = read_trainer_state(directory, manifest=manifest)
         if optimizers and OPTIMIZER_STATES not in state:
@@ -87,8 +92,8 @@ def load_training_state(
         tensors = model_tensors(module)
         saved = state[OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, fqns(module), manifest, saved)
-        fit = _compare(manifest, _shapes(tensors), model_aliases(module), (MODEL_PREFIX,))
-        whole = _Fit(fit.sources, fit.missing + plan.missing, fit.unexpected + plan.unexpected, fit.reshaped)
+        fit = compare(manifest, _shapes(tensors), model_aliases(module), (MODEL_PREFIX,))
+        whole = Fit(fit.sources, fit.missing + plan.missing, fit.unexpected + plan.unexpected, fit.reshaped)
         return manifest, state, tensors, plan, fit, whole.judged(directory, strict, plan.problems)
 
     manifest, state, tensors, plan, fit, report = ranks.agree(f"opening {path}", prepare)
@@ -97,7 +102,7 @@ def load_training_state(
     def read() -> None:
         slots = create_slots(optimizers, plan)
         asked = _shapes(slots)
-        sources = fit.sources | _compare(manifest, asked, model_aliases(module), (OPTIMIZER_PREFIX,)).sources
+        sources = fit.sources | compare(manifest, asked, model_aliases(module), (OPTIMIZER_PREFIX,)).sources
         _read(directory, metadata, {**tensors, **slots}, sources)
         load_groups(plan)
         load_extra_state(module, state.get(EXTRA_STATE, {}), strict=strict)
@@ -130,9 +135,9 @@ def load_tensors(
     ranks = Ranks.of(group)
     directory = Path(path)
 
-    def prepare() -> tuple[Manifest, _Fit, LoadReport]:
+    def prepare() -> tuple[Manifest, Fit, LoadReport]:
         manifest = read_manifest(directory)
-        fit = _compare(manifest, _shapes(tensors), aliases or {}, prefixes)
+        fit = compare(manifest, _shapes(tensors), aliases or {}, prefixes)
         return manifest, fit, fit.judged(directory, strict, [])
 
     manifest, fit, report = ranks.agree(f"opening {path}", prepare)
@@ -172,68 +177,6 @@ def _check_files(ranks: Ranks, directory: Path, manifest: Manifest, verify: bool
     return metadata
 
 
-@dataclass(frozen=True)
-class _Fit:
-    sources: dict[str, str]
-    """Key asked for to the key that it is stored under."""
-
-    missing: list[str]
-    unexpected: list[str]
-    reshaped: list[str]
-
-    def judged(self, path: str | os.PathLike[str], strict: bool, problems: list[str]) -> LoadReport:
-        """What to report of a fit that is good enough; CheckpointMismatchError of one that is not."""
-        if not self.sources and (self.missing or self.unexpected):
-            raise CheckpointMismatchError(
-                f"nothing in {path} matches the model by name. It asks for {_listed(self.missing)}; the checkpoint has "
-                f"{_listed(self.unexpected)}"
-            )
-        if self.reshaped or problems or (strict and (self.missing or self.unexpected)):
-            lines = [f"{path} does not fit:"]
-            for kind, keys in (
-                ("missing in the checkpoint", self.missing),
-                ("unexpected in the checkpoint", self.unexpected),
-                ("of another shape", self.reshaped),
-            ):
-                if keys:
-                    lines.append(f"  {kind} ({len(keys)}): {_listed(keys)}")
-            lines += [f"  {problem}" for problem in problems[:_SHOWN]]
-            if not self.reshaped and not problems:
-                lines.append("  strict=False loads what matches.")
-            raise CheckpointMismatchError("\n".join(lines))
-        return LoadReport(missing=tuple(self.missing), unexpected=tuple(self.unexpected))
-
-
-def _compare(
-    manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], prefixes: tuple[str, ...]
-) -> _Fit:
-    """Where each key asked for is stored, tied names followed on both sides, and what does not fit."""
-    stored_names = {key: key for key in manifest.tensors} | dict(alias_keys(manifest.tensors, manifest.aliases))
-    further: dict[str, list[str]] = {}
-    for other, key in alias_keys(shapes, aliases):
-        further.setdefault(key, []).append(other)
-    sources: dict[str, str] = {}
-    missing, reshaped = [], []
-    for key, shape in shapes.items():
-        stored = next((stored_names[name] for name in [key, *further.get(key, ())] if name in stored_names), None)
-        if stored is None:
-            missing.append(key)
-        elif manifest.tensors[stored].shape != shape:
-            sources[key] = stored
-            reshaped.append(f"{key} {manifest.tensors[stored].shape} there, {shape} here")
-        else:
-            sources[key] = stored
-    known = set(sources.values()) | {name for names in further.values() for name in names}
-    unexpected = [key for key in manifest.tensors if key not in known and key.startswith(prefixes)]
-    return _Fit(sources, missing, unexpected, reshaped)
-
-
-def _listed(keys: Iterable[str]) -> str:
-    keys = sorted(keys)
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return (", ".join(keys[:_SHOWN]) or "nothing") + more
-
-
 def _verify(ranks: Ranks, directory: Path, manifest: Manifest) -> None:
     mine = _share(manifest, ranks)
 
@@ -247,7 +190,7 @@ def _verify(ranks: Ranks, directory: Path, manifest: Manifest) -> None:
     bad = sorted(name for part in ranks.all(f"verifying {directory}", differing) for name in part)
     if bad:
         raise CheckpointCorruptError(
-            f"{directory}: {_listed(bad)} does not match its checksum: it was damaged or changed after it was "
+            f"{directory}: {listed(bad)} does not match its checksum: it was damaged or changed after it was "
             "written. Use another checkpoint."
         )
 

@@ -30,13 +30,13 @@ from lightning_shard.checkpoint.layout import (
     METADATA,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
-    Manifest,
     check_relative,
     dtype_name,
     model_key,
     optimizer_key,
     regular_file,
 )
+from lightning_shard.checkpoint.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError
 
 _DCP = "torch.distributed.checkpoint.metadata"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.layout import (
-    MANIFEST,
-    TRAINER_STATE,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    dtype_name,
-    library_versions,
-)
+from lightning_shard.checkpoint.layout import MANIFEST, TRAINER_STATE, FileEntry, dtype_name
+from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.state import extra_state, fqns, model_aliases, model_tensors, reshard
-from lightning_shard.checkpoint.storage import HashedFile, HashingWriter, TensorSavePlanner
 from lightning_shard.checkpoint.trainer_state import encode_trainer_state
+from lightning_shard.checkpoint.writer import HashedFile, HashingWriter, TensorSavePlanner
 from lightning_shard.errors import CheckpointError
 
 OPTIMIZER_STATES = "optimizer_states"
@@ -79,7 +72,7 @@ def save_training_state(
         return tensors, model_aliases(module), own
 
     tensors, aliases, own = ranks.agree("collecting the state to save", collect)
-    info = CheckpointInfo(engine=info.engine, policy=info.policy, ledger=info.ledger, aliases=aliases)
+    info = replace(info, aliases=aliases)
     save(path, tensors=tensors, trainer_state={**trainer_state, **own}, info=info, group=group)
 
 

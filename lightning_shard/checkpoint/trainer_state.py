@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.layout import TRAINER_STATE, Manifest, read_manifest, regular_file
+from lightning_shard.checkpoint.layout import TRAINER_STATE, regular_file
+from lightning_shard.checkpoint.manifest import Manifest, read_manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -25,13 +27,14 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
     Raises CheckpointError naming the keys and the type of what could not be loaded with ``weights_only=True``.
     """
     data, problem = _encode(dict(state))
-    if problem is None:
+    if problem is None and not _holds_shards(state):
         return data
     offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
     raise CheckpointError(
         "the trainer's state can't be saved so that it loads without running code (torch.load with "
         f"weights_only=True): {'; '.join(offenders)}. Convert it to numbers, strings, tensors and containers of "
-        "them (str(path) for a path), or allow the class with torch.serialization.add_safe_globals."
+        "them (str(path) for a path, tensor.full_tensor() for a DTensor), or allow the class with "
+        "torch.serialization.add_safe_globals."
     )
 
 
@@ -86,7 +89,7 @@ def _reason(error: Exception) -> str:
 
 def _offenders(value: Any, path: str) -> Iterator[str]:
     """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
-    if _encode(value)[1] is None:
+    if _encode(value)[1] is None and not _holds_shards(value):
         return
     found = False
     if isinstance(value, Mapping):
@@ -105,6 +108,15 @@ def _offenders(value: Any, path: str) -> Iterator[str]:
             yield offender
     if not found:
         yield f"{path or 'top level'}: {_type_name(value)}"
+
+
+def _holds_shards(value: Any) -> bool:
+    """Whether there is a DTensor in it, of which only rank 0's part would be written."""
+    if isinstance(value, Mapping):
+        return any(_holds_shards(part) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_shards(part) for part in value)
+    return isinstance(value, DTensor)
 
 
 def _type_name(value: Any) -> str:
