@@ -32,6 +32,8 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard._results import restore_training_results, training_results_state
+
 __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
@@ -42,10 +44,12 @@ __all__ = [
     "layer_sync",
     "prepare_for_backward",
     "prediction_batches",
+    "restore_training_results",
     "set_device_mesh",
     "set_rank",
     "should_accumulate",
     "sync_reduce",
+    "training_results_state",
     "use_no_grad_in_evaluation",
 ]
 

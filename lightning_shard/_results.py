@@ -1,0 +1,303 @@
+"""Values that a module logs with ``self.log(..., on_epoch=True)`` in training, carried over a resume in mid-epoch.
+
+Lightning keeps them in a ``_ResultCollection``, which no checkpoint has, so that an epoch's value would be that of the
+batches after the resume. An entry is created by the first ``log`` call of its key; the collection put in place here
+gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
+
+Part of :mod:`lightning_shard._lightning` and imported by it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _METRICS,
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_shard.resume.metrics import set_update_count
+
+# Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
+_RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def training_results_state(trainer: Trainer) -> dict[str, Any]:
+    """What was logged in this epoch of a fit so far, on this rank (no communication).
+
+    Returns:
+        ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
+        schedulers Lightning steps after this point; ``entries``: the values on their way to an epoch's mean, sum,
+        minimum or maximum, and the names of the metrics that are logged as objects (their states are the metrics'
+        own); ``evaluation_metrics``: metrics that Lightning is about to reset, because an evaluation has just ended;
+        ``callback_metrics``. Copies on the CPU that ``weights_only=True`` loads.
+    """
+    fit_loop = trainer.fit_loop
+    epochs: Any = fit_loop.epoch_progress.current
+    entries = {
+        key: _entry_state(entry)
+        for key, entry in _live(fit_loop.epoch_loop._results)
+        if entry.meta.on_epoch or not entry.is_tensor
+    }
+    evaluation = [e.meta.metric_attribute for _, e in _live(fit_loop.epoch_loop.val_loop._results) if not e.is_tensor]
+    batches: Any = fit_loop.epoch_loop.batch_progress.current
+    connector = trainer._logger_connector
+    # Between batches of an epoch, reading them computes nothing and so synchronises nothing.
+    seen = connector._callback_metrics if connector._first_loop_iter is None else trainer.callback_metrics
+    due = None
+    if epochs.processed > epochs.completed:
+        due = "epoch"
+    elif batches.processed > batches.completed:
+        due = "step"
+    return {
+        "epoch": epochs.ready - 1,
+        "ended": epochs.processed >= epochs.ready,
+        "due": due,
+        "entries": entries,
+        "evaluation_metrics": [name for name in evaluation if name is not None],
+        "callback_metrics": {
+            name: value.detach().to("cpu", copy=True) for name, value in seen.items() if isinstance(value, Tensor)
+        },
+    }
+
+
+def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *, rank: int, world_size: int) -> None:
+    """Continue the epoch from what :func:`training_results_state` gave on each rank then (no communication).
+
+    Call it on all ranks in the strategy's ``on_train_start``: by then the sanity check, which clears it, is over, and
+    the loops know which epoch they continue; and after the metrics' own states were restored. If the epoch of the
+    checkpoint has ended, its values are dropped, and the metrics that Lightning would have reset at its end are reset.
+
+    Args:
+        trainer: its fit is about to run its first batch.
+        by_rank: the states by old rank.
+        rank: this rank.
+        world_size: the present number of ranks; if it is not the old one, the sums of old rank ``r`` are added to
+            those of rank ``r % world_size``. Values that are not synced across ranks begin on a rank that did not
+            exist as they are on rank ``rank % len(by_rank)``.
+    """
+    if not by_rank:
+        return
+    connector, fit_loop = trainer._logger_connector, trainer.fit_loop
+    seen_here = by_rank[rank % len(by_rank)]["callback_metrics"]
+    device = trainer.strategy.root_device
+    # Schedulers and callbacks that monitor a value which is logged rarely find it, as they would have.
+    connector._callback_metrics = {
+        **{name: value.to(device) for name, value in seen_here.items()},
+        **connector._callback_metrics,
+    }
+    entries = _merged_entries(by_rank, rank=rank, world_size=world_size)
+    _reset_metrics(trainer.lightning_module, [name for state in by_rank[:1] for name in state["evaluation_metrics"]])
+    saved = by_rank[0]
+    _step_plateau_schedulers(trainer, saved["due"])
+    epochs: Any = fit_loop.epoch_progress.current
+    if saved["epoch"] < 0 or epochs.processed != saved["epoch"]:
+        _reset_metrics(trainer.lightning_module, [e["attribute"] for e in entries.values() if e["attribute"]])
+        unreported = [e["meta"]["name"] for e in entries.values()]
+        if unreported and not saved["ended"]:
+            rank_zero_warn(
+                f"The checkpoint was written after the last batch of epoch {saved['epoch']} and before its end, which "
+                f"does not run in the resumed fit: its values of {', '.join(unreported)} are not reported."
+            )
+        return
+    entries = {key: entry for key, entry in entries.items() if entry["meta"]["fx"] not in _RUN_AGAIN}
+    epoch_loop = fit_loop.epoch_loop
+    epoch_loop._results = _ResumedResults(trainer, entries, so_far=epoch_loop._results)
+    if epoch_loop.batch_progress.current.ready > 0:
+        # The next batch is not the first of its epoch, at which values of the epoch before are cleared.
+        connector._first_loop_iter = False
+    # Lightning would leave the schedulers that monitor a value alone at this epoch's end, for want of the value.
+    fit_loop._restarting = False
+
+
+def _step_plateau_schedulers(trainer: Trainer, due: str | None) -> None:
+    """Do what Lightning had left to do when it wrote the checkpoint, and does not do when it resumes."""
+    configs = [c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == due]
+    if not configs or any(config.monitor not in trainer.callback_metrics for config in configs):
+        return
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    completed = epochs.completed
+    if due == "epoch":
+        # `trainer.current_epoch`, by which schedulers of another frequency are chosen, was still the last epoch's.
+        epochs.completed = epochs.processed - 1
+    trainer.fit_loop.epoch_loop.update_lr_schedulers(due or "", update_plateau_schedulers=True)
+    epochs.completed = completed
+
+
+class _ResumedResults(_ResultCollection):
+    """A training loop's results that get the earlier batches' as they appear."""
+
+    def __init__(self, trainer: Trainer, entries: dict[str, dict[str, Any]], *, so_far: _ResultCollection) -> None:
+        super().__init__(training=True)
+        self._trainer = trainer
+        self._pending = entries
+        self._created: list[str] = []
+        for key, entry in so_far.items():
+            # Of an earlier fit, or of hooks of this one that have just run: not those of the interrupted epoch.
+            super().__setitem__(key, entry)
+            if not entry.has_reset:
+                self._pending.pop(key, None)
+
+    @torch.compiler.disable
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        key = f"{fx}.{name}"
+        if key in self._pending and key in self:
+            # An empty entry of an earlier fit with this trainer.
+            del self[key]
+        super().log(fx, name, value, *args, **kwargs)
+
+    def __setitem__(self, key: str, entry: _ResultMetric) -> None:
+        saved = self._pending.pop(key, None)
+        if saved is not None:
+            _give(entry, saved)
+        super().__setitem__(key, entry)
+
+    def metrics(self, on_step: bool) -> _METRICS:
+        if not on_step:
+            self._create_rest()
+        return super().metrics(on_step)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if metrics is None and fx is None:
+            self._pending.clear()
+            for key in self._created:
+                # The next epoch's may be logged in another way.
+                self.pop(key).reset()
+            self._created.clear()
+        super().reset(metrics, fx)
+
+    def _create_rest(self) -> None:
+        """At the epoch's end: create the entries that no batch after the resume has logged."""
+        lost = []
+        # `__setitem__` takes them out.
+        for key, saved in list(self._pending.items()):
+            self.pop(key, None)
+            entry = _new_entry(self._trainer, saved)
+            if entry is None:
+                lost.append(saved["meta"]["name"])
+                del self._pending[key]
+            else:
+                self[key] = entry
+                self._created.append(key)
+        if lost:
+            rank_zero_warn(
+                f"{', '.join(lost)} is not reported for this epoch: it was logged before the checkpoint and not since, "
+                "and the metric, or the sync_dist_group, that it was logged with can't be found again."
+            )
+
+
+def _live(results: _ResultCollection) -> Iterator[tuple[str, _ResultMetric]]:
+    return ((key, entry) for key, entry in results.items() if not entry.has_reset)
+
+
+def _entry_state(entry: _ResultMetric) -> dict[str, Any]:
+    meta = entry.meta
+    state: dict[str, Any] = {
+        "meta": {name: getattr(meta, name) for name in _META} | {"reduce_fx": meta.reduce_fx.__name__},
+        "sync": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "grouped": meta.sync.group is not None,
+        "attribute": None if entry.is_tensor else meta.metric_attribute,
+        "is_tensor": entry.is_tensor,
+        "count": entry.update_count,
+    }
+    if entry.is_tensor:
+        state["value"] = entry.value.detach().to("cpu", copy=True)
+        if meta.is_mean_reduction:
+            state["weight"] = torch.as_tensor(entry.cumulated_batch_size).detach().to("cpu", copy=True)
+    return state
+
+
+def _give(entry: _ResultMetric, saved: Mapping[str, Any]) -> None:
+    """Make ``entry``, just created, what it was; one that is now logged in another way starts anew."""
+    same = entry.is_tensor and saved["is_tensor"] and entry.meta.reduce_fx.__name__ == saved["meta"]["reduce_fx"]
+    if not same or not entry.meta.on_epoch or "value" not in saved:
+        return
+    entry.value = saved["value"].to(entry.value.device)
+    if entry.meta.is_mean_reduction:
+        entry.cumulated_batch_size = saved["weight"].to(entry.value.device)
+    set_update_count(entry, saved["count"])
+
+
+def _new_entry(trainer: Trainer, saved: Mapping[str, Any]) -> _ResultMetric | None:
+    """The entry that a ``log`` call would create; None if that can't be known."""
+    meta = _Metadata(**saved["meta"], metric_attribute=saved["attribute"])
+    if saved["grouped"]:
+        return None
+    meta.sync = _Sync(_should=saved["sync"], fn=trainer.strategy.reduce, rank_zero_only=saved["rank_zero_only"])
+    entry = _ResultMetric(meta, saved["is_tensor"])
+    if not saved["is_tensor"]:
+        metric = _metric(trainer.lightning_module, saved["attribute"])
+        if metric is None:
+            return None
+        entry.value = metric
+        set_update_count(entry, saved["count"])
+    return entry.to(trainer.strategy.root_device)
+
+
+def _metric(module: LightningModule, name: str | None) -> Metric | None:
+    try:
+        found = module.get_submodule(name) if name else None
+    except AttributeError:
+        return None
+    return found if isinstance(found, Metric) else None
+
+
+def _reset_metrics(module: LightningModule, names: list[str]) -> None:
+    for name in names:
+        metric = _metric(module, name)
+        if metric is not None:
+            metric.reset()
+
+
+def _merged_entries(by_rank: list[dict[str, Any]], *, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """This rank's entries: the same keys in the same order on all ranks, since syncing them is collective."""
+    saved = [state["entries"] for state in by_rank]
+    mine = range(rank, len(saved), world_size)
+    merged: dict[str, dict[str, Any]] = {}
+    for key in dict.fromkeys(key for entries in saved for key in entries):
+        anyone = next(entries[key] for entries in saved if key in entries)
+        parts = [saved[old][key] for old in mine if key in saved[old]]
+        if not parts and not anyone["sync"]:
+            parts = [saved[rank % len(saved)].get(key, anyone)]
+        entry = dict(parts[0]) if parts else _neutral(anyone)
+        for part in parts[1:]:
+            if "value" in entry and "value" in part:
+                entry["value"] = _reduced(entry["meta"]["reduce_fx"], entry["value"], part["value"])
+            if "weight" in entry and "weight" in part:
+                entry["weight"] = entry["weight"] + part["weight"]
+            entry["count"] += part["count"]
+        if "weight" in entry and len(saved) != world_size:
+            # Lightning averages weights over ranks in their dtype, and would cut the fraction off now that they differ.
+            entry["weight"] = entry["weight"].to(entry["value"].dtype)
+        merged[key] = entry
+    return merged
+
+
+def _neutral(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """``entry`` as if it had seen nothing; its dtypes stay, which syncing needs to be the same on all ranks."""
+    neutral = {**entry, "count": 0}
+    if "value" in entry:
+        start = {"min": float("inf"), "max": float("-inf")}.get(entry["meta"]["reduce_fx"], 0.0)
+        neutral["value"] = torch.full_like(entry["value"], start)
+    if "weight" in entry:
+        neutral["weight"] = torch.zeros_like(entry["weight"])
+    return neutral
+
+
+def _reduced(reduction: str, one: Tensor, other: Tensor) -> Tensor:
+    if reduction == "min":
+        return torch.minimum(one, other)
+    if reduction == "max":
+        return torch.maximum(one, other)
+    return one + other  # of a mean, the sum of values times batch sizes

@@ -1,0 +1,278 @@
+"""The torchmetrics in a module, saved and restored; nothing here imports Lightning.
+
+A metric's state is not in ``state_dict()`` unless it was declared persistent, and is each rank's own until it is
+computed. So every rank's is kept. At another world size the old ranks' states are merged, as torchmetrics would merge
+them across ranks when it computes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
+
+# What wrappers put around a module's own name.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The state of each metric in ``module`` on this rank (no communication), by the metric's FQN.
+
+    Copies: tensors on the CPU, lists, tuples, numbers and strings, which ``torch.load(weights_only=True)`` accepts.
+    A metric whose state holds anything else is left out, with a warning that names it.
+    """
+    copies: dict[int, Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    refused: list[str] = []
+    for name, metric in _named(module):
+        try:
+            states[name] = _copy(_read(metric), copies)
+        except TypeError as error:
+            refused.append(f"{name} ({error})")
+    if refused:
+        warnings.warn(
+            f"The state of these metrics is not saved, because it is not made of tensors, numbers and strings: "
+            f"{', '.join(refused)}. They start again when the run is resumed.",
+            stacklevel=2,
+        )
+    return states
+
+
+def load_metric_states(
+    module: nn.Module, by_rank: list[dict[str, dict[str, Any]]], *, rank: int, world_size: int
+) -> None:
+    """Give the metrics in ``module`` what :func:`metric_states` gave on each rank then (no communication).
+
+    Args:
+        module: its metrics are reset first; those without a saved state stay so.
+        by_rank: the states by old rank.
+        rank: this rank.
+        world_size: the present number of ranks. Where it is the old one, each rank gets its own state back, bitwise.
+            Else old rank ``r`` goes to rank ``r % world_size``, merged with others there; further ranks start anew.
+
+    Metrics that only the module or only the checkpoint has, that have changed, or whose states can't be merged are
+    left reset, with one warning on rank 0 that names them.
+    """
+    if not by_rank:
+        return
+    _grow_trackers(module, by_rank[0])
+    metrics = dict(_named(module))
+    saved_names = dict.fromkeys(name for states in by_rank for name in states)
+    # First all, since a metric made of others resets them too.
+    for each in metrics.values():
+        if isinstance(each, Metric):
+            each.reset()
+    notes = [f"{name} is new" for name in metrics if name not in saved_names]
+    notes += [f"{name} is no longer in the module" for name in saved_names if name not in metrics]
+    mine = range(rank, len(by_rank), world_size)
+    for name in saved_names:
+        metric = metrics.get(name)
+        if not isinstance(metric, Metric):
+            continue
+        # Judged on all old ranks' states, so that every rank comes to the same end.
+        saved = [states[name] for states in by_rank if name in states]
+        changed = next((why for why in (_mismatch(metric, state) for state in saved) if why), None)
+        if changed is None and len(by_rank) > world_size:
+            changed = _why_not_mergeable(metric, saved)
+        if changed is not None:
+            notes.append(f"{name} {changed}")
+            continue
+        parts = [by_rank[old][name] for old in mine if name in by_rank[old]]
+        if parts:
+            _merge(metric, parts)
+    if notes and rank == 0:
+        warnings.warn(f"Metrics that start again after resuming: {'; '.join(notes)}.", stacklevel=2)
+
+
+# One metric's state
+
+
+def _read(metric: nn.Module) -> dict[str, Any]:
+    if isinstance(metric, MetricTracker):
+        return {"steps": metric.n_steps}
+    assert isinstance(metric, Metric)
+    states = _unsynced(metric)
+    return {"count": metric.update_count, "states": states, "extra": _read_extra(metric)}
+
+
+def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
+    """Set ``metric``, just reset, to ``saved``."""
+    for name, value in saved["states"].items():
+        # Without the defaults' devices: a metric with compute_on_cpu keeps its lists on the CPU.
+        device = torch.device("cpu") if isinstance(value, list) and metric.compute_on_cpu else metric.device
+        setattr(metric, name, _to(value, device))
+    set_update_count(metric, saved["count"])
+    _write_extra(metric, saved["extra"])
+
+
+def _mismatch(metric: Metric, saved: Mapping[str, Any]) -> str | None:
+    """Why ``saved`` is not a state of ``metric``, which was just reset; None if it is."""
+    if "states" not in saved:
+        return "is another kind of metric"
+    defaults, states = metric.metric_state, saved["states"]
+    if defaults.keys() != states.keys():
+        return f"has states {sorted(defaults)}, but {sorted(states)} were saved"
+    for name, default in defaults.items():
+        value = states[name]
+        # A reduction may turn a list into one tensor; a default of size 1 may have grown by broadcasting.
+        if isinstance(default, Tensor) and not (isinstance(value, Tensor) and _grown(default, value)):
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"has a state {name} of shape {tuple(default.shape)}, but {found} was saved"
+    return None
+
+
+def _grown(default: Tensor, value: Tensor) -> bool:
+    try:
+        return torch.broadcast_shapes(default.shape, value.shape) == value.shape
+    except RuntimeError:
+        return False
+
+
+# Several ranks' states
+
+
+def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
+    """Set ``metric`` to the states of several ranks, merged in their order."""
+    _write(metric, parts[0])
+    for position, part in enumerate(parts[1:], start=2):
+        before, extra = metric.metric_state, _read_extra(metric)
+        _write(metric, part)
+        # merge_state takes the incoming state for the mean of `count - 1` updates. Ranks have equal weight where
+        # torchmetrics computes a mean across them, so that they are counted here.
+        set_update_count(metric, position)
+        _merge_state(metric, before)
+        _write_extra(metric, _merged_extra(metric, extra, part["extra"]))
+    set_update_count(metric, sum(part["count"] for part in parts))
+
+
+def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | None:
+    """Try it on a copy."""
+    if not saved or not saved[0]["states"]:
+        return None
+    trial = metric.clone()
+    try:
+        _merge(trial, [saved[0], saved[-1]])
+    except Exception as error:  # user-written reductions raise what they like
+        return (
+            f"can't be merged across ranks ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        )
+    for name, value in trial.metric_state.items():
+        one = saved[0]["states"][name]
+        # Without a reduction torchmetrics stacks tensors, which only `compute` understands and no further update.
+        if isinstance(one, Tensor) and (not isinstance(value, Tensor) or value.dim() != one.dim()):
+            return f"can't be merged across ranks (its state {name} has no reduction)"
+    return None
+
+
+# Beside the states: attributes of torchmetrics' own wrappers
+
+
+def _read_extra(metric: Metric) -> dict[str, Any]:
+    if isinstance(metric, Running):
+        return {"seen": _running_seen(metric)}
+    if isinstance(metric, MinMaxMetric):
+        return {"min": metric.min_val, "max": metric.max_val}
+    return {}
+
+
+def _write_extra(metric: Metric, extra: Mapping[str, Any]) -> None:
+    if isinstance(metric, Running) and "seen" in extra:
+        _set_running_seen(metric, extra["seen"])
+    elif isinstance(metric, MinMaxMetric) and "min" in extra:
+        metric.min_val, metric.max_val = extra["min"].to(metric.device), extra["max"].to(metric.device)
+
+
+def _merged_extra(metric: Metric, one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(metric, Running):
+        # The windows are merged slot by slot; ranks update in step.
+        return {"seen": max(one["seen"], other["seen"])}
+    if isinstance(metric, MinMaxMetric):
+        low, high = (x["min"].cpu() for x in (one, other)), (x["max"].cpu() for x in (one, other))
+        return {"min": torch.minimum(*low), "max": torch.maximum(*high)}
+    return {}
+
+
+def _grow_trackers(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give each MetricTracker as many metrics as it had."""
+    for name, tracker in list(_named(module)):
+        if isinstance(tracker, MetricTracker):
+            while tracker.n_steps < states.get(name, {}).get("steps", 0):
+                tracker.increment()
+
+
+# Values
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if isinstance(child, (Metric, MetricTracker)):
+            yield ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS), child
+
+
+def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
+    """A copy on the CPU; a tensor that several metrics share (compute groups) is copied once."""
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().to("cpu", copy=True)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {key: _copy(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copy(item, copies) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, (list, tuple)):
+        items = [_to(item, device) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+# Private names of torchmetrics (1.x), for which it has nothing public. Where another version lacks one, reading does
+# without it, and setting raises AttributeError rather than leave a name that nobody reads.
+
+
+def set_update_count(metric: Metric, count: int) -> None:
+    """Make ``metric.update_count`` be ``count``."""
+    _set(metric, "_update_count", count)
+
+
+def _unsynced(metric: Metric) -> dict[str, Any]:
+    """This rank's own state, also between ``metric.sync()`` and ``unsync()``."""
+    before_sync = getattr(metric, "_cache", None) if getattr(metric, "_is_synced", False) else None
+    return dict(metric.metric_state if before_sync is None else before_sync)
+
+
+def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:
+    own_way = type(metric).merge_state is not Metric.merge_state
+    if own_way or (metric.full_state_update is False and not metric.dist_sync_on_step):
+        metric.merge_state(incoming)
+    else:
+        # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
+        # ranks are merged by the same reductions for them too, as compute does across ranks.
+        metric._reduce_states(incoming)
+
+
+def _running_seen(metric: Running) -> int:
+    return int(getattr(metric, "_num_vals_seen", 0))
+
+
+def _set_running_seen(metric: Running, seen: int) -> None:
+    _set(metric, "_num_vals_seen", seen)
+
+
+def _set(metric: Metric, name: str, value: Any) -> None:
+    if not hasattr(metric, name):
+        raise AttributeError(f"{type(metric).__name__} has no {name}: this version of torchmetrics is not supported")
+    setattr(metric, name, value)
