@@ -28,16 +28,19 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _cut_axes(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups over whose ranks a gradient is cut, one per sharded mesh axis; empty if it is whole."""
+def _cut_axes(grad: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
+    """Process groups over whose ranks a gradient is cut, one per sharded mesh axis, with the mesh's device type.
+
+    Empty if it is whole.
+    """
     if not isinstance(grad, DTensor):
         return ()
-    groups = []
+    axes = []
     for axis, placement in enumerate(grad.placements):
         assert not isinstance(placement, Partial), "a gradient was read before its reduction ended"
         if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1:
-            groups.append(grad.device_mesh.get_group(axis))
-    return tuple(groups)
+            axes.append((grad.device_mesh.get_group(axis), grad.device_mesh.device_type))
+    return tuple(axes)
 
 
 def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
@@ -53,7 +56,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     All ranks call it with the same parameters. Gradients may be plain tensors that are whole and equal on all
     ranks, or DTensors sharded and replicated over any mesh. Parameters without a gradient count as zero.
     """
-    by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    by_axes: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[Tensor]] = defaultdict(list)
     for grad in _gradients(parameters):
         by_axes[_cut_axes(grad)].append(_local(grad))
     if not by_axes:
@@ -62,17 +65,16 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     for axes, locals_ in by_axes.items():
         filled = [t for t in locals_ if t.numel() > 0]
         square = _sum_of_squares(filled) if filled else locals_[0].new_zeros((), dtype=torch.float64)
-        for group in axes:
-            square = _all_reduce(square, group)
+        for group, device_type in axes:
+            square = _all_reduce(square, group, device_type)
         total = square if total is None else total + square
     assert total is not None
     return total.sqrt().to(torch.float32)
 
 
-def _all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(value: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
     # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
-    device = dist.distributed_c10d._get_pg_default_device(group) if value.device.type == "cpu" else value.device
-    moved = value.to(device)
+    moved = value.to(device_type)
     dist.all_reduce(moved, group=group)
     return moved.to(value.device)
 

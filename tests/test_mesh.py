@@ -1,0 +1,101 @@
+"""Mesh sizes as arithmetic, and the mesh on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lightning_shard.errors import MeshError
+from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from tests.harness import run_distributed
+
+SIZES = st.integers(1, 64)
+AXES = st.one_of(st.just("auto"), SIZES)
+
+
+@given(replicate=AXES, shard=AXES, nodes=SIZES, per_node=SIZES)
+def test_a_mesh_either_covers_the_world_or_says_why_not(replicate: Any, shard: Any, nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    config = MeshConfig(replicate=replicate, shard=shard)
+    try:
+        shape = resolve_mesh(config, world_size=world, processes_per_node=per_node)
+    except MeshError as error:
+        # Only sizes that the user fixed can fail, and the message has them and the world.
+        fixed = [size for size in (replicate, shard) if size != "auto"]
+        assert fixed
+        assert str(world) in str(error)
+        assert all(str(size) in str(error) for size in fixed if len(fixed) == 2 or world % size != 0)
+        product = replicate * shard if len(fixed) == 2 else fixed[0]
+        assert product != world if len(fixed) == 2 else world % product != 0
+        return
+    assert shape[0] * shape[1] == world
+    assert replicate in ("auto", shape[0])
+    assert shard in ("auto", shape[1])
+
+
+@given(nodes=SIZES, per_node=SIZES)
+def test_two_autos_shard_inside_a_node_and_replicate_across_nodes(nodes: int, per_node: int) -> None:
+    config = MeshConfig(replicate="auto", shard="auto")
+    assert resolve_mesh(config, world_size=nodes * per_node, processes_per_node=per_node) == (nodes, per_node)
+
+
+@given(world=SIZES, per_node=SIZES)
+def test_the_default_is_one_copy_over_all_processes(world: int, per_node: int) -> None:
+    assert resolve_mesh(MeshConfig(), world_size=world, processes_per_node=per_node) == (1, world)
+
+
+def test_sizes_that_do_not_divide_list_those_that_do() -> None:
+    with pytest.raises(MeshError, match=r"mesh\.shard: 4 does not divide the 6 processes.*Use one of 1, 2, 3, 6") as e:
+        resolve_mesh(MeshConfig(replicate="auto", shard=4), world_size=6, processes_per_node=6)
+    assert "devices" in str(e.value)
+    with pytest.raises(MeshError, match=r"mesh\.replicate: 4 does not divide the 6 processes"):
+        resolve_mesh(MeshConfig(replicate=4, shard="auto"), world_size=6, processes_per_node=6)
+
+
+def test_two_numbers_must_multiply_to_the_world() -> None:
+    with pytest.raises(MeshError, match=r"mesh\.replicate: 2 times mesh\.shard: 3 is 6, but the run has 4 processes"):
+        resolve_mesh(MeshConfig(replicate=2, shard=3), world_size=4, processes_per_node=4)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "two", None])
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_sizes_that_are_none_are_refused_by_name_and_value(axis: str, size: Any) -> None:
+    with pytest.raises(MeshError, match=rf"mesh\.{axis} is {size!r}.*at least 1 or 'auto'"):
+        MeshConfig(**{axis: size})
+
+
+def _coordinates(shape: tuple[int, int]) -> dict[str, Any]:
+    mesh = build_mesh(shape, device_type="cpu")
+    replicas, place = data_parallel_coordinates(mesh)
+    return {
+        "names": mesh.mesh_dim_names,
+        "size": (mesh["replicate"].size(), mesh["shard"].size()),
+        "shard_group": dist.get_process_group_ranks(mesh.get_group("shard")),
+        "replicate_group": dist.get_process_group_ranks(mesh.get_group("replicate")),
+        "place": place,
+        "samples": list(DistributedSampler(range(8), num_replicas=replicas, rank=place, shuffle=False)),
+    }
+
+
+def _check_coordinates() -> None:
+    rank = dist.get_rank()
+    for shape in [(1, 4), (2, 2), (4, 1)]:
+        found = _coordinates(shape)
+        assert found["names"] == ("replicate", "shard")
+        assert found["size"] == shape
+        # Neighbours share a shard group, so that it lies inside a node.
+        first = rank // shape[1] * shape[1]
+        assert found["shard_group"] == list(range(first, first + shape[1]))
+        assert found["replicate_group"] == list(range(rank % shape[1], 4, shape[1]))
+        # Each rank reads its own data, whatever the shape.
+        assert found["place"] == rank
+        assert found["samples"] == [rank, rank + 4]
+
+
+def test_the_mesh_on_four_processes() -> None:
+    run_distributed(_check_coordinates, 4)

@@ -1,0 +1,350 @@
+"""Which modules become shard units: every parameter has exactly one home, and mistakes are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_shard.errors import WrappingError
+from lightning_shard.wrapping import class_name, find_units
+
+
+class Layer(nn.Module):
+    """A block with a parameter of its own and two layers."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self.gain
+
+
+class Root(nn.Module):
+    """Holds whatever it is given, in that order."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def names(root: nn.Module, spec: object, **options: bool) -> list[tuple[str, ...]]:
+    return [unit.names for unit in find_units(root, spec, **options)]  # type: ignore[arg-type]
+
+
+def layers(count: int) -> list[nn.Module]:
+    return [Layer() for _ in range(count)]
+
+
+def test_a_list_of_class_names() -> None:
+    root = Root(embed=nn.Embedding(3, 4), blocks=nn.ModuleList(layers(2)), head=nn.Linear(4, 3))
+    assert names(root, ["Layer"]) == [("blocks.0",), ("blocks.1",)]
+    assert names(root, ["Embedding", "Layer"]) == [("embed",), ("blocks.0",), ("blocks.1",)]
+    assert names(root, []) == []
+    units = find_units(root, ["Layer"])
+    assert [u.modules for u in units] == [(root.blocks[0],), (root.blocks[1],)]  # type: ignore[index, operator]
+
+
+def test_inner_units_come_before_outer_ones() -> None:
+    root = Root(blocks=nn.ModuleList(layers(1)))
+    assert names(root, ["Layer", "Linear"]) == [("blocks.0.a",), ("blocks.0.b",), ("blocks.0",)]
+
+
+def test_the_root_is_no_unit_of_its_own() -> None:
+    root = Root(inner=Root(layer=Layer()))
+    assert names(root, ["Root"]) == [("inner",)]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "expected"),
+    [
+        # Linear(4, 4) has 20 parameters, gain 4: a whole Layer has 44.
+        (20, [("layer.a",), ("layer.b",)]),
+        (21, [("layer",)]),
+        (44, [("layer",)]),
+        (45, []),
+        (4, [("layer.a",), ("layer.b",), ("layer",)]),
+    ],
+)
+def test_a_number_takes_the_smallest_modules_with_as_many(smallest: int, expected: list[tuple[str, ...]]) -> None:
+    assert names(Root(layer=Layer()), smallest) == expected
+
+
+@pytest.mark.parametrize(
+    "container",
+    [nn.ModuleList, nn.Sequential, lambda blocks: nn.ModuleDict({str(i): b for i, b in enumerate(blocks)})],
+    ids=["ModuleList", "Sequential", "ModuleDict"],
+)
+def test_auto_takes_repeated_blocks(container: Callable[..., nn.Module]) -> None:
+    blocks = layers(2)
+    held = nn.Sequential(*blocks) if container is nn.Sequential else container(blocks)
+    assert names(Root(first=nn.Linear(4, 4), stack=held), "auto") == [("stack.0",), ("stack.1",)]
+
+
+def test_auto_takes_the_outermost_repetition_only() -> None:
+    inner = Root(parts=nn.ModuleList(layers(2)))
+    other = Root(parts=nn.ModuleList(layers(2)))
+    assert names(Root(stages=nn.ModuleList([inner, other])), "auto") == [("stages.0",), ("stages.1",)]
+
+
+def test_auto_looks_inside_lists_of_lists() -> None:
+    # A list has no forward that a unit's hooks could lie around.
+    nested = nn.ModuleList([nn.ModuleList(layers(2)), nn.ModuleList(layers(2))])
+    assert names(Root(n=nested), "auto") == [("n.0.0",), ("n.0.1",), ("n.1.0",), ("n.1.1",)]
+
+
+def test_auto_leaves_lone_layers_and_single_blocks_to_the_root() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert (
+        names(Root(mlp=plain, one=nn.ModuleList(layers(1)), free=nn.ModuleList([nn.ReLU(), nn.ReLU()])), "auto") == []
+    )
+    assert names(Root(heads=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), "auto") == [("heads.0",), ("heads.1",)]
+
+
+def test_auto_takes_a_block_that_is_repeated_by_sharing() -> None:
+    block = Layer()
+    assert names(Root(stack=nn.ModuleList([block, block, block])), "auto") == [("stack.0",)]
+
+
+def _llama(tie: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tie,
+        )
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_auto_asks_a_hugging_face_model(tie: bool) -> None:
+    expected = [("model.model.layers.0",), ("model.model.layers.1",)]
+    assert names(Root(model=_llama(tie)), "auto") == expected
+
+
+def test_auto_asks_gpt2() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+    assert names(Root(net=model), "auto") == [("net.transformer.h.0",), ("net.transformer.h.1",)]
+
+
+def test_auto_prefers_what_the_model_declares_to_repetition() -> None:
+    root = Root(stack=nn.ModuleList(layers(2)), head=Layer())
+    root.head._no_split_modules = ["Linear", "NotHere"]  # type: ignore[assignment]
+    units = names(root, "auto")
+    assert ("head.a",) in units
+    assert ("stack.0",) not in units
+
+
+# Sharing: a parameter belongs to exactly one unit.
+
+
+def test_a_shared_module_is_one_unit() -> None:
+    layer = Layer()
+    assert names(Root(x=layer, y=layer), ["Layer"]) == [("x",)]
+
+
+def test_a_tie_inside_one_unit_changes_nothing() -> None:
+    layer = Layer()
+    layer.b.weight = layer.a.weight
+    assert names(Root(layer=layer), ["Layer"]) == [("layer",)]
+
+
+def test_side_by_side_units_with_a_tie_become_one() -> None:
+    blocks = layers(4)
+    blocks[3].a.weight = blocks[1].a.weight  # type: ignore[union-attr]
+    root = Root(blocks=nn.ModuleList(blocks))
+    assert names(root, ["Layer"]) == [("blocks.0",), ("blocks.1", "blocks.3"), ("blocks.2",)]
+
+
+def test_ties_are_transitive() -> None:
+    blocks = layers(3)
+    blocks[1].a.weight = blocks[0].a.weight  # type: ignore[union-attr]
+    blocks[2].b.weight = blocks[1].b.weight  # type: ignore[union-attr]
+    assert names(Root(blocks=nn.ModuleList(blocks)), ["Layer"]) == [("blocks.0", "blocks.1", "blocks.2")]
+
+
+def test_a_unit_tied_to_the_root_is_left_to_the_root() -> None:
+    root = Root(embed=nn.Embedding(4, 4), blocks=nn.ModuleList(layers(2)))
+    root.embed.weight = root.blocks[1].a.weight  # type: ignore[index, operator, union-attr]
+    assert names(root, ["Layer"]) == [("blocks.0",)]
+    own = Root(layer=Layer(), other=Layer())
+    own.register_parameter("own", own.layer.gain)  # type: ignore[arg-type, union-attr]
+    assert names(own, ["Layer"]) == [("other",)]
+
+
+def test_an_inner_unit_tied_to_its_outer_one_is_left_to_it() -> None:
+    layer = Layer()
+    layer.register_parameter("own", layer.a.weight)
+    assert names(Root(layer=layer), ["Layer", "Linear"]) == [("layer.b",), ("layer",)]
+
+
+def test_tied_embeddings_by_size() -> None:
+    # The head has no parameter left that an inner unit has not taken, and so is no unit; the model around is.
+    model = Root(embed=nn.Embedding(20, 4), layer=Layer(), head=nn.Linear(4, 20, bias=False))
+    model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    assert names(Root(model=model), 20) == [("model.layer.a",), ("model.layer.b",)]
+    model.register_parameter("positions", nn.Parameter(torch.zeros(8, 4)))
+    assert names(Root(model=model), 20) == [("model.layer.a",), ("model.layer.b",), ("model",)]
+
+
+def test_a_module_shared_between_a_unit_and_the_root() -> None:
+    shared = nn.Linear(4, 4)
+    root = Root(block=Root(inner=shared), shared=shared)
+    # The root calls it outside of the unit's forward, where it would be cut.
+    assert names(root, ["Root"]) == []
+    assert names(root, ["Root", "Linear"]) == [("block.inner",), ("block",)]
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> nn.Module:
+    """Random trees of Roots and Layers with shared modules and tied parameters anywhere."""
+    modules: list[nn.Module] = [Layer(2) for _ in range(draw(st.integers(2, 5)))]
+    for _ in range(draw(st.integers(1, 3))):
+        children = draw(st.lists(st.sampled_from(range(len(modules))), min_size=1, max_size=3, unique=True))
+        modules.append(Root(**{f"m{i}": modules[i] for i in children}))
+    root = Root(**{f"top{i}": m for i, m in enumerate(modules) if draw(st.booleans())})
+    linears = [m for m in root.modules() if isinstance(m, nn.Linear)]
+    for _ in range(draw(st.integers(0, 3)) if linears else 0):
+        one, other = draw(st.sampled_from(linears)), draw(st.sampled_from(linears))
+        one.weight = other.weight
+    return root
+
+
+@settings(deadline=None)
+@given(root=_trees(), spec=st.sampled_from([["Layer"], ["Linear"], ["Layer", "Linear", "Root"], 1, 6, 20, "auto"]))
+def test_every_parameter_has_one_home(root: nn.Module, spec: object) -> None:
+    present = {class_name(m) for m in root.modules() if m is not root}
+    if isinstance(spec, list) and not present.issuperset(spec):
+        return
+    for with_children in (False, True):
+        units = find_units(root, spec, with_children=with_children)  # type: ignore[arg-type]
+        modules = [m for unit in units for m in unit.modules]
+        assert len(set(modules)) == len(modules)
+        by_name = dict(root.named_modules())
+        assert all(by_name[n] is m for unit in units for n, m in zip(unit.names, unit.modules, strict=True))
+        # As fully_shard takes them, in order: a unit has what is below its modules and in no unit before it.
+        home: dict[nn.Module, int] = {}
+        for place, unit in enumerate(units):
+            for top in unit.modules:
+                for module in _below(top, set(home)):
+                    assert home.setdefault(module, place) == place
+        for place, unit in enumerate(units):
+            assert all(home[m] == place for m in unit.modules), "an outer unit came before an inner one"
+        # On every path from the root a parameter is reached through its one home.
+        homes: dict[nn.Parameter, set[int | None]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            nearest = _nearest(root, path, {m: p for p, unit in enumerate(units) for m in unit.modules})
+            for parameter in module.parameters(recurse=False):
+                homes.setdefault(parameter, set()).add(nearest)
+        assert all(len(found) == 1 for found in homes.values())
+
+
+def _below(top: nn.Module, taken: set[nn.Module]) -> set[nn.Module]:
+    found = {top}
+    for child in top.children():
+        if child not in taken:
+            found |= _below(child, taken)
+    return found
+
+
+def _nearest(root: nn.Module, path: str, units: dict[nn.Module, int]) -> int | None:
+    nearest, module = None, root
+    for part in path.split(".") if path else []:
+        module = module.get_submodule(part)
+        nearest = units.get(module, nearest)
+    return nearest
+
+
+# With the children of the root, for manual optimization.
+
+
+def test_children_become_units_and_containers_give_theirs() -> None:
+    root = Root(generator=Root(blocks=nn.ModuleList(layers(2))), critics=nn.ModuleList(layers(1)), relu=nn.ReLU())
+    expected = [("generator.blocks.0",), ("generator.blocks.1",), ("generator",), ("critics.0",)]
+    # The generator has nothing that its blocks have not taken, but its hooks are harmless.
+    assert names(root, "auto", with_children=True) == expected
+    assert names(root, ["Layer"], with_children=True) == expected
+
+
+def test_tied_children_become_one_unit() -> None:
+    root = Root(embed=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False))
+    root.head.weight = root.embed.weight  # type: ignore[union-attr]
+    assert names(root, "auto", with_children=True) == [("embed", "head")]
+
+
+class WithNetwork(Metric):
+    """A metric that carries a network, as FID does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.ModuleList(layers(2))
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+def test_a_metrics_own_network_is_no_part_of_the_model() -> None:
+    root = Root(metric=WithNetwork(), layer=Layer())
+    assert names(root, "auto", with_children=True) == [("layer",)]
+    assert names(root, 44) == [("layer",)]
+    assert names(root, ["Layer"]) == [("layer",)]
+
+
+def test_the_output_projection_of_attention_is_never_cut_off() -> None:
+    # MultiheadAttention reads its weight without calling it, so its own hooks would not gather it.
+    root = Root(attention=nn.MultiheadAttention(8, 2))
+    assert names(root, 16) == [("attention",)]
+    with pytest.raises(WrappingError, match=r"'NonDynamicallyQuantizableLinear', whose forward never runs"):
+        find_units(root, ["NonDynamicallyQuantizableLinear"])
+
+
+# Mistakes.
+
+
+def test_a_name_that_matches_nothing_lists_what_is_there() -> None:
+    root = Root(blocks=nn.ModuleList(layers(2)), norm=nn.LayerNorm(4), relu=nn.ReLU())
+    with pytest.raises(WrappingError, match=r"'Blok'.*LayerNorm \(x1\), Linear \(x4\)") as e:
+        find_units(root, ["Layer", "Blok"])
+    assert "Layer (x2)" in str(e.value)
+    # What has no parameters can be no unit.
+    assert "ReLU" not in str(e.value)
+
+
+@pytest.mark.parametrize("container", ["ModuleList", "ModuleDict", "ParameterList"])
+def test_containers_are_refused(container: str) -> None:
+    root = Root(
+        blocks=nn.ModuleList(layers(2)),
+        heads=nn.ModuleDict({"a": Layer()}),
+        free=nn.ParameterList([nn.Parameter(torch.ones(2))]),
+    )
+    with pytest.raises(WrappingError, match=f"'{container}', whose forward never runs"):
+        find_units(root, [container])
+    # By size they are passed over.
+    assert names(root, 45) == []
+
+
+@pytest.mark.parametrize("spec", ["Layer", 0, -5, True])
+def test_other_values_are_refused(spec: object) -> None:
+    with pytest.raises(WrappingError, match=f"units is {spec!r}"):
+        find_units(Root(layer=Layer()), spec)  # type: ignore[arg-type]
