@@ -1,0 +1,132 @@
+"""Throughput: what is counted, over which time, and on which ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import ConfigurationError
+from lightning_shard.callbacks.throughput import ThroughputCallback, count_items
+from tests.harness import run_distributed
+
+TOKENS = torch.zeros(4, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (TOKENS, (32, True)),
+        ((TOKENS, TOKENS), (32, True)),
+        ({"text": ["a", "b"], "input_ids": TOKENS, "labels": torch.zeros(9, 9, dtype=torch.int64)}, (32, True)),
+        ((torch.rand(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)), (5, False)),
+        ((torch.zeros(4, 8, dtype=torch.bool), {"x": [TOKENS.int()]}), (32, True)),
+        ((torch.tensor(1.0), torch.rand(3)), (3, False)),
+        ("text", (0, False)),
+        (None, (0, False)),
+    ],
+)
+def test_count_items(batch: Any, expected: tuple[int, bool]) -> None:
+    assert count_items(batch) == expected
+
+
+class _Sleeper(LightningModule):
+    """Steps and validation batches of known length."""
+
+    def __init__(self, step: float = 0.02, validation: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.step_seconds = step
+        self.validation_seconds = validation
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(self.step_seconds)
+        return self.weight * batch.sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(self.validation_seconds)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class _Recorder(ThroughputCallback):
+    """Keeps what the progress bar shows after each batch."""
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.shown: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        self.shown.append(dict(trainer.progress_bar_metrics))
+
+
+def _fit(callback: ThroughputCallback, module: LightningModule, length: int = 8, **arguments: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": 8, "strategy": "shard_ddp", "devices": 1, "limit_val_batches": 0,
+        "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False, "logger": False,
+    }  # fmt: skip
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], **(settings | arguments))
+    loader = DataLoader(torch.zeros(64, length, dtype=torch.int64), batch_size=4)
+    trainer.fit(module, loader, DataLoader(TOKENS, batch_size=4))
+    return trainer
+
+
+def _alone() -> list[dict[str, Any]]:
+    recorder = _Recorder(every_n_steps=3)
+    metrics = _fit(recorder, _Sleeper()).callback_metrics
+    return [*recorder.shown, {name: float(value) for name, value in metrics.items()}]
+
+
+def test_the_values_of_a_window_stay_in_the_progress_bar() -> None:
+    ((*shown, metrics),) = run_distributed(_alone, 1)
+    assert ["tokens/s" in bar for bar in shown] == [False, False, *[True] * 6]
+    assert metrics["step_seconds"] > 0.02
+    # 4 x 8 tokens in a step; tokens/s is rounded to a whole number.
+    assert metrics["tokens/s"] == pytest.approx(32 / metrics["step_seconds"], abs=0.51)
+
+
+def _with_validation() -> float:
+    module = _Sleeper(step=0.005, validation=0.5)
+    trainer = _fit(ThroughputCallback(4), module, limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)
+    return float(trainer.callback_metrics["step_seconds"])
+
+
+def test_validation_is_not_a_part_of_a_step() -> None:
+    (seconds,) = run_distributed(_with_validation, 1)
+    # Half of a validation's 0.5 s would fall on each step.
+    assert 0.005 < seconds < 0.2
+
+
+def _uneven() -> dict[str, float]:
+    rank = torch.distributed.get_rank()
+    trainer = _fit(ThroughputCallback(4), _Sleeper(), length=8 if rank == 0 else 4, devices=2)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_the_tokens_of_all_ranks_are_summed() -> None:
+    for metrics in run_distributed(_uneven, 2):
+        # 4 x 8 tokens on rank 0 and 4 x 4 on rank 1.
+        assert metrics["tokens/s"] == pytest.approx(48 / metrics["step_seconds"], abs=0.51)
+
+
+def _accumulated() -> dict[str, float]:
+    trainer = _fit(ThroughputCallback(2), _Sleeper(), accumulate_grad_batches=3, max_steps=4)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_step_is_an_optimizer_step_with_all_its_micro_batches() -> None:
+    (metrics,) = run_distributed(_accumulated, 1)
+    assert metrics["step_seconds"] > 0.06
+    assert metrics["tokens/s"] == pytest.approx(96 / metrics["step_seconds"], abs=0.51)
+
+
+def test_an_empty_window_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="every_n_steps is 0"):
+        ThroughputCallback(0)
