@@ -29,7 +29,7 @@ def collect(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, Any]:
         "rng": rng_state(),
         "metrics": metric_states(trainer.lightning_module),
         "logged": _lightning.training_results_state(trainer),
-        "loaders": loops["fit_loop"].get("combined_loader", []),
+        "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
     }
     return {"seed": torch.initial_seed(), "ranks": gather_states(own)}
 
@@ -38,7 +38,7 @@ def place_loaders(checkpoint: dict[str, Any], run: Mapping[str, Any], rank: int)
     """Put this rank's dataloader states, not rank 0's, where Lightning takes them from."""
     loaders = states_of_rank(run["ranks"], rank)["loaders"]
     if loaders:
-        checkpoint["loops"]["fit_loop"]["combined_loader"] = loaders
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
 
 def restore(trainer: Trainer, run: Mapping[str, Any]) -> None:

@@ -1,0 +1,192 @@
+"""A run that was interrupted and resumed is bitwise the run that never stopped, under whatever engine it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_shard.errors import CheckpointError, DataError
+from tests.harness import DistributedError, run_distributed
+from tests.models import TinyLM, Tokens, loader, quiet_trainer, whole, whole_parameters
+
+STEPS = 14
+EPOCH = 8  # batches per rank at 2 processes: 64 samples in batches of 4
+ENGINES = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_fsdp_hybrid_aligned"]
+
+
+def _fit(
+    strategy: str,
+    *,
+    folder: str | None = None,
+    resume: str | None = None,
+    steps: int = STEPS,
+    batch_size: int = 4,
+    precision: Any = "32-true",
+    every: int | None = 3,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = TinyLM(dropout=0.1)
+    callbacks = []
+    if folder is not None:
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=folder,
+                filename="{step}",
+                every_n_train_steps=every,
+                every_n_epochs=None if every else 1,
+                save_top_k=-1,
+            )
+        )
+    trainer = quiet_trainer(
+        strategy=strategy,
+        max_steps=steps,
+        precision=precision,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        **kwargs,
+    )
+    trainer.fit(module, loader(batch_size, count=64), loader(4, count=16, shuffle=False), ckpt_path=resume)
+    optimizer = trainer.optimizers[0]
+    return {
+        "parameters": whole_parameters(module),
+        "slots": {
+            (index, slot): whole(value)
+            for index, state in enumerate(optimizer.state.values())
+            for slot, value in state.items()
+        },
+        "lr": optimizer.param_groups[0]["lr"],
+        "losses": module.losses,
+        "seen": module.seen,
+        "rng": torch.get_rng_state(),
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
+
+
+def _assert_continues(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], since: int) -> None:
+    for whole_run, rest in zip(straight, resumed, strict=True):
+        assert rest["seen"] == whole_run["seen"][since:]
+        assert rest["losses"] == whole_run["losses"][since:]
+        for name, value in whole_run["parameters"].items():
+            assert torch.equal(value, rest["parameters"][name]), name
+        assert whole_run["slots"].keys() == rest["slots"].keys() != set()
+        for key, value in whole_run["slots"].items():
+            assert torch.equal(value, rest["slots"][key]), key
+        assert torch.equal(whole_run["rng"], rest["rng"])
+        for key in ("lr", "metrics", "step", "epoch"):
+            assert rest[key] == whole_run[key], key
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_resume_in_mid_epoch_under_every_engine(tmp_path: Path, precision: str) -> None:
+    straight = {}
+    for name in ENGINES:
+        straight[name] = run_distributed(_fit, 2, name, folder=str(tmp_path / name), precision=precision)
+        assert straight[name][0]["seen"] != straight[name][1]["seen"]
+        _assert_continues(straight[ENGINES[0]], straight[name], 0)
+    # Step 6 lies in the first epoch of 8 steps, step 9 in the second; dropout draws from every rank's generator.
+    for writer, reader, step in [(0, 1, 6), (1, 2, 9), (2, 0, 3)]:
+        checkpoint = tmp_path / ENGINES[writer] / f"step={step}.ckpt"
+        resumed = run_distributed(_fit, 2, ENGINES[reader], resume=str(checkpoint), precision=precision)
+        _assert_continues(straight[ENGINES[writer]], resumed, step)
+
+
+def test_resume_at_an_epochs_end_and_with_workers_and_accumulation(tmp_path: Path) -> None:
+    name = "shard_fsdp_aligned"
+    straight = run_distributed(_fit, 2, name, folder=str(tmp_path), every=None)
+    resumed = run_distributed(_fit, 2, name, resume=str(tmp_path / f"step={EPOCH}.ckpt"))
+    _assert_continues(straight, resumed, EPOCH)
+
+    accumulated = {"steps": 6, "accumulate_grad_batches": 2}
+    straight = run_distributed(_fit, 2, name, folder=str(tmp_path / "acc"), every=2, **accumulated)
+    resumed = run_distributed(_fit, 2, name, resume=str(tmp_path / "acc" / "step=2.ckpt"), **accumulated)
+    _assert_continues(straight, resumed, 4)
+
+
+def test_another_world_size_goes_on_after_the_last_sample(tmp_path: Path) -> None:
+    # One epoch; the same global batch of 8 at both sizes, so the same samples must be used in the same steps.
+    straight = run_distributed(_fit, 2, "shard_fsdp_aligned", folder=str(tmp_path), steps=EPOCH)
+    alone = run_distributed(
+        _fit, 1, "shard_ddp_aligned", resume=str(tmp_path / "step=3.ckpt"), steps=EPOCH, batch_size=8
+    )
+    sums = [a + b for a, b in zip(straight[0]["seen"], straight[1]["seen"], strict=True)]
+    assert alone[0]["seen"] == sums[3:]
+    assert alone[0]["step"] == EPOCH
+    # Half the global batch: twice as many steps are left in the epoch.
+    halved = run_distributed(
+        _fit, 1, "shard_fsdp_aligned", resume=str(tmp_path / "step=3.ckpt"), steps=3 + 2 * (EPOCH - 3), batch_size=4
+    )
+    pairs = [a + b for a, b in zip(halved[0]["seen"][::2], halved[0]["seen"][1::2], strict=True)]
+    assert pairs == sums[3:]
+    assert halved[0]["epoch"] == straight[0]["epoch"]
+
+
+def _validate(strategy: str, path: str) -> float:
+    module = TinyLM()
+    trainer = quiet_trainer(strategy=strategy)
+    return trainer.validate(module, loader(4, count=16, shuffle=False), ckpt_path=path, verbose=False)[0]["val_loss"]
+
+
+def test_validate_gives_the_value_of_the_fit(tmp_path: Path) -> None:
+    fitted = run_distributed(_fit, 2, "shard_fsdp", folder=str(tmp_path), steps=EPOCH, every=EPOCH)
+    path = str(tmp_path / f"step={EPOCH}.ckpt")
+    for name in ["shard_fsdp", "shard_ddp", "shard_fsdp_offload"]:
+        assert run_distributed(_validate, 2, name, path) == [fitted[0]["metrics"]["val_loss"]] * 2
+
+
+def test_a_missing_or_half_written_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "half.ckpt").mkdir()
+    (tmp_path / "half.ckpt" / "trainer.pt").write_bytes(b"")
+    for path in ["missing.ckpt", "half.ckpt"]:
+        with pytest.raises(DistributedError) as error:
+            run_distributed(_validate, 2, "shard_fsdp", str(tmp_path / path))
+        assert set(error.value.failed.values()) == {"CheckpointNotFoundError"}
+        assert path in str(error.value)
+    assert issubclass(CheckpointError, RuntimeError)
+
+
+class _Stream(IterableDataset[Any]):
+    """Ends after a number of batches that depends on the rank."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Any:
+        data = Tokens(64)
+        rank = torch.distributed.get_rank()
+        for index in range(4 * self.sizes[rank]):
+            yield data[(2 * index + rank) % 64]
+
+
+def _fit_uneven(strategy: str, sizes: list[int], *, sized: bool) -> tuple[int, list[str]]:
+    import warnings
+
+    module = TinyLM()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False)
+    data: Any = DataLoader(_Stream(sizes), batch_size=4)
+    if sized:
+        data = loader(4, count=4 * sizes[torch.distributed.get_rank()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data)
+    return trainer.global_step, [str(w.message) for w in caught if "ran out" in str(w.message)]
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp"])
+def test_uneven_data_ends_together_and_names_the_rank(strategy: str) -> None:
+    results = run_distributed(_fit_uneven, 2, strategy, [5, 3], sized=False, timeout=60)
+    assert [step for step, _ in results] == [3, 3]
+    assert any("rank 1" in message for message in results[0][1])
+
+    with pytest.raises(DistributedError) as error:
+        run_distributed(_fit_uneven, 2, strategy, [5, 3], sized=True, timeout=60)
+    assert set(error.value.failed.values()) == {DataError.__name__}
+    assert "rank 1: 3 batches" in str(error.value)
