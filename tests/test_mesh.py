@@ -22,17 +22,14 @@ AXES = st.one_of(st.just("auto"), SIZES)
 def test_a_mesh_either_covers_the_world_or_says_why_not(replicate: Any, shard: Any, nodes: int, per_node: int) -> None:
     world = nodes * per_node
     config = MeshConfig(replicate=replicate, shard=shard)
-    try:
-        shape = resolve_mesh(config, world_size=world, processes_per_node=per_node)
-    except MeshError as error:
-        # Only sizes that the user fixed can fail, and the message has them and the world.
-        fixed = [size for size in (replicate, shard) if size != "auto"]
-        assert fixed
-        assert str(world) in str(error)
-        assert all(str(size) in str(error) for size in fixed if len(fixed) == 2 or world % size != 0)
-        product = replicate * shard if len(fixed) == 2 else fixed[0]
-        assert product != world if len(fixed) == 2 else world % product != 0
+    fixed = [size for size in (replicate, shard) if size != "auto"]
+    fits = {0: True, 1: fixed and world % fixed[0] == 0, 2: len(fixed) == 2 and fixed[0] * fixed[-1] == world}
+    if not fits[len(fixed)]:
+        with pytest.raises(MeshError) as error:
+            resolve_mesh(config, world_size=world, processes_per_node=per_node)
+        assert all(str(number) in str(error.value) for number in [*fixed, world])
         return
+    shape = resolve_mesh(config, world_size=world, processes_per_node=per_node)
     assert shape[0] * shape[1] == world
     assert replicate in ("auto", shape[0])
     assert shard in ("auto", shape[1])
