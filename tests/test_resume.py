@@ -190,3 +190,38 @@ def test_uneven_data_ends_together_and_names_the_rank(strategy: str) -> None:
         run_distributed(_fit_uneven, 2, strategy, [5, 3], sized=True, timeout=60)
     assert set(error.value.failed.values()) == {DataError.__name__}
     assert "rank 1: 3 batches" in str(error.value)
+
+
+class _Adapters(TinyLM):
+    """Saves without its embedding, as LoRA users leave the frozen base out."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["embed.weight"]
+        checkpoint["note"] = "mine"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.note = checkpoint["note"]
+
+
+def _save_and_validate_adapters(path: str) -> tuple[list[str], str, bool]:
+    from lightning_shard.checkpoint.load import read_manifest
+
+    module = _Adapters()
+    trainer = quiet_trainer(strategy="shard_fsdp", max_steps=2)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    again = _Adapters(seed=8)
+    quiet_trainer(strategy="shard_fsdp").validate(again, loader(count=8, shuffle=False), ckpt_path=path, verbose=False)
+    same = torch.equal(whole(again.head.weight), whole(module.head.weight))
+    other = torch.equal(whole(again.embed.weight), whole(module.embed.weight))
+    return sorted(read_manifest(path).tensors), again.note, same and not other
+
+
+def test_what_on_save_checkpoint_takes_out_is_left_out(tmp_path: Path) -> None:
+    for keys, note, right in run_distributed(_save_and_validate_adapters, 2, str(tmp_path / "adapters.ckpt")):
+        assert "model.embed.weight" not in keys
+        assert "model.head.weight" in keys
+        assert note == "mine"
+        assert right

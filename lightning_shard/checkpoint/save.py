@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.layout import MANIFEST, TRAINER_STATE, FileEntry, dtype_name
+from lightning_shard.checkpoint.layout import MANIFEST, TRAINER_STATE, FileEntry, dtype_name, model_key
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
 from lightning_shard.checkpoint.ranks import Ranks
@@ -52,24 +52,28 @@ def save_training_state(
     optimizers: Sequence[Optimizer],
     trainer_state: Mapping[str, Any],
     info: CheckpointInfo,
+    leave_out: Collection[str] = (),
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Save a module (wrapped or not), its optimizers and the rest of the run. All ranks call it.
 
     ``trainer_state`` counts on rank 0; ``optimizer_states`` in it is replaced by the groups' hyperparameters, and
     ``module_extra_state`` by what the module keeps beyond tensors. ``info.aliases`` is found here. No
-    ``optimizers``: weights only. Errors as for `save`.
+    ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the module that the checkpoint is not to have.
+    Errors as for `save`.
     """
     ranks = Ranks.of(group)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         reshard(module)
         names = fqns(module)
-        tensors = model_tensors(module) | optimizer_tensors(optimizers, names)
+        skipped = {model_key(fqn) for fqn in leave_out}
+        kept = {key: tensor for key, tensor in model_tensors(module).items() if key not in skipped}
+        tensors = kept | optimizer_tensors(optimizers, names)
         own: dict[str, Any] = {EXTRA_STATE: extra_state(module)}
         if optimizers:
             own[OPTIMIZER_STATES] = optimizer_groups(optimizers, names)
-        return tensors, model_aliases(module), own
+        return tensors, {alias: key for alias, key in model_aliases(module).items() if key in kept}, own
 
     tensors, aliases, own = ranks.agree("collecting the state to save", collect)
     info = replace(info, aliases=aliases)

@@ -46,7 +46,10 @@ class CheckpointingStrategy(ParallelStrategy):
     # Save
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """FQN, tied ones too, to this rank's live tensor: whole, or a DTensor of which it has a part."""
+        """FQN, tied ones too, to this rank's live tensor: whole, or a DTensor of which it has a part.
+
+        What ``on_save_checkpoint`` takes out of it is left out of the checkpoint.
+        """
         assert self.lightning_module is not None
         names = fqns(self.lightning_module)
         return {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
@@ -76,7 +79,7 @@ class CheckpointingStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self._before_reading_parameters()
         checkpoint = dict(checkpoint)
-        checkpoint.pop("state_dict")
+        leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             checkpoint[RUN_STATE] = run_state.collect(self.lightning_module.trainer, checkpoint["loops"])
@@ -86,7 +89,19 @@ class CheckpointingStrategy(ParallelStrategy):
             optimizers=self.optimizers if with_optimizers else [],
             trainer_state=checkpoint,
             info=CheckpointInfo(engine=self.engine, policy=self.policy.text()),
+            leave_out=leave_out,
         )
+
+    def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
+        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says."""
+        assert self.lightning_module is not None
+        names = fqns(self.lightning_module).tensors
+        if added := sorted(set(kept) - set(self.lightning_module_state_dict())):
+            raise CheckpointError(
+                f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the module's "
+                "own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
+            )
+        return set(self.broadcast(sorted(set(names) - set(kept))))
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint directory. All ranks may call it; rank 0 acts."""
