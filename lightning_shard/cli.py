@@ -150,8 +150,13 @@ class ShardCLI(LightningCLI):
         _check_ckpt_path(config.get("ckpt_path"))
 
     def instantiate_classes(self) -> None:
-        """Lightning's; what a constructor raises is kept by the parser."""
+        """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
         self.parser.add_instantiator(_construct, object)  # after, and so behind, those of the model and the data
+        if not self.save_config_kwargs:
+            # Lightning refuses to run twice in one folder, as happens to a run without a logger that makes a new one
+            # each time: then a validation of what was just trained fails, or would replace its configuration.
+            name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
+            self.save_config_kwargs = {"overwrite": True, "config_filename": name}
         super().instantiate_classes()
 
     def after_fit(self) -> None:

@@ -44,7 +44,7 @@ def test_a_name_is_a_class_and_arguments(name: str) -> None:
 
 
 # Lightning calls it by the older name too.
-@pytest.mark.filterwarnings("ignore:.*instantiate_classes.*was deprecated")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ALL)
 def test_the_equal_yaml_builds_an_equal_strategy(name: str) -> None:
     parser = ArgumentParser(exit_on_error=False)

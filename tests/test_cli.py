@@ -1,0 +1,331 @@
+"""The command line in this process: what it parses, prints and refuses."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, __version__, registry
+
+DEMO = "lightning.pytorch.demos.boring_classes"
+BASE = {
+    "seed_everything": 1,
+    "model": f"{DEMO}.BoringModel",
+    "data": f"{DEMO}.BoringDataModule",
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 1,
+        "limit_val_batches": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ShardCLI]:
+    """Run arguments as a shell would, in an empty folder that has ``base.yaml``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+
+    def run(*arguments: str, **kwargs: object) -> ShardCLI:
+        monkeypatch.setattr(sys, "argv", ["lightning-shard", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        return ShardCLI(environ={}, **kwargs)
+
+    return run
+
+
+def _overlay(name: str, content: object) -> str:
+    Path(name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return name
+
+
+def _strategy(**init_args: object) -> dict[str, object]:
+    return {"trainer": {"strategy": {**FSDP, "init_args": init_args}}}
+
+
+MISTAKES = {
+    "wrong key": ({"trainer": {"max_epohs": 3}}, [], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
+    "wrong section": ({"trianer": {"devices": 1}}, [], ["trianer", "Did you mean trainer.devices"]),
+    "wrong option": ({}, ["--trainer.max_epohs", "3"], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
+    "wrong type": ({"trainer": {"max_epochs": "three"}}, [], ["trainer.max_epochs", "three", "int, null"]),
+    "wrong choice": ({"trainer": {"precision": "bf17"}}, [], ["trainer.precision", "bf17", "'bf16-mixed'"]),
+    "wrong name": ({"trainer": {"strategy": "shard_fdsp"}}, [], ["'shard_fdsp'", "mean shard_fsdp", "shard_ddp_al"]),
+    "name with arguments": (
+        {"trainer": {"strategy": "shard_fsdp"}},
+        ["--trainer.strategy.cpu_offload", "true"],
+        ["trainer.strategy", "'shard_fsdp' is a name", "cpu_offload", "lightning-shard strategies shard_fsdp"],
+    ),
+    "wrong argument": (_strategy(cpu_ofload=True), [], ["strategy.init_args.cpu_ofload", "mean cpu_offload", "units"]),
+    "wrong argument type": (_strategy(units=3.5), [], ["strategy.init_args.units", "3.5", "'auto', int, list[str]"]),
+    "wrong argument choice": (
+        _strategy(accumulate_sync="always"),
+        [],
+        ["strategy.init_args.accumulate_sync", "always", "'boundary'"],
+    ),
+    "wrong mesh key": (_strategy(mesh={"replicat": 2}), [], ["mesh.replicat:", "mean replicate", "shard"]),
+    "wrong mesh type": (_strategy(mesh={"shard": "two"}), [], ["mesh.shard", "two", "int, 'auto'"]),
+    "mesh not a mapping": (_strategy(mesh=2), [], ["init_args.mesh: got 2", "a mapping of replicate, shard"]),
+    "impossible mesh": (_strategy(mesh={"replicate": 0}), [], ["mesh.replicate is 0", "at least 1"]),
+    "mesh does not divide": (_strategy(mesh={"replicate": 3}), [], ["mesh.replicate: 3", "1 process"]),
+    "refused by the constructor": (_strategy(timeout_seconds=-1), [], ["timeout_seconds is -1", "greater than 0"]),
+    "strategy is a number": ({"trainer": {"strategy": 3}}, [], ["trainer.strategy: got 3", "class_path and init_args"]),
+    "class not there": ({"model": {"class_path": f"{DEMO}.Boring"}}, [], ["model", f"'{DEMO}.Boring'", "no attribute"]),
+    "module not there": ({"model": {"class_path": "no.such.Module"}}, [], ["model", "'no.such.Module'", "No module"]),
+    "class of another kind": ({"model": f"{DEMO}.BoringDataModule"}, [], ["model: got", "subclass of LightningModule"]),
+    "no class at all": ({"model": "Boring"}, [], ["model: got Boring", "LightningModule", "class_path"]),
+    "no such file": ({}, ["--config", "nope.yaml"], ["config", "nope.yaml", "not exist"]),
+    "broken file": ("a: [1\nb: 2", [], ["overlay.yaml", "line 2"]),
+    "no mapping": ("- 1", [], ["overlay.yaml", "- 1"]),
+    "no checkpoint": ({}, ["--ckpt_path", "nope.ckpt"], ["ckpt_path", "'nope.ckpt' does not exist"]),
+    "not a checkpoint": ({}, ["--ckpt_path", "base.yaml"], ["ckpt_path", "'base.yaml' is not a checkpoint"]),
+    "accelerator not there": ({"trainer": {"accelerator": "gpuu"}}, [], ["accelerator='gpuu'", "cpu"]),
+    "precision that is not run": (
+        {"trainer": {"precision": "64-true", "strategy": "shard_fsdp"}},
+        [],
+        ["64-true", "bf16-mixed"],
+    ),
+    "refused by a callback": (
+        {"trainer": {"callbacks": {"class_path": "lightning.pytorch.callbacks.EarlyStopping"}}},
+        ["--trainer.callbacks.monitor", "x", "--trainer.callbacks.mode", "up"],
+        ["`mode` can be min, max, got up"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistake(case: str, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+    overlay, arguments, expected = MISTAKES[case]
+    with pytest.raises(SystemExit) as ended:
+        command("fit", "--config", "base.yaml", "--config", _overlay("overlay.yaml", overlay), *arguments)
+    assert ended.value.code == 2
+    assert ended.value.__cause__ is not None
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("error: ") == 1
+    message = error.partition("error: ")[2]
+    assert all(part in message for part in expected), message
+    for noise in ("Traceback", "usage:", "<class", "Parser key", "Subtypes", "typing."):
+        assert noise not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["no command was given", "fit, validate, test, predict, strategies"]),
+        (["fot"], ["'fot'", "'fit'"]),
+        (["fit"], ["model: is required"]),
+        (["strategies", "shard_fdsp"], ["'shard_fdsp'", "Did you mean shard_fsdp"]),
+        (["validate", "--config", "base.yaml", "--ckpt_path", "best"], ['ckpt_path="best"']),
+    ],
+)
+def test_mistake_in_the_command(
+    arguments: list[str], expected: list[str], command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(*arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in expected), error
+
+
+def test_traceback_on_demand(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("fit", "--config", "base.yaml", "--trainer.max_epochs", "three", "--traceback")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: trainer.max_epochs: got three" in error
+    assert "Traceback (most recent call last)" in error
+    assert "Given value: three" in error  # all that jsonargparse has to say
+
+
+USER_CODE = """
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Bug(BoringModel):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("a bug")
+
+class BugInConstructor(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.nothing.at_all
+
+class BugInCallback(Callback):
+    def __init__(self, size: int = 1):
+        int(None)
+
+class Refuses(BoringModel):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        raise ValueError(f"width is {width}, but must be even")
+
+class Misuses(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("a/dataloader_idx_0", 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (["--model", "usercode.Bug"], ValueError, "a bug"),
+        (["--model", "usercode.BugInConstructor"], AttributeError, "nothing"),
+        (["--trainer.callbacks", "usercode.BugInCallback"], TypeError, "NoneType"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(
+    arguments: list[str],
+    kind: type[Exception],
+    text: str,
+    command: Callable[..., ShardCLI],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _overlay("usercode.py", USER_CODE)
+    with pytest.raises(kind, match=text) as raised:
+        command("fit", "--config", "base.yaml", *arguments)
+    assert any(frame.path.name == "usercode.py" for frame in raised.traceback)
+    assert "error: " not in capsys.readouterr().err
+    sys.modules.pop("usercode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
+        (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
+    ],
+)
+def test_a_mistake_in_user_code_says_where(
+    arguments: list[str], expected: list[str], command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _overlay("usercode.py", USER_CODE)
+    with pytest.raises(SystemExit):
+        command("fit", "--config", "base.yaml", *arguments)
+    error = capsys.readouterr().err
+    assert all(part in error for part in [*expected, "usercode.py:"]), error
+    sys.modules.pop("usercode")
+
+
+def test_table_of_strategies(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("strategies")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.rstrip("\n") == registry.table()
+
+
+def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("strategies", "shard_fsdp_grad_op_aligned")
+    assert ended.value.code == 0
+    _overlay("strategy.yaml", capsys.readouterr().out)
+    cli = command("--config", "base.yaml", "--config", "strategy.yaml", run=False)
+    assert type(cli.trainer.strategy) is ShardFSDPStrategy
+    assert cli.trainer.strategy.aligned
+
+
+def test_version(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command("--version")
+    assert ended.value.code == 0
+    assert f" {__version__} (lightning " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [ShardDDPStrategy, ShardFSDPStrategy])
+def test_help_has_a_text_for_every_field(
+    kind: type, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import inspect
+
+    with pytest.raises(SystemExit) as ended:
+        command("fit", "--trainer.strategy.help", f"lightning_shard.{kind.__name__}")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for name in list(inspect.signature(kind).parameters):
+        # The option, a line break, and a sentence before "(type: ...".
+        entry = re.search(rf"^  --trainer\.strategy\.{name} (.*?)\(type:", text, re.DOTALL | re.MULTILINE)
+        assert entry, name
+        assert len(entry[1].split()) >= 4, f"{name} has no text"
+
+
+def test_later_configurations_win(command: Callable[..., ShardCLI]) -> None:
+    first = _overlay("1.yaml", _strategy(log_grad_norm=True, timeout_seconds=5))
+    second = _overlay("2.yaml", _strategy(timeout_seconds=7))
+    cli = command("--config", "base.yaml", "--config", first, "--config", second, "--trainer.max_steps=3", run=False)
+    assert cli.trainer.strategy.log_grad_norm
+    assert cli.trainer.strategy.timeout.total_seconds() == 7
+    assert cli.trainer.max_steps == 3
+
+    other = _overlay("3.yaml", {"trainer": {"strategy": {"class_path": "lightning_shard.ShardDDPStrategy"}}})
+    cli = command("--config", "base.yaml", "--config", first, "--config", other, run=False)
+    assert type(cli.trainer.strategy) is ShardDDPStrategy
+    assert cli.trainer.strategy.timeout.total_seconds() == 5
+
+    name = _overlay("4.yaml", {"trainer": {"strategy": "shard_ddp"}})
+    cli = command("--config", "base.yaml", "--config", first, "--config", name, run=False)
+    assert type(cli.trainer.strategy) is ShardDDPStrategy
+    assert cli.trainer.strategy.timeout.total_seconds() == 1800
+
+
+def test_own_module_and_no_leftover_option(command: Callable[..., ShardCLI]) -> None:
+    trainer = _overlay("trainer.yaml", {"trainer": BASE["trainer"]})
+    cli = command("fit", "--config", trainer, "--traceback", model_class=BoringModel, datamodule_class=BoringDataModule)
+    assert type(cli.model) is BoringModel
+    assert cli.trainer.global_step == 1
+    assert "traceback" not in cli.config["fit"]
+
+
+def test_plain_lightning_cli_takes_the_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Callable[..., ShardCLI]
+) -> None:
+    for name, strategy in (("a.yaml", "shard_ddp_aligned"), ("b.yaml", {**FSDP, "init_args": {"aligned": True}})):
+        overlay = _overlay(name, {"trainer": {"strategy": strategy}})
+        monkeypatch.setattr(sys, "argv", ["script", "--config", "base.yaml", "--config", overlay])
+        assert LightningCLI(run=False).trainer.strategy.aligned
+
+
+def test_after_fit_says_where_the_checkpoint_is(
+    command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "saved"}}
+    overlay = _overlay("save.yaml", {"trainer": {"callbacks": [callback]}})
+    command("fit", "--config", "base.yaml", "--config", overlay, "--trainer.callbacks.save_last", "true")
+    output = capsys.readouterr().out
+    best = re.search(r"^checkpoint: (saved/.*)$", output, re.MULTILINE)
+    last = re.search(r"^last checkpoint: (saved/last.ckpt)$", output, re.MULTILINE)
+    assert Path(best[1]).exists()
+    assert Path(last[1]).exists()
+    printed = re.search(r"^validate it with: lightning-shard (.*)$", output, re.MULTILINE)[1]
+    expected = "validate --config base.yaml --config save.yaml --trainer.callbacks.save_last true --ckpt_path "
+    assert printed == expected + best[1]
+
+
+def test_no_word_of_a_checkpoint_where_there_is_none(
+    command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("fit", "--config", "base.yaml", "--trainer.enable_checkpointing", "false")
+    assert "checkpoint" not in capsys.readouterr().out
+
+
+def test_a_second_run_in_the_same_folder(command: Callable[..., ShardCLI]) -> None:
+    command("fit", "--config", "base.yaml")
+    fitted = Path("config.yaml").read_text()
+    command("validate", "--config", "base.yaml", "--seed_everything", "2")
+    assert Path("config.yaml").read_text() == fitted
+    assert "seed_everything: 2" in Path("config_validate.yaml").read_text()
+    command("fit", "--config", "base.yaml", "--seed_everything", "3")
+    assert "seed_everything: 3" in Path("config.yaml").read_text()

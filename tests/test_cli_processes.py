@@ -1,0 +1,205 @@
+"""The command line with several processes: which rank speaks, who ends whom, and the relaunch of both commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lightning_shard import ConfigurationError, DataError, ShardCLI, cli, mistakes
+from tests.harness import ROOT
+
+DEMO = "lightning.pytorch.demos.boring_classes"
+BASE = {
+    "seed_everything": 1,
+    "model": "usercode.Model",
+    "data": f"{DEMO}.BoringDataModule",
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "shard_fsdp_aligned",
+        "max_steps": 2,
+        "limit_val_batches": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    },
+}
+USER_CODE = """
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_shard import DataError
+
+class Model(BoringModel):
+    def __init__(self, fails: int | None = None):
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == self.fails:
+            raise DataError(f"no batch on rank {self.fails}")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("rank_sum", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
+        return super().validation_step(batch, batch_idx)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"RANK": "3", "LOCAL_RANK": "0", "SLURM_PROCID": "0"}, 3),  # torchrun inside a SLURM step
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, 0),  # Lightning's own launcher
+        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "SLURM_PROCID": "0"}, 1),
+        ({"SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, 5),
+    ],
+)
+def test_global_rank(environ: dict[str, str], rank: int) -> None:
+    assert mistakes.global_rank(environ) == rank
+
+
+def test_node_rank_alone_is_not_rank_0() -> None:
+    assert mistakes.global_rank({"LOCAL_RANK": "0", "NODE_RANK": "1"}) != 0
+
+
+def test_other_ranks_wait_and_say_who_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(sys, "argv", ["lightning-shard"])
+    for rank, start in (("0", "error: "), ("1", "[rank 1] error: ")):
+        with pytest.raises(SystemExit) as ended:
+            ShardCLI(args=["fit"], environ={"RANK": rank})
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(start)
+    # Rank 0 speaks at once; the other only when rank 0 has not ended it in the meantime.
+    assert waited == [cli._SILENCE_SECONDS]
+
+
+def test_what_is_a_mistake() -> None:
+    def raised(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as caught:
+            return caught
+
+    assert mistakes.is_mistake(raised(ConfigurationError("x")))
+    assert mistakes.is_mistake(raised(DataError("x")))
+    assert not mistakes.is_mistake(raised(ValueError("from this file, which is no library")))
+    assert not mistakes.is_mistake(raised(RuntimeError("x")))
+    assert mistakes.user_frame(raised(DataError("x"))).startswith(__file__)
+
+
+def test_children_are_taken_and_ended() -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    meek = "import time; print(flush=True); time.sleep(60)"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in (stubborn, meek)]
+    for process in processes:
+        process.stdout.readline()
+    launcher = SimpleNamespace(procs=list(processes))
+    children = mistakes.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+    assert children == processes
+    assert launcher.procs == []  # what Lightning's observer looks at
+    assert mistakes.wait(children, 0.0) == [None, None]
+    mistakes.terminate(children)
+    assert [child.returncode for child in children] == [-signal.SIGKILL, -signal.SIGTERM]
+
+
+def test_no_children_without_a_launcher() -> None:
+    assert mistakes.take_children(None) == []
+    assert mistakes.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=None))) == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (tmp_path / "usercode.py").write_text(USER_CODE)
+    return tmp_path
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a session of its own, so that what it leaves behind can be seen."""
+    environ = {name: value for name, value in os.environ.items() if not re.search("RANK|MASTER|SLURM", name)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, error = process.communicate(timeout=240)
+        # Both pipes are closed, so whoever still lives will end at once, or never.
+        deadline = time.monotonic() + 10
+        while _living(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _living(process.pid)
+    finally:
+        for pid in _living(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, output, error)
+
+
+def _living(group: int) -> list[int]:
+    """Processes of a process group that are no zombies (which a container's first process may never reap)."""
+    living = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(of_group) == group and state not in "ZX":
+            living.append(int(stat.parent.name))
+    return living
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@needs_proc
+def test_fit_then_validate_as_it_says(folder: Path) -> None:
+    script = Path(sys.executable).with_name("lightning-shard")
+    fit = _run([str(script), "fit", "--config", "base.yaml"], folder)
+    assert fit.returncode == 0, fit.stderr
+    assert "Starting with 2 processes" in fit.stderr
+    assert fit.stdout.count("checkpoint: ") == 1  # one rank speaks
+    printed = re.search(r"^validate it with: lightning-shard (.*)$", fit.stdout, re.MULTILINE)[1]
+
+    # The same through `python -m`, which Lightning relaunches in another way.
+    validate = _run([sys.executable, "-m", "lightning_shard", *shlex.split(printed)], folder)
+    assert validate.returncode == 0, validate.stderr
+    # 1 + 2: both ranks took part.
+    assert re.search(r"rank_sum\W+3\.0", validate.stdout), validate.stdout
+
+
+@needs_proc
+def test_a_mistake_on_one_rank_ends_all(folder: Path) -> None:
+    # Rank 1 alone: rank 0 only sees that its peer is gone.
+    run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "1"], folder)
+    assert run.returncode == 2, run.stderr
+    assert "[rank 1] error: no batch on rank 1" in run.stderr
+    assert run.stderr.count("error: ") == 1
+    assert "Traceback" not in run.stderr
+
+
+@needs_proc
+@pytest.mark.matrix
+def test_a_mistake_on_rank_0_ends_all(folder: Path) -> None:
+    run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "0"], folder)
+    assert run.returncode == 2, run.stderr
+    assert re.search("^error: no batch on rank 0", run.stderr, re.MULTILINE)
+    assert "Traceback" not in run.stderr
