@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -19,19 +21,33 @@ from torchmetrics import Metric
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it (in nested tuples, lists and dicts) in ``dtype``.
+    """``value`` with every floating tensor in it in ``dtype``.
 
-    fp64 tensors are cast too; integer, boolean and complex tensors and all other objects are returned as they are.
+    Looks into tuples, lists, dicts, dataclasses and their subclasses (named tuples, Hugging Face outputs). fp64
+    tensors are cast too; integer, boolean and complex tensors and all other objects are returned as they are. A
+    container in which nothing changes is itself returned, so that a module can still write to it.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         items = [cast_floating(v, dtype) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [cast_floating(v, dtype) for v in value]
-    if type(value) is dict:
-        return {k: cast_floating(v, dtype) for k, v in value.items()}
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {k: new for k, old in value.items() if (new := cast_floating(old, dtype)) is not old}
+        if not changed:
+            return value
+        value = copy(value)
+        for key, new in changed.items():
+            value[key] = new
+    elif is_dataclass(value) and not isinstance(value, type):
+        old_fields = {f.name: getattr(value, f.name) for f in fields(value)}
+        changed = {n: new for n, old in old_fields.items() if (new := cast_floating(old, dtype)) is not old}
+        value = copy(value) if changed else value
+        for name, new in changed.items():
+            # Frozen dataclasses refuse the plain way.
+            object.__setattr__(value, name, new)
     return value
 
 

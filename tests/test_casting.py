@@ -1,0 +1,364 @@
+"""Casting at module boundaries: what is cast, what is left alone, and that all of it can be taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torchmetrics import MeanMetric
+from transformers.modeling_outputs import BaseModelOutput
+
+from lightning_shard.precision.casting import cast_floating, cast_trainable_parameters, install_casts, replace_forward
+from tests.harness import run_distributed
+
+BF16 = torch.bfloat16
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: Tensor
+    note: str = "kept"
+
+
+def f32() -> Tensor:
+    return torch.tensor([1.0 + 2.0**-12])
+
+
+# cast_floating
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, BF16])
+def test_floating_tensors_are_cast(dtype: torch.dtype) -> None:
+    assert cast_floating(torch.ones(2, dtype=dtype), BF16).dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_other_tensors_are_left_alone(dtype: torch.dtype) -> None:
+    tensor = torch.ones(2, dtype=dtype)
+    assert cast_floating(tensor, BF16) is tensor
+
+
+def test_containers_keep_their_kind() -> None:
+    nested = {
+        "list": [f32(), torch.tensor([1])],
+        "tuple": (f32(), None),
+        "point": Point(f32(), "text"),
+        "ordered": OrderedDict(a=f32()),
+        "frozen": Frozen(f32()),
+        "output": BaseModelOutput(last_hidden_state=f32(), hidden_states=(f32(), f32())),  # type: ignore[arg-type]
+        "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
+        "max": torch.ones(2, 2).max(0),
+    }
+    cast = cast_floating(nested, BF16)
+    assert {k: type(v) for k, v in cast.items()} == {k: type(v) for k, v in nested.items()}
+    assert cast["list"][0].dtype == BF16
+    assert cast["list"][1].dtype == torch.int64
+    assert cast["tuple"][1] is None
+    assert (cast["point"].x.dtype, cast["point"].y) == (BF16, "text")
+    assert cast["ordered"]["a"].dtype == BF16
+    assert (cast["frozen"].tensor.dtype, cast["frozen"].note) == (BF16, "kept")
+    assert cast["output"].last_hidden_state.dtype == cast["output"]["last_hidden_state"].dtype == BF16
+    assert [t.dtype for t in cast["output"].hidden_states] == [BF16, BF16]
+    assert isinstance(cast["packed"], PackedSequence)
+    assert (cast["packed"].data.dtype, cast["packed"].batch_sizes.dtype) == (BF16, torch.int64)
+    assert (cast["max"].values.dtype, cast["max"].indices.dtype) == (BF16, torch.int64)
+    # The caller's own are as they were.
+    assert nested["list"][0].dtype == nested["frozen"].tensor.dtype == torch.float32  # type: ignore[index, attr-defined]
+    assert nested["output"].last_hidden_state.dtype == torch.float32  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[torch.ones(1, dtype=BF16)], {"a": torch.tensor([1])}, [], {}, (1, "x"), Frozen(torch.ones(1).bool()), 3.0],
+)
+def test_what_has_nothing_to_cast_is_returned_itself(value: Any) -> None:
+    assert cast_floating(value, BF16) is value
+
+
+# install_casts: engines show parameters in bf16; here the modules simply are.
+
+
+class Sees(nn.Module):
+    """Writes down what its forward was given, and has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append((args, kwargs))
+        return args[0] * self.weight
+
+
+class Model(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def test_inputs_are_cast_at_modules_with_parameters() -> None:
+    root = Model(inner=Sees(), outer=Model(sees=Sees()), free=nn.Identity(), metric=MeanMetric())
+    install_casts(root, BF16)
+    root.inner(f32(), torch.tensor([1]), scale=f32(), mask=torch.tensor([True]))
+    (args, kwargs) = root.inner.seen[0]
+    assert [a.dtype for a in args] == [BF16, torch.int64]
+    assert {k: v.dtype for k, v in kwargs.items()} == {"scale": BF16, "mask": torch.bool}
+    root.outer.forward = lambda x: root.outer.sees(x)
+    root.outer(f32())
+    assert root.outer.sees.seen[0][0][0].dtype == BF16
+    # Neither a module without parameters nor a metric, whose inputs must stay exact.
+    assert root.free(f32()).dtype == torch.float32
+    root.metric.update(f32())
+    assert root.metric.compute() == f32()
+
+
+def test_the_root_gets_its_inputs_as_they_are() -> None:
+    root = Sees()
+    install_casts(root, BF16)
+    root(f32())
+    assert root.seen[0][0][0].dtype == torch.float32
+
+
+def test_a_list_to_write_to_arrives_itself() -> None:
+    root = Model(inner=Sees())
+    install_casts(root, BF16)
+    collected: list[Tensor] = []
+    root.inner(f32(), collected)
+    assert root.inner.seen[0][0][1] is collected
+
+
+def rounded(module: nn.Module) -> nn.Module:
+    """A copy in fp32 whose parameters are rounded to bf16."""
+    made = copy.deepcopy(module)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(BF16).float()
+    return made
+
+
+def shown_in_bf16(module: nn.Module) -> nn.Module:
+    """A copy with its parameters, not its buffers, in bf16, as engines show them."""
+    made = copy.deepcopy(module)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(BF16)
+    return made
+
+
+NORMS = [
+    (nn.BatchNorm1d(6), (8, 6)),
+    (nn.BatchNorm1d(6), (4, 6, 5)),
+    (nn.BatchNorm2d(6, momentum=0.3), (4, 6, 3, 3)),
+    (nn.InstanceNorm1d(6, affine=True, track_running_stats=True), (4, 6, 5)),
+    (nn.BatchNorm1d(6, affine=False), (8, 6)),
+]
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS)
+def test_running_statistics_meet_fp32(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.1)
+    reference, root = rounded(norm), Model(norm=shown_in_bf16(norm), linear=nn.Linear(1, 1))
+    install_casts(root, BF16)
+    for step in range(3):
+        x = torch.randn(shape).to(BF16)
+        mine, theirs = x.clone().requires_grad_(), x.float().requires_grad_()
+        out, expected = root.norm(mine), reference(theirs)
+        assert out.dtype == BF16
+        assert torch.equal(out, expected.to(BF16))
+        direction = torch.randn(shape).to(BF16)
+        out.backward(direction)
+        expected.backward(direction.float())
+        assert torch.equal(mine.grad, theirs.grad.to(BF16))  # type: ignore[arg-type, union-attr]
+        for one, other in zip(root.norm.parameters(), reference.parameters(), strict=True):
+            assert one.dtype == one.grad.dtype == BF16  # type: ignore[union-attr]
+            if step == 0:
+                assert torch.equal(one.grad, other.grad.to(BF16))  # type: ignore[arg-type, union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(root.norm.buffers(), reference.buffers(), strict=True))
+    assert {b.dtype for b in root.norm.buffers()} <= {torch.float32, torch.int64}
+    root.norm.eval()
+    reference.eval()
+    assert torch.equal(root.norm(x), reference(x.float()).to(BF16))
+
+
+def test_a_norm_without_running_statistics_is_cast_like_the_rest() -> None:
+    norm = nn.BatchNorm1d(6, track_running_stats=False)
+    root = Model(norm=shown_in_bf16(norm))
+    install_casts(root, BF16)
+    x = torch.randn(8, 6)
+    assert torch.equal(root.norm(x), root.norm(x.to(BF16)))
+    assert root.norm(x).dtype == BF16
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_eval_takes_no_path_around_the_casts(masked: bool) -> None:
+    # torch's fast path of TransformerEncoderLayer reads the weights of its parts without calling them.
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2)
+    root = Model(encoder=shown_in_bf16(encoder))
+    install_casts(root, BF16)
+    mask = torch.tensor([[False, False, True], [False, False, False]]) if masked else None
+    x = torch.randn(2, 3, 8)
+    root.train()
+    in_training = root.encoder(x, src_key_padding_mask=mask)
+    root.eval()
+    with torch.no_grad():
+        in_eval = root.encoder(x, src_key_padding_mask=mask)
+    assert in_eval.dtype == in_training.dtype == BF16
+    kept = slice(None) if mask is None else ~mask
+    # Without gradients torch's attention sums in another order: a spacing of bf16 or two.
+    eps = torch.finfo(BF16).eps
+    torch.testing.assert_close(in_eval[kept], in_training[kept], rtol=2 * eps, atol=2 * eps)
+
+
+def test_modules_that_no_engine_casts_are_cast_for_their_forward() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.MultiheadAttention(6, 1))
+    attention = whole[2]
+    whole.forward = lambda x: attention(*3 * [whole[1](whole[0](x))])[0]  # type: ignore[method-assign]
+    twin = shown_in_bf16(whole)
+    twin.forward = lambda x: twin[2](*3 * [twin[1](twin[0](x))])[0]  # type: ignore[index, method-assign]
+    root, other = Model(whole=whole), Model(whole=twin)
+    install_casts(root, BF16, whole=[whole])
+    install_casts(other, BF16)
+    x = torch.randn(4, 6)
+    out, expected = root.whole(x), other.whole(x)
+    assert out.dtype == BF16
+    assert torch.equal(out, expected)
+    out.float().sum().backward()
+    expected.float().sum().backward()
+    for mine, theirs in zip(root.parameters(), other.parameters(), strict=True):
+        # The masters take the gradient that the compute dtype gave.
+        assert mine.dtype == mine.grad.dtype == torch.float32  # type: ignore[union-attr]
+        assert torch.equal(mine.grad, theirs.grad.float())  # type: ignore[arg-type, union-attr]
+    assert all(not any(n in m.__dict__ for n in ("weight", "bias", "in_proj_weight")) for m in root.modules())
+
+
+def test_a_failing_forward_leaves_no_cast_behind() -> None:
+    norm = nn.BatchNorm1d(6)
+    root = Model(norm=norm)
+    install_casts(root, BF16, whole=[norm])
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        norm(torch.ones(1))
+    assert "weight" not in norm.__dict__
+
+
+def test_undo_restores_everything() -> None:
+    whole = nn.Linear(2, 2)
+    root = Model(norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2), whole=whole, patched=nn.Linear(2, 2))
+    patch = lambda x: x  # noqa: E731
+    root.patched.forward = patch
+    before = {name: dict(m.__dict__) for name, m in root.named_modules()}
+    undo = install_casts(root, BF16, whole=[whole, root.patched])
+    assert root.linear._forward_pre_hooks
+    assert "forward" in root.norm.__dict__
+    assert root.patched.forward is not patch
+    undo()
+    assert root.patched.forward is patch
+    for name, module in root.named_modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+        assert module.__dict__.keys() == before[name].keys()
+    assert root.linear(torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_forwards_are_put_back_in_turn() -> None:
+    module = nn.Identity()
+    outer = replace_forward(module, lambda x: x + 1)
+    inner = replace_forward(module, lambda x: x + 2)
+    assert module(1) == 3
+    inner()
+    assert module(1) == 2
+    outer()
+    assert module(1) == 1
+    assert "forward" not in module.__dict__
+
+
+# cast_trainable_parameters
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, a tie, a frozen one, an integer one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 5, dtype=BF16)
+        self.two = nn.Linear(3, 5, dtype=torch.float16)
+        self.two.weight = self.one.weight
+        self.same = nn.Linear(3, 5)
+        self.frozen = nn.Parameter(torch.ones(7, dtype=BF16), requires_grad=False)
+        self.count = nn.Parameter(torch.tensor([3]), requires_grad=False)
+        self.register_buffer("scale", torch.ones(1, dtype=BF16))
+
+
+def test_trainable_parameters_become_masters() -> None:
+    root = Mixed()
+    weight, same = root.one.weight.detach().clone(), root.same.weight
+    changed = cast_trainable_parameters(root, torch.float32)
+    assert changed == {"one.weight": BF16, "one.bias": BF16, "two.bias": torch.float16}
+    assert root.one.weight is root.two.weight
+    assert torch.equal(root.one.weight, weight.float())
+    assert root.same.weight is same
+    assert (root.frozen.dtype, root.count.dtype, root.scale.dtype) == (BF16, torch.int64, BF16)
+    assert all(p.requires_grad and p.is_leaf for p in [root.one.weight, root.two.bias])
+    assert cast_trainable_parameters(root, torch.float32) == {}
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest storage that an operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, Tensor):
+                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                self.largest = max(self.largest, local.untyped_storage().nbytes())
+        return out
+
+
+def _cast_sharded() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    root = nn.Module()
+    whole = torch.randn(2000, 3, generator=torch.Generator().manual_seed(0)).to(BF16)
+    root.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    root.tied = root.weight
+    counted = LargestNewTensor()
+    with counted:
+        changed = cast_trainable_parameters(root, torch.float32)
+    # The rank's half in fp32, and never the whole of it.
+    assert counted.largest == 1000 * 3 * 4
+    assert changed == {"weight": BF16}
+    assert root.weight is root.tied
+    assert isinstance(root.weight, nn.Parameter)
+    assert isinstance(root.weight.data, DTensor)
+    assert root.weight.placements == (Shard(0),)
+    assert torch.equal(root.weight.full_tensor(), whole.float())
+
+
+def test_sharded_parameters_are_cast_shard_by_shard() -> None:
+    run_distributed(_cast_sharded, 2)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Sums in one order, for comparisons bit by bit.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
