@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -153,28 +152,28 @@ def test_a_replacement_that_was_interrupted_is_finished_on_load(tmp_path, new_is
     assert commit.recover_all(tmp_path) == []
 
 
-def test_the_path_names_a_whole_checkpoint_at_every_moment(tmp_path):
+def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path, monkeypatch):
     path = tmp_path / "a.ckpt"
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     if not commit._exchange(tmp_path / "one", tmp_path / "other"):
         pytest.skip("the filesystem of the temporary directory has no RENAME_EXCHANGE")
-    save_number(path, 0.0)
-    done = threading.Event()
     seen: list[bool] = []
 
-    def watch() -> None:
-        while not done.is_set():
+    def watched(change: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = change(*args)
             seen.append(is_checkpoint(path))
+            return result
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for number in range(20):
-        save_number(path, float(number))
-    done.set()
-    watcher.join()
-    # Reading the manifest takes one open() at a path that always exists, so that it can't fall between two saves.
-    assert len(seen) > 20
+        return call
+
+    save_number(path, 1.0)
+    monkeypatch.setattr(os, "rename", watched(os.rename))
+    monkeypatch.setattr(commit, "_exchange", watched(commit._exchange))
+    monkeypatch.setattr(commit, "delete_tree", watched(commit.delete_tree))
+    save_number(path, 2.0)
+    assert len(seen) >= 2
     assert all(seen)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -148,6 +149,16 @@ def drop_location(metadata: Metadata) -> None:
     metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "model.w"}
 
 
+def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
+    """A box and what is stored for it at another place."""
+    box(metadata, offsets, (4, 3))
+    stored = {i.fqn: info for i, info in metadata.storage_data.items()}
+    metadata.storage_data = {
+        MetadataIndex("model.w", offsets): stored["model.w"],
+        MetadataIndex("model.b", (0,)): stored["model.b"],
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -160,6 +171,7 @@ def drop_location(metadata: Metadata) -> None:
         (drop_location, r"model\.w has a part at \(0, 0\) that no file holds"),
         (lambda m: box(m, (0, 0), (5, 3)), "part outside of it"),
         (lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)"),
+        (lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape"),
         (lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b"),
         (lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8), "other tensors: model.b"),
     ],
