@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -609,11 +610,26 @@ def _distributed_fit(folder: str, ckpt: str | None) -> list[tuple[int, dict[str,
     return [*lines.lines, (-1, extra)]
 
 
-def test_two_processes_go_on_bitwise(tmp_path: Path) -> None:
-    whole = run_distributed(_distributed_fit, 2, str(tmp_path), None)
+Whole = tuple[Path, list[list[tuple[int, dict[str, str]]]]]
+
+
+@pytest.fixture(scope="module")
+def whole_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Whole]:
+    """The uninterrupted run at a world size, with its checkpoints; made once."""
+
+    @cache
+    def run(world_size: int) -> Whole:
+        folder = tmp_path_factory.mktemp("distributed")
+        return folder, run_distributed(_distributed_fit, world_size, str(folder), None)
+
+    return run
+
+
+def test_two_processes_go_on_bitwise(whole_at: Callable[[int], Whole]) -> None:
+    folder, whole = whole_at(2)
     assert whole[0][-1][1]["local"] != whole[1][-1][1]["local"]
-    for ckpt in ("batch/8.ckpt", "batch/17.ckpt", "validation/12.ckpt"):
-        resumed = run_distributed(_distributed_fit, 2, str(tmp_path), ckpt)
+    for ckpt in ("batch/8.ckpt", "validation/12.ckpt"):
+        resumed = run_distributed(_distributed_fit, 2, str(folder), ckpt)
         for mine, expected in zip(resumed, whole, strict=True):
             for _, metrics in (*mine, *expected):
                 metrics.pop("begun", None)
@@ -623,9 +639,11 @@ def test_two_processes_go_on_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize(("ckpt", "done"), [("batch/8.ckpt", 2), ("validation/12.ckpt", 6)])
-def test_at_another_world_size_no_batch_is_lost(tmp_path: Path, old: int, new: int, ckpt: str, done: int) -> None:
-    run_distributed(_distributed_fit, old, str(tmp_path), None)
-    resumed = run_distributed(_distributed_fit, new, str(tmp_path), ckpt)
+def test_at_another_world_size_no_batch_is_lost(
+    whole_at: Callable[[int], Whole], old: int, new: int, ckpt: str, done: int
+) -> None:
+    folder, _ = whole_at(old)
+    resumed = run_distributed(_distributed_fit, new, str(folder), ckpt)
     lines = Lines()
     lines.lines = resumed[0]
     line = {name: float.fromhex(value) for name, value in epoch_line(lines, 1).items()}
