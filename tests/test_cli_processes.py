@@ -28,7 +28,7 @@ BASE = {
         "devices": 2,
         "strategy": "shard_fsdp_aligned",
         "max_steps": 2,
-        "limit_val_batches": 2,
+        "limit_val_batches": 1,
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
