@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as is_initialized,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "prepare_for_backward",
     "prediction_batches",
     "restore_training_results",
+    "set_device",
     "set_device_mesh",
     "set_rank",
     "should_accumulate",
@@ -52,6 +55,11 @@ __all__ = [
     "training_results_state",
     "use_no_grad_in_evaluation",
 ]
+
+
+def set_device(module: LightningModule, device: torch.device) -> None:
+    """Make ``device`` what ``LightningModule.device`` gives; the tensors are moved by the engines."""
+    _update_properties(module, device=device)
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:

@@ -240,6 +240,9 @@ def _applier(mesh: DeviceMesh, policy: PrecisionPolicy, options: ShardingOptions
 
 @torch.no_grad()
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    if isinstance(module, Metric):
+        # Its states are neither parameters nor buffers.
+        module.to(device)
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             # Contiguous, as fully_shard wants it: weights in channels_last are not.

@@ -177,6 +177,7 @@ class ShardStrategy(CheckpointingStrategy):
         if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
             sync.apply(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
+        _lightning.set_device(self.lightning_module, self.root_device)
         self.barrier("engine")
         # Optimizers of an earlier run refer to parameters that may have been replaced.
         self._reset_optimizers_and_schedulers()
@@ -209,6 +210,12 @@ class ShardStrategy(CheckpointingStrategy):
         rank_zero_warn(
             f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
         )
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``trainer.init_module`` makes tensors: on the host, or on the meta device if ``empty_init``."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device; the engines do it one unit at a time."""
