@@ -227,8 +227,8 @@ def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
     path = tmp_path / "large.ckpt"
     total = run_distributed(save_large, ranks, str(path), kind)[0]
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
-    # torch.save adds a header and alignment of about 1.2 kB to each of at most 8 x 2 + 6 boxes.
-    assert total <= sum(sizes.values()) <= total + 22 * 1500
+    # torch.save adds a header and alignment of about 1.6 kB to each of at most 8 x 2 + 6 boxes.
+    assert total <= sum(sizes.values()) <= total + 22 * 1700
     assert len(sizes) == ranks
     # Rank 0 has 24 kB of buffers beside its part of the weights' 140 kB.
     assert max(sizes.values()) < 1.35 * min(sizes.values()) + 30_000, "the ranks share the work"
