@@ -1,0 +1,466 @@
+"""Models on the meta device: the same values on every engine, mesh and world size, without ever being whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from lightning_shard.engines import ddp, fsdp
+from lightning_shard.engines.materialize import derived_seed, find_initializers, materialize, meta_modules
+from lightning_shard.errors import MaterializationError
+from lightning_shard.mesh import build_mesh
+from lightning_shard.precision.policy import policy_from
+from tests.harness import run_distributed
+
+CPU = torch.device("cpu")
+SEED = 11
+
+
+class Angles(nn.Module):
+    """Buffers that are in no checkpoint: whoever builds the model must fill them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(5), persistent=False)
+        self.register_buffer("mask", torch.empty(5, 5, dtype=torch.bool), persistent=False)
+        self.register_buffer("steps", torch.empty(5, dtype=torch.int64), persistent=False)
+        self.register_buffer("turns", torch.empty(5, dtype=torch.complex64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.arange(5) / 7)
+        self.mask.copy_(torch.ones(5, 5).tril().bool())
+        self.steps.copy_(torch.arange(5))
+        self.turns.copy_(torch.polar(torch.ones(5), torch.arange(5.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.angles.cos()
+
+
+class Block(nn.Module):
+    """A block of layers with ties inside, uneven sizes, running statistics and a list of parameters of its own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.attention = nn.MultiheadAttention(width, 2, bias=True, add_bias_kv=True)
+        self.recurrent = nn.LSTM(width, width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+        self.again = nn.Linear(width, 2 * width + 1, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, padding_idx=0)
+        self.angles = Angles()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.conv = nn.Conv1d(6, 3, 2)
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Root(nn.Module):
+    """In the place of the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = Model()
+        self.gain = nn.Parameter(torch.full((3,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    root = nn.Module()
+    with torch.device("meta"):
+        root.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32,
+                hidden_size=8,
+                intermediate_size=12,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                tie_word_embeddings=True,
+            )
+        )
+    return root
+
+
+def values(root: nn.Module) -> dict[str, Tensor]:
+    """Everything by every name that it has, whole."""
+    tensors = itertools.chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors}
+
+
+def replicated(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    root = make()
+    ddp.prepare_whole(root, device=CPU, seed=SEED)
+    return values(root)
+
+
+def sharded(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, int],
+    *,
+    units: Any = "auto",
+    precision: str = "32-true",
+    replicate_only: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:
+    root = make()
+    fsdp.shard(
+        root,
+        mesh=build_mesh(shape, device_type="cpu"),
+        device=CPU,
+        policy=policy_from(precision, aligned=True),
+        options=fsdp.ShardingOptions(units=units, replicate_only=replicate_only, **options),
+        seed=SEED,
+    )
+    return values(root)
+
+
+def _on_every_engine(make: Callable[[], nn.Module], unit_specs: list[Any]) -> dict[str, dict[str, Tensor]]:
+    world = dist.get_world_size()
+    found = {
+        "ddp": replicated(make),
+        "replicate": sharded(make, (world, 1), precision="bf16-mixed", replicate_only=True),
+        "offload": sharded(make, (1, world), cpu_offload=True),
+        "children": sharded(make, (1, world), units=[]),
+    }
+    for units in unit_specs:
+        found[f"full {units}"] = sharded(make, (1, world), units=units)
+        if world == 4:
+            found[f"hybrid {units}"] = sharded(make, (2, 2), units=units)
+    return found
+
+
+def _reset_by_hand(root: Root) -> dict[str, Tensor]:
+    """What each module's constructor makes of it when its own seed is set before."""
+    expected = {}
+    for fqn, size in [("model.blocks.1.down", (13, 6)), ("model.conv", None), ("model.embed", None)]:
+        torch.manual_seed(derived_seed(SEED, fqn))
+        made = (
+            nn.Conv1d(6, 3, 2)
+            if fqn.endswith("conv")
+            else nn.Embedding(9, 6, padding_idx=0)
+            if fqn.endswith("embed")
+            else nn.Linear(*size)  # type: ignore[misc]
+        )
+        expected.update({f"{fqn}.{n}": p.detach() for n, p in made.named_parameters()})
+    return expected
+
+
+UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"], 30, 1]
+
+
+@pytest.mark.parametrize("make", [Root, llama])
+def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], nn.Module]) -> None:
+    units = UNITS if make is Root else ["auto", ["LlamaMLP", "Linear"], 90]
+    reference = run_distributed(_on_every_engine, 1, make, units[:1])[0]["ddp"]
+    assert not any(t.is_meta for t in reference.values())
+    assert not any(t.isnan().any() for t in reference.values())
+    for world in (2, 4):
+        for by_engine in run_distributed(_on_every_engine, world, make, units):
+            assert len(by_engine) == 4 + len(units) * (1 if world == 2 else 2)
+            for engine, found in by_engine.items():
+                assert found.keys() == reference.keys()
+                wrong = [n for n, tensor in found.items() if not torch.equal(tensor, reference[n])]
+                assert not wrong, f"{engine} on {world} processes"
+    if make is Root:
+        _check_values(reference)
+    else:
+        _check_llama(reference)
+
+
+def _check_values(found: dict[str, Tensor]) -> None:
+    for name, expected in _reset_by_hand(Root()).items():
+        if name != "model.embed.weight":  # tied to the head, whose bias is new and whose reset sets both
+            assert torch.equal(found[name], expected), name
+    assert torch.equal(found["model.head.weight"], found["model.embed.weight"])
+    for place in range(2):
+        assert torch.equal(found[f"model.blocks.{place}.again.weight"], found[f"model.blocks.{place}.up.weight"])
+    # Modules of one class differ, and so do the blocks.
+    assert not torch.equal(found["model.blocks.0.up.weight"], found["model.blocks.1.up.weight"])
+    built = dict(Angles().named_buffers())
+    assert len(built) == 4
+    assert all(torch.equal(found[f"model.angles.{name}"], tensor) for name, tensor in built.items())
+    assert found["model.blocks.0.norm.num_batches_tracked"] == 0
+    assert torch.equal(found["model.blocks.0.norm.running_var"], torch.ones(6))
+    assert torch.equal(found["gain"], torch.full((3,), 0.25))
+
+
+def _check_llama(found: dict[str, Tensor]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = llama().model.config
+    built = dict(LlamaRotaryEmbedding(config).named_buffers())
+    assert "inv_freq" in built
+    assert all(torch.equal(found[f"model.model.rotary_emb.{name}"], tensor) for name, tensor in built.items())
+    assert torch.equal(found["model.model.norm.weight"], torch.ones(8))
+    assert torch.equal(found["model.lm_head.weight"], found["model.model.embed_tokens.weight"])
+    # normal(0, initializer_range): 96 values, so the deviation is known to a tenth or so.
+    weight = found["model.model.layers.1.mlp.up_proj.weight"]
+    assert 0.7 * config.initializer_range < weight.std() < 1.3 * config.initializer_range
+
+
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it held at one time, views counted once, meta tensors not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self) -> int:
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        return sum(size for _, size in self.live.values())
+
+
+WIDTH, DEPTH = 32, 16
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+UNIT_BYTES = (WIDTH + 1) * WIDTH * 4
+
+
+def _peaks() -> tuple[int, int, int]:
+    world = dist.get_world_size()
+    with LiveBytes() as whole:
+        root: nn.Module = Deep()
+        ddp.prepare_whole(root, device=CPU, seed=SEED)
+    with LiveBytes() as cut:
+        root = Deep()
+        fsdp.shard(
+            root,
+            mesh=build_mesh((1, world), device_type="cpu"),
+            device=CPU,
+            policy=policy_from("32-true", aligned=True),
+            options=fsdp.ShardingOptions(units="auto"),
+            seed=SEED,
+        )
+    return whole.peak, cut.peak, cut.now()
+
+
+def test_a_rank_holds_its_shards_and_one_unit() -> None:
+    model = DEPTH * UNIT_BYTES
+    for world in (2, 4):
+        for whole, peak, after in run_distributed(_peaks, world):
+            # The counting sees a whole model where there is one.
+            assert whole >= model
+            # Both dims divide evenly, so shards have no padding; a scalar or two may be left.
+            assert 0 <= after - model // world <= 64
+            # While the last unit is cut: all shards, that unit whole, and the temporary of one of its tensors
+            # (the check for values left unset makes a mask of a byte per element, RNG and cut make none).
+            assert peak <= model // world + 1.5 * UNIT_BYTES
+            assert peak < 0.7 * model
+
+
+# What can't be done is said before anything is touched.
+
+
+class Bare(nn.Module):
+    """Has a parameter and nothing to give it values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class Forgets(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(3))
+        self.register_buffer("position", torch.empty(3, dtype=torch.int64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
+
+def holding(**children: Callable[[], nn.Module]) -> nn.Module:
+    root = nn.Module()
+    with torch.device("meta"):
+        for name, make in children.items():
+            root.add_module(name, make())
+    return root
+
+
+def fill(root: nn.Module) -> None:
+    materialize(
+        root.modules(),
+        device=CPU,
+        seed=SEED,
+        fqns={m: fqn for fqn, m in root.named_modules()},
+        initializers=find_initializers(root),
+        created={},
+    )
+
+
+def test_modules_without_an_initialisation_are_all_named() -> None:
+    root = holding(good=lambda: nn.Linear(2, 2), bad=Bare, list=lambda: nn.ModuleList([Bare()]))
+    with pytest.raises(MaterializationError, match=r"2 of its modules.*bad \(Bare\), list\.0 \(Bare\).*reset_parame"):
+        fill(root)
+    assert all(p.is_meta for p in root.parameters())
+
+
+def test_an_initialisation_that_leaves_something_out_is_named() -> None:
+    with pytest.raises(MaterializationError, match=r"forgets \(Forgets\) left weight, position without values"):
+        fill(holding(forgets=Forgets))
+
+
+def test_a_model_on_a_real_device_needs_no_initialisation() -> None:
+    root = nn.Module()
+    root.bare = Bare()
+    root.bare.weight.data.fill_(3.0)
+    assert not meta_modules(root)
+    fill(root)
+    assert torch.equal(root.bare.weight, torch.full((3,), 3.0))
+
+
+class InitialisesOthers(nn.Module):
+    """As nanoGPT: one method for linear layers, and what it does not know keeps its constructor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 40)
+        self.norm = nn.LayerNorm(3)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=9.0)
+
+
+def test_the_enclosing_models_initialisation_comes_on_top_of_the_modules_own() -> None:
+    root = holding(outside=lambda: nn.Linear(40, 40), model=InitialisesOthers)
+    fill(root)
+    # 1600 values: the deviation is known to a few percent. nn.Linear's own is below 1 / sqrt(40).
+    assert 8 < root.model.linear.weight.std() < 10
+    assert root.model.linear.bias.abs().max() < 1
+    assert torch.equal(root.model.norm.weight, torch.ones(3))
+    assert root.outside.weight.std() < 1
+
+
+def test_values_depend_on_seed_and_name_alone() -> None:
+    def weight_of(name: str, **children: Callable[[], nn.Module]) -> Tensor:
+        root = holding(**children)
+        fill(root)
+        return root.get_submodule(name).weight
+
+    make = lambda: nn.Linear(3, 3)  # noqa: E731
+    alone = weight_of("layer", layer=make)
+    assert alone.requires_grad
+    assert torch.equal(weight_of("layer", first=make, layer=make), alone)
+    assert not torch.equal(weight_of("other", other=make), alone)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    assert torch.equal(weight_of("layer", layer=make), alone)
+    assert torch.equal(torch.get_rng_state(), before), "the run's own random numbers were used up"
+
+
+def test_seeds_of_names() -> None:
+    seeds = {derived_seed(seed, f"blocks.{i}") for seed in range(5) for i in range(200)}
+    assert len(seeds) == 1000
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert derived_seed(1, "a") == derived_seed(1, "a")
+
+
+# Sharded by the user on the meta device
+
+
+def _sharded_by_the_user(make: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    root = make()
+    mesh = build_mesh((1, 2), device_type="cpu")
+    for block in root.model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    assert isinstance(root.model.blocks[0].down.weight, DTensor)
+    fsdp.shard(
+        root,
+        mesh=mesh,
+        device=CPU,
+        policy=policy_from("32-true", aligned=True),
+        options=fsdp.ShardingOptions(),
+        seed=SEED,
+    )
+    assert root.model.blocks[0].down.weight.to_local().shape == (3, 13)
+    return values(root), replicated(make)
+
+
+def test_a_tree_that_the_user_sharded_gets_the_same_values() -> None:
+    for found, expected in run_distributed(_sharded_by_the_user, 2, Root):
+        assert found.keys() == expected.keys()
+        assert not [n for n in found if not torch.equal(found[n], expected[n])]
+
+
+# Values that are there already
+
+
+def _rank_0_wins() -> list[dict[str, Tensor]]:
+    def make() -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        root = nn.Module()
+        root.block = Block()
+        root.angles = Angles()
+        # Not contiguous, as weights in channels_last are.
+        root.image = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        root.angles.angles.add_(dist.get_rank())
+        root.angles.mask.logical_xor_(torch.tensor(dist.get_rank() == 1))
+        root.angles.turns.mul_(1 + dist.get_rank())
+        return root
+
+    built = values(make())
+    everything = [built, replicated(make), sharded(make, (1, 2)), sharded(make, (1, 2), units=["Block", "Angles"][:1])]
+    return [*everything, sharded(make, (2, 1), replicate_only=True)]
+
+
+def test_ranks_that_built_different_values_get_those_of_rank_0() -> None:
+    first, second = run_distributed(_rank_0_wins, 2)
+    assert not torch.equal(first[0]["block.up.weight"], second[0]["block.up.weight"])
+    for found in [*first[1:], *second[1:]]:
+        assert not [n for n in found if not torch.equal(found[n], first[0][n])]
