@@ -12,10 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.load import load_training_state, read_manifest
+from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save_training_state
 from lightning_shard.checkpoint.state import fqns
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies import run_state
@@ -116,11 +115,12 @@ class CheckpointingStrategy(ParallelStrategy):
         """Read ``trainer.pt``; the tensors follow in `load_model_state_dict`. All ranks call it.
 
         ``weights_only`` is not looked at: nothing in a checkpoint directory is ever unpickled freely.
+
+        Raises:
+            CheckpointError: on every rank alike.
         """
-        path = Path(checkpoint_path)
-        manifest = read_manifest(path)
-        state = read_trainer_state(path, manifest=manifest)
-        self._loading = path
+        _, state = open_checkpoint(checkpoint_path)
+        self._loading = Path(checkpoint_path)
         if RUN_STATE in state:
             run_state.place_loaders(state, state[RUN_STATE], self.global_rank)
         return {**state, "state_dict": {}}
