@@ -74,7 +74,7 @@ def translate(plugin: Precision | None) -> ShardPrecision | None:
     if type(plugin) in (Precision, HalfPrecision, MixedPrecision):
         return ShardPrecision(plugin.precision)  # type: ignore[arg-type]
     raise PrecisionError(
-        f"The precision plugin {type(plugin).__name__} ({plugin.precision}) does more than name a precision, and the "
-        f"strategies of lightning_shard cast on their own. Use Trainer(precision=...) or ShardPrecision with one of "
-        f"{', '.join(PRECISIONS)}."
+        f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
+        f"lightning_shard cast on their own and take no plugin that does. Use precision: one of "
+        f"{', '.join(repr(p) for p in PRECISIONS)}, or ShardPrecision in plugins."
     )

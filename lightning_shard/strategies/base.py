@@ -144,6 +144,11 @@ class ShardStrategy(CheckpointingStrategy):
         """
         _ = self.policy
         self._mesh_shape()
+        if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
+                "accelerator: cpu."
+            )
 
     def _mesh_shape(self) -> tuple[int, int]:
         return resolve_mesh(
@@ -173,7 +178,6 @@ class ShardStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         _lightning.use_no_grad_in_evaluation(trainer)
-        self._refuse_sync_batchnorm_on_cpu()
         if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
             sync.apply(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
@@ -184,13 +188,6 @@ class ShardStrategy(CheckpointingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def _refuse_sync_batchnorm_on_cpu(self) -> None:
-        if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
-                "accelerator: cpu."
-            )
 
     @abstractmethod
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
