@@ -1,0 +1,264 @@
+"""What a user can set about sharding changes where tensors lie and when they move, never a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard.errors import ConfigurationError, DataError, MeshError, WrappingError
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+
+STEPS = 3
+
+
+class Counting(TinyLM):
+    """Counts how often each block's first layer runs in training: twice a step where it is recomputed."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.runs: Counter[int] = Counter()
+
+    def on_train_start(self) -> None:
+        for place, block in enumerate(self.blocks):
+            block.up.register_forward_pre_hook(lambda module, args, place=place: self._count(place))
+
+    def _count(self, place: int) -> None:
+        # The trainer's own question, because a checkpointed forward runs again outside of any step.
+        if self.trainer.training:
+            self.runs[place] += 1
+
+
+def fit(
+    strategy: Any,
+    *,
+    kind: type[TinyLM] = Counting,
+    model: dict[str, Any] | None = None,
+    precision: Any = None,
+    **trainer: Any,
+) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module = kind(**{"dropout": 0.1, **(model or {})})
+    settings = {"max_steps": STEPS, "gradient_clip_val": 0.05, "precision": precision, **trainer}
+    quiet_trainer(strategy=strategy, **settings).fit(module, loader())
+    assert len(module.losses) == settings["max_steps"] * settings.get("accumulate_grad_batches", 1)
+    return module
+
+
+def check_same(found: TinyLM, expected: TinyLM, what: object) -> None:
+    assert found.losses == expected.losses, what
+    parameters = whole_parameters(found)
+    assert list(parameters) == list(whole_parameters(expected)), what
+    wrong = [n for n, p in whole_parameters(expected).items() if not torch.equal(p, parameters[n])]
+    assert not wrong, what
+    assert list(found.state_dict()) == list(expected.state_dict()), what
+
+
+def check_ranks_read_different_data(module: TinyLM) -> None:
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, module.seen)
+    assert len({tuple(s) for s in seen}) == len(seen)
+
+
+# Every setting against the plain one, bit by bit. Dropout is on: recomputation must draw the same numbers.
+
+SAME: list[dict[str, Any]] = [
+    {"units": ["Block"]},
+    {"units": ["Block", "Linear"]},
+    {"units": []},
+    {"units": 900},
+    {"units": 1},
+    {"reshard_after_forward": False},
+    {"cpu_offload": True},
+    {"forward_prefetch": 1, "backward_prefetch": 1},
+    {"forward_prefetch": 9, "backward_prefetch": 9},
+    {"units": ["Block", "Linear"], "forward_prefetch": 2, "backward_prefetch": 3, "reshard_after_forward": False},
+    {"activation_checkpointing": "units"},
+    {"activation_checkpointing": ["Block"]},
+    {"activation_checkpointing": ["Block", "Linear"]},
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": "units", "cpu_offload": True, "units": 900},
+    {"activation_checkpointing": "units", "reshard_after_forward": False, "backward_prefetch": 2},
+    {"mesh": MeshConfig(replicate=2)},
+    {"log_grad_norm": True, "error_if_nonfinite": True},
+]
+
+RUNS = {
+    "units": {0: 2, 1: 2, 2: 2},
+    2: {0: 2, 1: 1, 2: 2},
+    None: {0: 1, 1: 1, 2: 1},
+}
+
+
+def _check_settings(cases: list[dict[str, Any]], model: dict[str, Any], precision: str) -> None:
+    expected = fit(ShardFSDPStrategy(), model=model, precision=precision)
+    check_ranks_read_different_data(expected)
+    assert list(whole_parameters(expected)) == plain_names(model)
+    for case in cases:
+        found = fit(ShardFSDPStrategy(**case), model=model, precision=precision)
+        check_same(found, expected, case)
+        check_runs(found, case.get("activation_checkpointing"), case)
+
+
+def check_runs(found: Counting, setting: Any, what: object) -> None:
+    per_step = RUNS["units" if isinstance(setting, list) else setting]
+    assert {place: runs / STEPS for place, runs in found.runs.items()} == per_step, what
+
+
+def plain_names(model: dict[str, Any]) -> list[str]:
+    module = TinyLM(**model)
+    module.configure_model()
+    return [name for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize(("model", "precision"), [({"tie": True}, "32-true"), ({}, "bf16-mixed")])
+def test_settings_do_not_change_a_bit(model: dict[str, Any], precision: str) -> None:
+    run_distributed(_check_settings, 2, SAME if precision == "32-true" else SAME[3::3], model, precision, timeout=300)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("model", [{}, {"tie": True}, {"dtype": torch.bfloat16}, {"meta": True}])
+def test_no_setting_changes_a_bit_in_any_precision(model: dict[str, Any], precision: str) -> None:
+    run_distributed(_check_settings, 2, SAME, model, precision, timeout=600)
+
+
+def _check_four() -> None:
+    expected = fit(ShardFSDPStrategy())
+    check_ranks_read_different_data(expected)
+    for case in [{"reshard_after_forward": 2}, {"reshard_after_forward": False}, {"activation_checkpointing": "units"}]:
+        check_same(fit(ShardFSDPStrategy(**case)), expected, case)
+    # With more than two terms the order of a sum follows from how a unit's gradients are cut, so from the units.
+    small = fit(ShardFSDPStrategy(units=1))
+    check_same(fit(ShardFSDPStrategy(units=1, reshard_after_forward=2, forward_prefetch=2)), small, "small units")
+    hybrid = fit(ShardFSDPStrategy(mesh=MeshConfig(replicate=2)))
+    assert hybrid.shift.placements == (Replicate(), Shard(0))
+    for case in [{"activation_checkpointing": "units"}, {"cpu_offload": True}, {"reshard_after_forward": False}]:
+        check_same(fit(ShardFSDPStrategy(mesh=MeshConfig(replicate=2), **case)), hybrid, case)
+
+
+def test_settings_on_four_processes() -> None:
+    run_distributed(_check_four, 4, timeout=300)
+
+
+def _check_compiled() -> None:
+    # Without dropout, whose numbers the compiler draws otherwise, and hooks, which its checkpoints can't hold.
+    settings: dict[str, Any] = {"kind": TinyLM, "model": {"depth": 2, "dropout": 0.0}}
+    expected = fit(ShardFSDPStrategy(), **settings)
+    for checkpointing in (None, "units"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found = fit(ShardFSDPStrategy(compile=True, activation_checkpointing=checkpointing), **settings)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        # The compiler fuses and so rounds differently: a few spacings of fp32 in losses of about 4.
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
+        for name, parameter in whole_parameters(expected).items():
+            # AdamW's first steps have the size of the learning rate, 1e-2, whatever the gradient's.
+            torch.testing.assert_close(whole_parameters(found)[name], parameter, rtol=0, atol=1e-4)
+        assert list(found.state_dict()) == list(expected.state_dict())
+
+
+def test_compiled_units() -> None:
+    run_distributed(_check_compiled, 2, timeout=300)
+
+
+# Where the tensors lie.
+
+
+def _check_placements(shape: tuple[int, int], precision: str) -> tuple[int, int, int]:
+    replicas, pieces = shape
+    strategy = ShardFSDPStrategy(mesh=MeshConfig(replicate=replicas, shard=pieces))
+    module = fit(strategy, model={"width": 24}, precision=precision, max_steps=1)
+    expected = (Replicate(), Shard(0)) if replicas > 1 else (Shard(0),)
+    local = whole = 0
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.placements == expected, name
+        assert parameter.device_mesh.mesh_dim_names == (("replicate", "shard") if replicas > 1 else ("shard",))
+        local += parameter.to_local().untyped_storage().nbytes()
+        whole += parameter.numel() * parameter.element_size()
+    state = 0
+    optimizer = module.trainer.optimizers[0]
+    for slots in optimizer.state.values():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert slots[slot].placements == expected
+            state += slots[slot].to_local().untyped_storage().nbytes()
+    return local, whole, state
+
+
+def test_parameters_and_optimizer_state_are_cut() -> None:
+    padding = 40 * 24 * 4  # Less than a row for each of 20 tensors or so.
+    for world, shape in [(2, (1, 2)), (2, (2, 1)), (4, (1, 4)), (4, (2, 2))]:
+        for local, whole, state in run_distributed(_check_placements, world, shape, "32-true"):
+            assert whole / shape[1] <= local <= whole / shape[1] + padding
+            # Two slots, for all but the 24 frozen values.
+            assert 2 * (local - padding) <= state <= 2 * local
+    assert all(local < 0.4 * whole for local, whole, _ in run_distributed(_check_placements, 4, (1, 4), "bf16-mixed"))
+
+
+# What can't work is refused, on all ranks alike.
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"reshard_after_forward": 1}, MeshError, "reshard_after_forward is 1.*shard axis' size 4.*Possible here: 2"),
+    ({"reshard_after_forward": 4}, MeshError, "reshard_after_forward is 4"),
+    ({"reshard_after_forward": 3}, MeshError, "reshard_after_forward is 3"),
+    ({"reshard_after_forward": -2}, MeshError, "reshard_after_forward is -2"),
+    ({"reshard_after_forward": 2, "mesh": MeshConfig(replicate=2)}, MeshError, "size 2.*Possible here: none"),
+    ({"mesh": MeshConfig(shard=3)}, MeshError, "mesh.shard: 3 is 3, but the run has 4 processes"),
+    ({"mesh": MeshConfig(replicate="auto", shard=3)}, MeshError, "does not divide the 4 processes"),
+    ({"units": ["Blok"]}, WrappingError, r"'Blok'.*Block \(x3\)"),
+    ({"activation_checkpointing": ["Blok"]}, WrappingError, "activation_checkpointing names 'Blok'.*Block"),
+    ({"activation_checkpointing": 0}, WrappingError, "activation_checkpointing is 0"),
+    ({"activation_checkpointing": "blocks"}, WrappingError, "activation_checkpointing is 'blocks'"),
+    ({"activation_checkpointing": "units", "units": []}, WrappingError, "none below its root"),
+    ({"ignored_modules": ["Blok", "Block"]}, WrappingError, "ignored_modules names 'Blok'.*LayerNorm"),
+]
+
+
+def _check_refusals(cases: list[tuple[dict[str, Any], type[Exception], str]]) -> None:
+    for settings, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            fit(ShardFSDPStrategy(**settings))
+    # The ranks are still together.
+    fit(ShardFSDPStrategy(), max_steps=1)
+
+
+def test_settings_that_cannot_work() -> None:
+    run_distributed(_check_refusals, 4, REFUSED)
+
+
+@pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
+def test_prefetch_depths_are_counts(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} is -1"):
+        ShardFSDPStrategy(**{name: -1})
+
+
+class Exploding(TinyLM):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (torch.inf if batch_idx == 1 and self.global_rank == 1 else 1.0)
+
+
+def _check_explosion(strategy: str) -> None:
+    settings = {"error_if_nonfinite": True, "aligned": True}
+    kind = ShardDDPStrategy if strategy == "ddp" else ShardFSDPStrategy
+    pl.seed_everything(1, verbose=False)
+    module = Exploding()
+    trainer = quiet_trainer(strategy=kind(**settings), max_steps=4, gradient_clip_val=1.0)
+    with pytest.raises(DataError, match=r"The gradient norm is (inf|nan)"):
+        trainer.fit(module, loader())
+    assert trainer.global_step == 1
+    assert all(p.isfinite().all() for p in whole_parameters(module).values())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_explosion_on_one_rank_stops_all_before_the_step(strategy: str) -> None:
+    run_distributed(_check_explosion, 2, strategy)
