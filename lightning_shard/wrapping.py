@@ -162,7 +162,8 @@ def _by_size(root: nn.Module, smallest: int) -> dict[str, nn.Module]:
     taken: set[int] = set()
     found: dict[str, nn.Module] = {}
     for fqn, module in _below(root).items():
-        if not runs_forward(module):
+        # FSDP hands a unit copies of its inputs, and attention computes otherwise where its inputs are not one tensor.
+        if not runs_forward(module) or isinstance(module, nn.MultiheadAttention):
             continue
         free = [p for p in module.parameters() if id(p) not in taken]
         if sum(p.numel() for p in free) >= smallest:

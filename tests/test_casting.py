@@ -87,6 +87,13 @@ def test_what_has_nothing_to_cast_is_returned_itself(value: Any) -> None:
     assert cast_floating(value, BF16) is value
 
 
+def test_one_tensor_stays_one() -> None:
+    tensor = f32()
+    (first, again), named = cast_floating(((tensor, tensor), {"x": tensor}), BF16)
+    assert first is again is named["x"]
+    assert first is not tensor
+
+
 # install_casts: engines show parameters in bf16; here the modules simply are.
 
 

@@ -311,10 +311,18 @@ def test_a_metrics_own_network_is_no_part_of_the_model() -> None:
     assert names(root, ["Layer"]) == [("layer",)]
 
 
-def test_the_output_projection_of_attention_is_never_cut_off() -> None:
-    # MultiheadAttention reads its weight without calling it, so its own hooks would not gather it.
-    root = Root(attention=nn.MultiheadAttention(8, 2))
-    assert names(root, 16) == [("attention",)]
+def test_attention_is_never_cut_apart() -> None:
+    # MultiheadAttention reads its output projection's weight without calling it, so that hooks would not gather it,
+    # and rounds otherwise as a unit of its own.
+    root = Root(layer=nn.TransformerEncoderLayer(8, 2, 8))
+    assert names(root, 16) == [
+        ("layer.linear1",),
+        ("layer.linear2",),
+        ("layer.norm1",),
+        ("layer.norm2",),
+        ("layer",),
+    ]
+    assert names(root, ["MultiheadAttention"]) == [("layer.self_attn",)]
     with pytest.raises(WrappingError, match=r"'NonDynamicallyQuantizableLinear', whose forward never runs"):
         find_units(root, ["NonDynamicallyQuantizableLinear"])
 

@@ -30,7 +30,7 @@ from lightning_shard.engines.replicas import broadcast_from_rank_0
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules, compile_forward
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.mesh import REPLICATE, SHARD
-from lightning_shard.precision.casting import cast_trainable_parameters, install_casts
+from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.wrapping import Unit, UnitSpec, class_name, find_units
 
@@ -108,9 +108,11 @@ def shard(
     sharded = ShardedModule(
         root=root, mesh=mesh, policy=policy, options=options, units=tuple(units), ignored=(), upcast={}
     )
+    # First, so that what checkpointing runs again in backward has the casts in it.
     if policy.compute != torch.float32:
-        # First, so that what checkpointing runs again in backward has the casts in it.
         sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules))
+    else:
+        sharded.undo.extend(compute_in(m, torch.float32) for m in ignored_modules)
     for module in checkpointed:
         sharded.undo.append(checkpoint_forward(module))
 

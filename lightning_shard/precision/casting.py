@@ -25,25 +25,32 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
     Looks into tuples, lists, dicts, dataclasses and their subclasses (named tuples, Hugging Face outputs). fp64
     tensors are cast too; integer, boolean and complex tensors and all other objects are returned as they are. A
-    container in which nothing changes is itself returned, so that a module can still write to it.
+    container in which nothing changes is itself returned, so that a module can still write to it. A tensor that
+    occurs twice is cast once: ``nn.MultiheadAttention`` computes otherwise where its inputs are one tensor.
     """
+    return _cast(value, dtype, {})
+
+
+def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if value not in done:
+            done[value] = value.to(dtype)
+        return done[value]
     if isinstance(value, tuple | list):
-        items = [cast_floating(v, dtype) for v in value]
+        items = [_cast(v, dtype, done) for v in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, dict):
-        changed = {k: new for k, old in value.items() if (new := cast_floating(old, dtype)) is not old}
-        if not changed:
-            return value
-        value = copy(value)
+        changed = {k: new for k, old in value.items() if (new := _cast(old, dtype, done)) is not old}
+        value = copy(value) if changed else value
         for key, new in changed.items():
             value[key] = new
     elif is_dataclass(value) and not isinstance(value, type):
         old_fields = {f.name: getattr(value, f.name) for f in fields(value)}
-        changed = {n: new for n, old in old_fields.items() if (new := cast_floating(old, dtype)) is not old}
+        changed = {n: new for n, old in old_fields.items() if (new := _cast(old, dtype, done)) is not old}
         value = copy(value) if changed else value
         for name, new in changed.items():
             # Frozen dataclasses refuse the plain way.
@@ -66,7 +73,7 @@ def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Mod
     undo: list[Callable[[], None]] = []
 
     def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast_floating(args, dtype), {k: cast_floating(v, dtype) for k, v in kwargs.items()}
+        return cast_floating((args, kwargs), dtype)
 
     left_out = {root} | {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
     for module in root.modules():
@@ -76,7 +83,7 @@ def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Mod
             undo.append(_compute_in_fp32(module))
         elif any(p.is_floating_point() for p in module.parameters()):
             undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
-    undo.extend(_compute_in(module, dtype) for module in whole if module not in left_out)
+    undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
 
     def remove() -> None:
         for step in reversed(undo):
@@ -104,7 +111,7 @@ def _compute_in_fp32(module: nn.Module) -> Callable[[], None]:
     return replace_forward(module, forward)
 
 
-def _compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Run ``module`` on its parameters, and those of the modules in it, rounded to ``dtype``."""
     original = module.forward
 

@@ -1,0 +1,414 @@
+"""Kinds of modules under sharding: each trains as it does under DDP, bit by bit, and as in a loop on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_shard import ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from tests.harness import run_distributed
+from tests.models import quiet_trainer, whole_parameters
+
+WIDTH, STEPS, BATCH = 6, 4, 4
+
+
+def data(batch_size: int = BATCH, *, world: int = 1, rank: int = 0) -> DataLoader[Any]:
+    """Rank r reads the samples r, r + world, ..., so that a batch of all ranks together is the one-process batch."""
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
+    dataset = TensorDataset(x, x.roll(1, 1).tanh())
+    sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=False)
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH + 1)
+        self.b = nn.Linear(WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).tanh())
+
+
+class Regression(pl.LightningModule):
+    """Fits random data; subclasses say what the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.seen: list[float] = []
+        torch.manual_seed(5)
+        self.build()
+
+    def build(self) -> None:
+        self.net = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].sum().item())
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return functional.mse_loss(self(batch[0]).float(), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Plain(Regression):
+    pass
+
+
+class WithAdapter(Regression):
+    """Several parameters in modules that stay whole; in an order of names that is not that of addresses."""
+
+    def build(self) -> None:
+        super().build()
+        self.adapter = Adapter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.net(x))
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x) * self.gain
+
+
+class LoadedInBf16(WithAdapter):
+    def build(self) -> None:
+        super().build()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.bfloat16()
+
+
+class Scalars(Regression):
+    """0-d parameters in a unit, in a module of the root and on the LightningModule."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[0].register_parameter("gate", nn.Parameter(torch.tensor(0.5)))
+        self.net[0].forward = lambda x, layer=self.net[0]: Layer.forward(layer, x) * layer.gate
+        self.temperature = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.temperature.exp()
+
+
+class Frozen(Regression):
+    """Frozen parameters in other dtypes, in units and outside."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[0].a.requires_grad_(False)
+        self.net[0].a.weight.data = self.net[0].a.weight.data.bfloat16()
+        self.shift = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.shift
+
+
+class OnlyItsOwn(Regression):
+    """No child has parameters."""
+
+    def build(self) -> None:
+        self.weight = nn.Parameter(torch.eye(WIDTH) / 2)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.metric = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.metric.update(x)
+        # What a LightningModule does in its own forward is its own affair.
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class SharedBlock(Regression):
+    """One block three times in a list, and once more by another name from the root."""
+
+    def build(self) -> None:
+        block = Layer()
+        self.blocks = nn.ModuleList([block, block, block])
+        self.last = block
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+class SharedWithRoot(Regression):
+    """A layer inside a unit that the root also calls."""
+
+    def build(self) -> None:
+        super().build()
+        self.borrowed = self.net[0].a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.borrowed(x)[:, :WIDTH]
+
+
+class TiedUnits(Regression):
+    """Ties between units side by side, and between an inner one and what is around it."""
+
+    def build(self) -> None:
+        self.model = Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.blocks[2].a.weight = self.blocks[0].a.weight
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.leave = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.leave.weight = self.enter.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x) * self.scale
+
+
+class Mixture(Regression):
+    """Layers that torch treats in special ways: running statistics, attention, recurrence, convolutions."""
+
+    def build(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.image = nn.Conv2d(1, 2, (1, 3), padding=(0, 1))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.image(self.norm(x)[:, None, None])[:, :, 0]
+        for layer in self.layers:
+            x = layer(x)
+        x, _ = self.recurrent(x.transpose(0, 1))
+        return self.head(x[-1])
+
+
+class SeveralForwards(Regression):
+    """Calls itself and parts of itself more than once in a step."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        first, second = self(x), self(x.flip(0)).flip(0)
+        with torch.no_grad():
+            target = self.net[0](x).float()
+        return functional.mse_loss(first.float(), y) + (first - second).float().square().mean() + target.mean() * 0
+
+
+class KeywordsOnly(Regression):
+    """Outputs and inputs in containers."""
+
+    def build(self) -> None:
+        super().build()
+        self.wrapped = InDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrapped(batch={"x": self.net(x), "ids": torch.arange(len(x))})["out"]
+
+
+class InDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, batch: dict[str, Tensor]) -> dict[str, Any]:
+        assert batch["ids"].dtype == torch.int64
+        return {"out": self.layer(batch["x"]), "extra": [batch["ids"]]}
+
+
+def fit(kind: Callable[[], Regression], strategy: Any, precision: str = "32-true", **settings: Any) -> Regression:
+    pl.seed_everything(1, verbose=False)
+    module = kind()
+    trainer = quiet_trainer(
+        strategy=strategy, precision=precision, max_steps=STEPS, val_check_interval=STEPS, **settings
+    )
+    mine = data(world=dist.get_world_size(), rank=dist.get_rank())
+    trainer.fit(module, mine, mine)
+    return module
+
+
+def one_process(kind: Callable[[], Regression], world: int) -> Regression:
+    """The plain loop over the batches that all ranks had together."""
+    module = kind().float()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    optimizer = module.configure_optimizers()
+    for step, batch in enumerate(data(BATCH * world)):
+        if step == STEPS:
+            break
+        optimizer.zero_grad()
+        module.training_step(batch, step).backward()
+        optimizer.step()
+    return module
+
+
+def compare(found: nn.Module, expected: nn.Module, what: object) -> None:
+    mine, theirs = whole_parameters(found), whole_parameters(expected)
+    assert list(mine) == list(theirs), what
+    wrong = [n for n in theirs if mine[n].dtype != theirs[n].dtype or not torch.equal(mine[n], theirs[n])]
+    assert not wrong, what
+
+
+def check_equal_on_ranks(module: nn.Module) -> None:
+    for name, tensor in whole_parameters(module).items():
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor), name
+
+
+CASES: list[tuple[type[Regression], list[dict[str, Any]]]] = [
+    (Plain, [{}]),
+    (WithAdapter, [{"ignored_modules": ["Adapter"]}, {"ignored_modules": ["Linear", "Adapter"]}]),
+    (LoadedInBf16, [{"ignored_modules": ["Adapter"]}]),
+    (Scalars, [{}, {"units": 1}]),
+    (Frozen, [{}, {"units": 1}, {"ignored_modules": ["Linear"]}]),
+    (OnlyItsOwn, [{}, {"cpu_offload": True}]),
+    (SharedBlock, [{}, {"units": ["Linear"]}, {"units": ["Layer", "Linear"]}]),
+    (SharedWithRoot, [{}, {"units": ["Layer", "Linear"]}]),
+    (TiedUnits, [{}, {"units": 1}, {"units": ["Layer", "Linear"]}, {"forward_prefetch": 1, "backward_prefetch": 1}]),
+    (Mixture, [{}, {"units": 1}, {"activation_checkpointing": "units"}]),
+    (SeveralForwards, [{}, {"units": ["Layer"], "activation_checkpointing": "units"}]),
+    (KeywordsOnly, [{"units": ["InDict", "Layer"]}]),
+]
+
+# Sums over a batch of 8 in one kernel, or over 4 twice and then added; AdamW turns a rounding of a gradient near
+# zero into a part of a step of 1e-2.
+TOLERANCE = {"rtol": 0, "atol": 2e-3}
+HAS_BATCH_STATISTICS = (WithAdapter, LoadedInBf16, Mixture)
+
+
+def _check_kind(kind: type[Regression], options: list[dict[str, Any]], precision: str) -> None:
+    expected = fit(kind, ShardDDPStrategy(aligned=True), precision)
+    check_equal_on_ranks(expected)
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, expected.seen)
+    assert seen[0] != seen[1]
+    built = kind()
+    assert not any(
+        torch.equal(p, q)
+        for p, q in zip(built.parameters(), whole_parameters(expected).values(), strict=True)
+        if p.requires_grad
+    )
+    for case in options:
+        found = fit(kind, ShardFSDPStrategy(aligned=True, **case), precision)
+        assert found.losses == expected.losses, case
+        compare(found, expected, case)
+        assert found.trainer.callback_metrics["val_loss"] == expected.trainer.callback_metrics["val_loss"], case
+        _check_cut(found, case)
+    if precision == "32-true" and kind not in HAS_BATCH_STATISTICS:
+        reference = one_process(kind, dist.get_world_size())
+        for name, parameter in whole_parameters(reference).items():
+            torch.testing.assert_close(whole_parameters(expected)[name].float(), parameter, **TOLERANCE)  # type: ignore[arg-type]
+
+
+def _check_cut(module: Regression, case: dict[str, Any]) -> None:
+    from lightning_shard.wrapping import class_name
+
+    whole = {p for m in module.modules() if class_name(m) in case.get("ignored_modules", []) for p in m.parameters()}
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor) == (parameter not in whole and parameter.ndim > 0), name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=[kind.__name__ for kind, _ in CASES])
+def test_trains_as_under_ddp(kind: type[Regression], options: list[dict[str, Any]], precision: str) -> None:
+    run_distributed(_check_kind, 2, kind, options, precision)
+
+
+def _check_dtypes() -> None:
+    module = fit(Frozen, ShardFSDPStrategy(), "bf16-mixed")
+    dtypes = {name: p.dtype for name, p in module.named_parameters()}
+    kept = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert kept == {"net.0.a.weight", "shift"}
+    expected = Frozen()
+    assert torch.equal(module.net[0].a.weight.full_tensor(), expected.net[0].a.weight)
+    assert torch.equal(module.shift.full_tensor(), expected.shift)
+
+
+def test_frozen_parameters_keep_value_and_dtype() -> None:
+    run_distributed(_check_dtypes, 2)
+
+
+# A module that shards itself.
+
+
+class ShardsItself(Regression):
+    def __init__(self, policy: MixedPrecisionPolicy | None = None, *, root: bool = False) -> None:
+        self.mp_policy, self.shards_root = policy or MixedPrecisionPolicy(), root
+        super().__init__()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        assert self.device_mesh.mesh_dim_names == ("replicate", "shard")
+        if isinstance(self.net[0].a.weight, DTensor):
+            return
+        settings: dict[str, Any] = {"mesh": self.device_mesh["shard"], "mp_policy": self.mp_policy}
+        for layer in self.net[:2]:
+            fully_shard(layer.a, **settings)
+            fully_shard(layer, **settings)
+        if self.shards_root:
+            fully_shard(self, **settings)
+
+
+def _check_shards_itself() -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for precision, policy in [("32-true", None), ("bf16-mixed", bf16)]:
+        expected = fit(Plain, ShardFSDPStrategy(), precision)
+        for root in (False, True):
+            found = fit(lambda p=policy, r=root: ShardsItself(p, root=r), ShardFSDPStrategy(), precision)  # type: ignore[misc]
+            assert found.losses == expected.losses
+            compare(found, expected, (precision, root))
+            _check_cut(found, {})
+        checkpointed = fit(
+            lambda p=policy: ShardsItself(p),  # type: ignore[misc]
+            ShardFSDPStrategy(activation_checkpointing="units", forward_prefetch=1),
+            precision,
+        )
+        compare(checkpointed, expected, "activation checkpointing")
+    with pytest.raises(PrecisionError, match=r"fully_shard to net\.0, net\.0\.a.*compute bf16.*param_dtype=torch.bflo"):
+        fit(ShardsItself, ShardFSDPStrategy(), "bf16-mixed")
+    with pytest.raises(PrecisionError, match="MixedPrecisionPolicy"):
+        fit(lambda: ShardsItself(bf16), ShardFSDPStrategy(), "32-true")
+    with pytest.raises(ConfigurationError, match="needs a module with whole parameters"):
+        fit(ShardsItself, ShardDDPStrategy())
+
+
+def test_a_module_that_shards_itself_in_configure_model() -> None:
+    run_distributed(_check_shards_itself, 2)
