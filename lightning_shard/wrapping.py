@@ -198,14 +198,36 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[Unit]
             groups.update(dict.fromkeys(together, together))
         for group in groups.values():
             dropped |= {f for f in group if any(kept[f] in _inside(kept[other]) for other in group - {f})}
+        units = [] if dropped else _inner_first(kept, groups, dropped)
         if not dropped:
-            break
+            return [Unit(names=tuple(names), modules=tuple(kept[n] for n in names)) for names in units]
         # A dropped unit's parameters move to the next unit around it, which may bring new neighbours together.
         kept = {fqn: module for fqn, module in kept.items() if fqn not in dropped}
-    order = list(kept)
-    firsts = [fqn for fqn in order if fqn == min(groups[fqn], key=order.index)]
-    units = [sorted(groups[fqn], key=order.index) for fqn in firsts]
-    return [Unit(names=tuple(names), modules=tuple(kept[n] for n in names)) for names in units]
+
+
+def _inner_first(kept: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
+    """The groups, each after those that have a module inside one of its own.
+
+    Where two are inside each other (one's module in the other's, and the other way round), those that are inside are
+    added to ``dropped``.
+    """
+    remaining: list[list[str]] = []
+    for fqn in kept:
+        group = [f for f in kept if f in groups[fqn]] if len(groups[fqn]) > 1 else [fqn]
+        if fqn == group[0]:
+            remaining.append(group)
+    below = {fqn: _inside(module) for fqn, module in kept.items()}
+    inside = {fqn: {f for f, module in kept.items() if module in below[fqn]} for fqn in kept}
+    ordered: list[list[str]] = []
+    while remaining:
+        waiting = {fqn for group in remaining for fqn in group}
+        ready = [g for g in remaining if not any(inside[fqn] & (waiting - set(g)) for fqn in g)]
+        if not ready:
+            dropped.update(*(inside[fqn] & waiting for fqn in waiting))
+            return []
+        ordered.append(ready[0])
+        remaining.remove(ready[0])
+    return ordered
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

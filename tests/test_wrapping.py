@@ -198,6 +198,28 @@ def test_an_inner_unit_tied_to_its_outer_one_is_left_to_it() -> None:
     assert names(Root(layer=layer), ["Layer", "Linear"]) == [("layer.b",), ("layer",)]
 
 
+def test_units_that_share_come_after_what_is_inside_them_all() -> None:
+    first, second = Layer(), Root(layer=Layer())
+    first.b.weight = second.layer.a.weight  # type: ignore[union-attr]
+    root = Root(first=first, second=second)
+    second.layer.a.weight = first.b.weight  # type: ignore[union-attr]
+    # Linear layers have 20 parameters; second.layer.a has less left, so its weight's home there is `second`.
+    assert names(root, 20, with_children=True) == [
+        ("first.a",),
+        ("second.layer.b",),
+        ("first.b", "second"),
+        ("first",),
+    ]
+
+
+def test_units_that_are_inside_each_other_crosswise() -> None:
+    one, other = Layer(), Layer()
+    one.register_parameter("borrowed", other.a.bias)
+    other.register_parameter("borrowed", one.a.bias)
+    # Each outer one with the other's inner one could only come after the other.
+    assert names(Root(one=one, other=other), ["Layer", "Linear"]) == [("one.b",), ("other.b",), ("one", "other")]
+
+
 def test_tied_embeddings_by_size() -> None:
     # The head has no parameter left that an inner unit has not taken, and so is no unit; the model around is.
     model = Root(embed=nn.Embedding(20, 4), layer=Layer(), head=nn.Linear(4, 20, bias=False))

@@ -44,10 +44,28 @@ def replicate(
     replicate_module(unit, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
 
 
-def has_parameter_group(module: FSDPModule) -> bool:
-    """Whether ``module`` manages parameters itself (a root whose children took all of them does not)."""
-    state = module._get_fsdp_state()
-    return state._fsdp_param_group is not None
+def gather(module: FSDPModule) -> None:
+    """Put the whole parameters of ``module``'s own unit in place. All ranks of its mesh call it.
+
+    As ``module.unshard()``, which however looks anew at which parameters are trainable: where none is for the moment
+    (``toggle_optimizer``), FSDP would no longer know the dtype of the unit's gradients.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def expect_gradients(root: nn.Module) -> None:
+    """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
+    for module in root.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is None or group._orig_dtype is not None:
+            continue
+        dtypes = {parameter.orig_dtype for parameter in group.fsdp_params}
+        if len(dtypes) == 1:
+            group._orig_dtype = dtypes.pop()
+            group._reduce_dtype = group.mp_policy.reduce_dtype
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:

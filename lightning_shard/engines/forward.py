@@ -8,18 +8,24 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.engines._composable import expect_gradients, gather
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
+_INSIDE = "_shard_steps"
+"""How many calls of `run` are past FSDP's own preparations."""
+_EXPECTS = "_shard_expects_gradients"
 
 
 def install_runner(root: nn.Module) -> Callable[[], None]:
     """Let `run` work on ``root``; returns a function that takes it back. No-op on a module without FSDP."""
     if not isinstance(root, FSDPModule) or _RUN in root.__dict__:
         return lambda: None
-    root.__dict__[_RUN] = lambda function, *args, **kwargs: function(*args, **kwargs)
+    root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
-    root.__dict__[_DEPTH] = 0
+    root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = 0
     handles = [
         root.register_forward_pre_hook(lambda module, args: _enter(module), prepend=True),
         root.register_forward_hook(lambda module, args, output: _leave(module), always_call=True),
@@ -29,9 +35,22 @@ def install_runner(root: nn.Module) -> Callable[[], None]:
         for handle in handles:
             handle.remove()
         root.__dict__.pop(_RUN, None)
-        root.__dict__.pop(_DEPTH, None)
+        for name in (_DEPTH, _INSIDE, _EXPECTS):
+            root.__dict__.pop(name, None)
 
     return remove
+
+
+def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not root.__dict__.get(_EXPECTS):
+        # After FSDP's lazy initialisation, which would undo it.
+        expect_gradients(root)
+        root.__dict__[_EXPECTS] = True
+    root.__dict__[_INSIDE] += 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        root.__dict__[_INSIDE] -= 1
 
 
 def _enter(module: nn.Module) -> None:
@@ -60,14 +79,69 @@ def hook_loss(root: nn.Module, loss: Tensor) -> None:
     Backward from inside a step (manual optimization) starts before the step's output was seen; without this, a
     root that has no units below it would never reduce its gradients.
     """
-    run(root, lambda value: value, loss)
+    # Not as an argument: FSDP would hook a copy of it.
+    run(root, lambda: loss)
+
+
+class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
+    """The parameters of a module whose unit is the root, gathered when one is read inside a step.
+
+    A backward pass inside a step (manual optimization, a gradient penalty) ends with the root's parameters cut, while
+    the step may go on to use them. A plain attribute can't tell FSDP of its use as a module's forward does.
+    """
+
+    def __init__(self, module: nn.Module, root: FSDPModule) -> None:
+        super().__init__(module._parameters)
+        self._root = root
+        self._trained = {name: p for name, p in self.items() if p is not None and isinstance(p, DTensor)}
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and isinstance(value, DTensor):
+            self._trained[name] = value
+        super().__setitem__(name, value)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        value = super().__getitem__(name)
+        if value is None or name not in self._trained or vars(self._root).get(_INSIDE, 0) == 0:
+            return value
+        if isinstance(value, DTensor):
+            gather(self._root)
+            return super().__getitem__(name)
+        # `toggle_optimizer` knows the cut one alone, and the whole one was made before.
+        value.requires_grad_(self._trained[name].requires_grad)
+        return value
+
+
+def gather_on_read(root: nn.Module) -> Callable[[], None]:
+    """Let a step use parameters of the root's own unit at any time; returns a function that takes it back."""
+    assert isinstance(root, FSDPModule)
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        if isinstance(module, FSDPModule) and module is not root:
+            return
+        if any(isinstance(p, DTensor) for p in module._parameters.values()):
+            found.append(module)
+        for child in module.children():
+            visit(child)
+
+    visit(root)
+    for module in found:
+        module._parameters = _GatheredOnRead(module, root)
+
+    def undo() -> None:
+        for module in found:
+            module._parameters = dict(module._parameters)
+
+    return undo
 
 
 def patch_methods(root: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     """Make methods such as ``generate`` run under the hooks of the nearest enclosing FSDP module.
 
-    Every module under ``root`` that has a public method of one of ``names`` gets it patched on the instance.
-    Returns a function that takes it back.
+    Every module under ``root`` that has a public method of one of ``names`` gets it patched on the instance. After
+    one that was called outside of a step, or ``root`` itself, everything is cut again: else the parameters would be
+    whole, and in the compute dtype, for whoever reads them next. Returns a function that takes it back.
     """
     names = list(names)
     undo: list[Callable[[], None]] = []
@@ -79,12 +153,13 @@ def patch_methods(root: nn.Module, names: Iterable[str]) -> Callable[[], None]:
         for name in names:
             method = getattr(module, name, None)
             if callable(method) and not isinstance(method, nn.Module) and name not in module.__dict__:
-                object.__setattr__(module, name, _redirect(owner, method))
+                object.__setattr__(module, name, _redirect(root, owner, method))
                 undo.append(partial(module.__dict__.pop, name, None))
         for child in module.children():
             visit(child, owner)
 
     visit(root, root)
+    undo.append(root.register_forward_hook(lambda *_: _cut_outside_steps(root), always_call=True).remove)
 
     def remove() -> None:
         for step in undo:
@@ -93,13 +168,32 @@ def patch_methods(root: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     return remove
 
 
-def _redirect(owner: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         # Inside the owner's own forward its parameters are gathered already, and ending a second pass there would
         # free them under the first.
         if owner.__dict__.get(_DEPTH, 0) > 0:
             return method(*args, **kwargs)
-        return run(owner, method, *args, **kwargs)
+        try:
+            return run(owner, method, *args, **kwargs)
+        finally:
+            _cut_outside_steps(root)
 
     return redirected
+
+
+def _cut_outside_steps(root: nn.Module) -> None:
+    if root.__dict__.get(_DEPTH, 0) == 0:
+        # A graph that is still to be run backward gathers them again.
+        reshard(root)
+
+
+def reshard(root: nn.Module) -> None:
+    """Put every unit's sharded parameters in place. No communication; needed before parameters are read.
+
+    An evaluation forward leaves the root's parameters gathered, since no backward follows that would free them.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard.engines._composable import dtypes_of, replicate
+from lightning_shard.engines.forward import gather_on_read, reshard
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules, compile_forward
@@ -93,7 +94,7 @@ def shard(
         options: what the user set.
         seed: the run's seed, equal on all ranks, for modules on the meta device.
         separate_children: make each child of ``root`` a unit. Manual optimization runs several backward passes in
-            one step, and the root's own parameters are gathered only up to the end of the first.
+            one step, each over a part of the model; the rest need not be gathered and reduced with it.
 
     Raises:
         WrappingError, MaterializationError, PrecisionError: before anything was changed.
@@ -134,6 +135,7 @@ def shard(
     # Read after it, because it replaces parameters.
     sharded.upcast = cast_trainable_parameters(root, policy.master)
     sharded.ignored = tuple(p for p in ignored() if p.requires_grad)
+    sharded.undo.append(gather_on_read(root))
     if options.reduce_unused:
         _reduce_unused(root)
     _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], options)
@@ -276,16 +278,6 @@ def set_gradient_sync(root: nn.Module, enabled: bool) -> None:
     """Reduce gradients in the next backward passes, or sum them whole on each rank until it is switched on again."""
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(enabled)
-
-
-def reshard(root: nn.Module) -> None:
-    """Put every unit's sharded parameters in place. No communication; needed before parameters are read.
-
-    An evaluation forward leaves the root's parameters gathered, since no backward follows that would free them.
-    """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def release(sharded: ShardedModule) -> None:
