@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
@@ -26,15 +27,32 @@ class Counting(TinyLM):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.runs: Counter[int] = Counter()
+        self.kept = -1
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.blocks:
+            # For the meta device.
+            block.reset_parameters = partial(_set_scale, block)
 
     def on_train_start(self) -> None:
         for place, block in enumerate(self.blocks):
             block.up.register_forward_pre_hook(lambda module, args, place=place: self._count(place))
+        self.head.register_forward_pre_hook(lambda module, args: self._look())
+
+    def _look(self) -> None:
+        # The head comes after the blocks; what is left of the first one's weight after its forward?
+        weight = self.blocks[0].up.weight
+        self.kept = (weight.to_local() if isinstance(weight, DTensor) else weight).shape[0]
 
     def _count(self, place: int) -> None:
         # The trainer's own question, because a checkpointed forward runs again outside of any step.
         if self.trainer.training:
             self.runs[place] += 1
+
+
+def _set_scale(block: nn.Module) -> None:
+    block.scale.fill_(1.0 + 2.0**-12)
 
 
 def fit(
@@ -106,6 +124,9 @@ def _check_settings(cases: list[dict[str, Any]], model: dict[str, Any], precisio
         found = fit(ShardFSDPStrategy(**case), model=model, precision=precision)
         check_same(found, expected, case)
         check_runs(found, case.get("activation_checkpointing"), case)
+        # 37 rows over two ranks; with no units the root has all, and keeps it.
+        whole = not case.get("reshard_after_forward", True) or case.get("units") == [] or "mesh" in case
+        assert found.kept in ({37} if whole else {18, 19}), case
 
 
 def check_runs(found: Counting, setting: Any, what: object) -> None:
@@ -135,7 +156,10 @@ def _check_four() -> None:
     expected = fit(ShardFSDPStrategy())
     check_ranks_read_different_data(expected)
     for case in [{"reshard_after_forward": 2}, {"reshard_after_forward": False}, {"activation_checkpointing": "units"}]:
-        check_same(fit(ShardFSDPStrategy(**case)), expected, case)
+        found = fit(ShardFSDPStrategy(**case))
+        check_same(found, expected, case)
+        rows = {2: (19, 18), False: (37, 37)}.get(case.get("reshard_after_forward", True), (10, 10, 10, 7))
+        assert found.kept == rows[dist.get_rank() % len(rows)], case
     # With more than two terms the order of a sum follows from how a unit's gradients are cut, so from the units.
     small = fit(ShardFSDPStrategy(units=1))
     check_same(fit(ShardFSDPStrategy(units=1, reshard_after_forward=2, forward_prefetch=2)), small, "small units")
