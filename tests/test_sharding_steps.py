@@ -18,7 +18,7 @@ from torch.nn import functional
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+from tests.models import TinyLM, loader, quiet_trainer, whole, whole_parameters
 from tests.test_sharding_modules import BATCH, STEPS, WIDTH, Layer, Regression, check_equal_on_ranks, compare, data
 
 # Manual optimization: several backward passes in one step, the later ones on parameters that the earlier ones freed.
@@ -30,6 +30,10 @@ class Manual(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.leaks = 0
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"]]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         self.seen.append(batch[0].sum().item())
@@ -38,11 +42,13 @@ class Manual(Regression):
             self.toggle_optimizer(optimizer)
             loss = self.turn(turn, *batch)
             self.losses.append(loss.item())
-            optimizer.zero_grad()
             self.manual_backward(loss)
             self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             optimizer.step()
             self.untoggle_optimizer(optimizer)
+            # Not before, so that a gradient that reached the other's parameters in this turn stays to be seen.
+            optimizer.zero_grad()
+            self.leaks += sum(p.grad is not None and bool(whole(p.grad).any()) for p in self.trained())
 
     def turn(self, turn: int, x: Tensor, y: Tensor) -> Tensor:
         raise NotImplementedError
@@ -165,6 +171,7 @@ def _check_manual(kind: type[Manual], precision: str) -> None:
         found = fit(kind, ShardFSDPStrategy(aligned=True, **case), precision)
         assert found.losses == expected.losses, case
         compare(found, expected, case)
+        assert found.leaks == 0, case
         assert all(isinstance(p, DTensor) for p in found.parameters()), case
         assert found.trainer.callback_metrics["val_loss"] == expected.trainer.callback_metrics["val_loss"], case
     if precision == "32-true":
