@@ -110,7 +110,7 @@ def shard(
     )
     if policy.compute != torch.float32:
         # First, so that what checkpointing runs again in backward has the casts in it.
-        sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules))
+        sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules, output=policy.output))
     for module in checkpointed:
         sharded.undo.append(checkpoint_forward(module))
 
