@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
 

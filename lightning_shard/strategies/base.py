@@ -28,13 +28,13 @@ from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinat
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, order_warning, place_batches, prepare_loader
-from lightning_shard.strategies.checkpointing import CheckpointingStrategy
+from lightning_shard.strategies.ledgering import LedgerStrategy
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
-class ShardStrategy(CheckpointingStrategy):
+class ShardStrategy(LedgerStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -184,6 +184,8 @@ class ShardStrategy(CheckpointingStrategy):
         _lightning.use_no_grad_in_evaluation(trainer)
         if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
             sync.apply(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin_ledger(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
         _lightning.set_device(self.lightning_module, self.root_device)
         self.barrier("engine")
@@ -191,6 +193,7 @@ class ShardStrategy(CheckpointingStrategy):
         self._reset_optimizers_and_schedulers()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._check_start()
             self._warn_low_memory()
             _lightning.hold_schedulers(trainer, when=lambda: self.precision_plugin.step_skipped)
         self.setup_precision_plugin()
