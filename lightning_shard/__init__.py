@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_shard.cli import ShardCLI
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.plugins.precision import ShardPrecision
+    from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigurationError",
     "DataError",
+    "LossScaling",
     "MaterializationError",
     "MeshConfig",
     "MeshError",
@@ -59,6 +61,7 @@ __all__ = [
 
 # Public names whose modules import engines or jsonargparse.
 _LAZY = {
+    "LossScaling": "lightning_shard.precision.loss_scale",
     "MeshConfig": "lightning_shard.mesh",
     "PrecisionPolicy": "lightning_shard.precision.policy",
     "ShardCLI": "lightning_shard.cli",

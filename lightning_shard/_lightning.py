@@ -5,6 +5,7 @@ Tested with Lightning 2.6; a name that another version lacks fails here, on impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "default_backend",
+    "hold_schedulers",
     "init_process_group",
     "is_initialized",
     "layer_sync",
@@ -85,6 +87,22 @@ def use_no_grad_in_evaluation(trainer: Trainer) -> None:
         trainer.predict_loop,
     ):
         loop.inference_mode = False
+
+
+def hold_schedulers(trainer: Trainer, when: Callable[[], bool]) -> None:
+    """Leave schedulers of interval ``step`` where they are after a batch for which ``when`` says so.
+
+    Lightning advances them after every batch that had an optimizer step, one that its own AMP skipped too.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    update = type(loop).update_lr_schedulers
+
+    def update_unless_held(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not when():
+            update(loop, interval, update_plateau_schedulers)
+
+    # On the instance; a second fit replaces it.
+    loop.update_lr_schedulers = update_unless_held  # type: ignore[method-assign]
 
 
 def should_accumulate(trainer: Trainer) -> bool:

@@ -6,6 +6,7 @@ A user's mistake ends in one message on stderr and exit code 2; a bug in the use
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import lightning
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -33,6 +35,8 @@ MISTAKE_EXIT_CODE = 2
 _SILENCE_SECONDS = 2.0
 # How long rank 0 waits for the children's own last words before it ends them.
 _LAST_WORDS_SECONDS = 4.0
+# As Lightning reads them.
+_FP16_FLAGS = ("16", "16-mixed")
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 
 
@@ -149,6 +153,19 @@ class ShardCLI(LightningCLI):
         _check_strategy(config.get("trainer.strategy"))
         _check_ckpt_path(config.get("ckpt_path"))
 
+    def before_instantiate_classes(self) -> None:
+        """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""
+        super().before_instantiate_classes()
+        config = self.config.get(str(self.config.get("subcommand")), self.config)
+        trainer = config.get("trainer")
+        if trainer is None or str(trainer.get("precision")) not in _FP16_FLAGS or not _is_own(trainer.get("strategy")):
+            return
+        plugins = trainer.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
+        trainer["plugins"] = [*plugins, own]
+        trainer["precision"] = None
+
     def instantiate_classes(self) -> None:
         """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
         self.parser.add_instantiator(_construct, object)  # after, and so behind, those of the model and the data
@@ -236,6 +253,20 @@ def _keys(parser: Any) -> list[str]:
 def _check_strategy(strategy: Any) -> None:
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
         raise mistakes.UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
+
+
+def _is_own(strategy: Any) -> bool:
+    """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
+    if isinstance(strategy, str):
+        return strategy.lower() in registry.PRESETS
+    class_path = getattr(strategy, "class_path", None)
+    if class_path is None:
+        return False
+    from lightning_shard.strategies.base import ShardStrategy
+
+    module, _, name = class_path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    return isinstance(found, type) and issubclass(found, ShardStrategy)
 
 
 def _check_ckpt_path(path: Any) -> None:

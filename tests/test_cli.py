@@ -12,7 +12,8 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, __version__, registry
+from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__, registry
+from lightning_shard.precision.policy import policy_from
 
 DEMO = "lightning.pytorch.demos.boring_classes"
 BASE = {
@@ -29,6 +30,7 @@ BASE = {
         "enable_model_summary": False,
     },
 }
+ENVIRONMENTS = "lightning.pytorch.plugins.environments"
 FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
@@ -329,3 +331,44 @@ def test_a_second_run_in_the_same_folder(command: Callable[..., ShardCLI]) -> No
     assert "seed_everything: 2" in Path("config_validate.yaml").read_text()
     command("fit", "--config", "base.yaml", "--seed_everything", "3")
     assert "seed_everything: 3" in Path("config.yaml").read_text()
+
+
+FP16_CASES = {
+    "a name": ({"strategy": "shard_fsdp"}, False),
+    "a number": ({"strategy": "shard_ddp_aligned", "precision": 16}, True),
+    "a class": ({"strategy": {**FSDP, "init_args": {"aligned": True}}}, True),
+    "any accelerator": ({"strategy": "shard_ddp", "accelerator": "auto"}, False),
+    "other plugins": ({"strategy": "shard_ddp", "plugins": [f"{ENVIRONMENTS}.LightningEnvironment"]}, False),
+}
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_fp16_on_cpu(case: str, command: Callable[..., ShardCLI]) -> None:
+    settings, aligned = FP16_CASES[case]
+    overlay = _overlay("fp16.yaml", {"trainer": {"precision": "16-mixed", **settings}})
+    trainer = command("fit", "--config", "base.yaml", "--config", overlay).trainer
+    assert trainer.precision == "16-mixed"
+    assert trainer.strategy.policy == policy_from("16-mixed", aligned=aligned)
+    # Its loss is in fp16, in which 2**16 is inf: the one step was skipped.
+    assert trainer.precision_plugin.loss_scale == 2.0**15
+    assert trainer.global_step == 1
+    # What was saved runs again, and is what ran.
+    again = command("fit", "--config", "config.yaml").trainer
+    assert (again.precision, again.strategy.policy) == ("16-mixed", trainer.strategy.policy)
+
+
+def test_fp16_of_another_strategy_is_left_to_lightning(command: Callable[..., ShardCLI]) -> None:
+    overlay = _overlay("fp16.yaml", {"trainer": {"precision": "16-mixed"}})
+    trainer = command("fit", "--config", "base.yaml", "--config", overlay).trainer
+    assert trainer.precision == "bf16-mixed"
+    assert not isinstance(trainer.precision_plugin, ShardPrecision)
+
+
+def test_fp16_by_flag_and_by_plugin_is_refused(
+    command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": "16-mixed"}}
+    settings = {"precision": "16-mixed", "strategy": "shard_ddp", "plugins": [plugin]}
+    with pytest.raises(SystemExit):
+        command("fit", "--config", "base.yaml", "--config", _overlay("fp16.yaml", {"trainer": settings}))
+    assert "Received multiple values for Precision flags" in capsys.readouterr().err

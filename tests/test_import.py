@@ -42,6 +42,7 @@ def test_exact_public_names() -> None:
         "CheckpointNotFoundError",
         "ConfigurationError",
         "DataError",
+        "LossScaling",
         "MaterializationError",
         "MeshConfig",
         "MeshError",

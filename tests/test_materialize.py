@@ -21,6 +21,7 @@ from lightning_shard.engines import ddp, fsdp
 from lightning_shard.engines.materialize import derived_seed, find_initializers, materialize, meta_modules
 from lightning_shard.errors import MaterializationError
 from lightning_shard.mesh import build_mesh
+from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.precision.policy import policy_from
 from tests.harness import run_distributed
 
@@ -235,10 +236,14 @@ def _check_llama(found: dict[str, Tensor]) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under it held at one time, views counted once, meta tensors not at all."""
+    """The most bytes that tensors made under it held at one time, views counted once, meta tensors not at all.
 
-    def __init__(self) -> None:
+    ``dtype``: count tensors of this one alone.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.dtype = dtype
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -247,7 +252,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, DTensor):
                 tensor = tensor._local_tensor
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and self.dtype in (None, tensor.dtype):
                 storage = tensor.untyped_storage()
                 self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now())
@@ -467,3 +472,39 @@ def test_ranks_that_built_different_values_get_those_of_rank_0() -> None:
     assert not torch.equal(first[0]["block.up.weight"], second[0]["block.up.weight"])
     for found in [*first[1:], *second[1:]]:
         assert not [n for n in found if not torch.equal(found[n], first[0][n])]
+
+
+def _fp32_peaks(copies: int) -> tuple[int, int, int]:
+    """Most bytes in fp32 on this rank, replicated and sharded, of a model that was loaded in bf16; those that stay."""
+    seen = []
+    for engine in ("whole", "cut"):
+        root = nn.Module()
+        root.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+        root.to(torch.bfloat16)
+        with LiveBytes(torch.float32) as live:
+            if engine == "whole":
+                ddp.prepare_whole(root, device=CPU, seed=SEED)
+                upcast = cast_trainable_parameters(root, torch.float32)
+            else:
+                upcast = fsdp.shard(
+                    root,
+                    mesh=build_mesh((copies, dist.get_world_size() // copies), device_type="cpu"),
+                    device=CPU,
+                    policy=policy_from("bf16-true", aligned=True),
+                    options=fsdp.ShardingOptions(units="auto"),
+                    seed=SEED,
+                ).upcast
+        assert upcast.keys() == dict(root.named_parameters()).keys()
+        assert all(p.dtype == torch.float32 for p in root.parameters())
+        seen.append(live)
+    return seen[0].peak, seen[1].peak, seen[1].now()
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2)])
+def test_no_rank_holds_a_whole_fp32_copy_of_a_model_loaded_in_bf16(world: int, copies: int) -> None:
+    model = DEPTH * UNIT_BYTES
+    for whole, peak, after in run_distributed(_fp32_peaks, world, copies):
+        # The counting sees a whole fp32 model where there is one.
+        assert whole >= model
+        # Upcast after the cut: its own part in fp32, and never a byte of another rank's.
+        assert peak == after == model * copies // world

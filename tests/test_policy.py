@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
-from lightning_shard import ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
+from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
 from lightning_shard.errors import PrecisionError
 from lightning_shard.plugins.precision import translate
 from lightning_shard.precision.policy import PRECISIONS, PrecisionPolicy, policy_from
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
@@ -26,20 +29,88 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ("bf16-mixed", True, BF16, FP32),
         ("bf16-true", False, BF16, BF16),
         ("bf16-true", True, BF16, FP32),
+        ("16-mixed", False, FP16, FP32),
+        ("16-mixed", True, FP16, FP32),
+        ("16-true", False, FP16, FP16),
+        ("16-true", True, FP16, FP32),
     ],
 )
 def test_the_table(precision: str, aligned: bool, compute: torch.dtype, rest: torch.dtype) -> None:
-    expected = PrecisionPolicy(compute=compute, master=rest, reduce=rest, accumulate=rest)
+    scale = LossScaling() if (compute, rest) == (FP16, FP32) else None
+    expected = PrecisionPolicy(
+        compute=compute, master=rest, reduce=rest, accumulate=rest, output=compute, loss_scale=scale
+    )
     assert policy_from(precision, aligned=aligned) == expected
     assert expected.is_mixed == (compute != rest)
+    assert expected.is_low_memory == (rest != FP32)
 
 
 def test_the_table_is_whole() -> None:
-    assert PRECISIONS == ("32-true", "bf16-mixed", "bf16-true")
+    assert PRECISIONS == ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 
 def test_a_policy_in_one_line() -> None:
-    assert policy_from("bf16-mixed", aligned=False).text() == "compute bf16, master fp32, reduce fp32, accumulate fp32"
+    fp32 = "master fp32, reduce fp32, accumulate fp32, buffers as loaded"
+    assert policy_from("bf16-mixed", aligned=False).text() == f"compute bf16, {fp32}, output bf16"
+    widened = policy_from("16-true", aligned=True, output=FP32)
+    assert widened.text() == f"compute fp16, {fp32}, output fp32, loss scale dynamic"
+
+
+def test_a_policy_can_not_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        policy_from("32-true", aligned=False).compute = BF16  # type: ignore[misc]
+
+
+def test_overrides() -> None:
+    narrow = policy_from("bf16-mixed", aligned=False, reduce=BF16, output=FP32)
+    assert (narrow.reduce, narrow.accumulate, narrow.output, narrow.master) == (BF16, FP32, FP32, FP32)
+    # What waits for the boundary is summed before the reduction widens or narrows it.
+    assert policy_from("bf16-mixed", aligned=False, reduce=BF16, at_boundary=True).accumulate == BF16
+    assert policy_from("bf16-true", aligned=False, reduce=FP32).accumulate == BF16
+    scaling = LossScaling(initial=4.0)
+    assert policy_from("16-mixed", aligned=True, loss_scale=scaling).loss_scale == scaling
+
+
+@pytest.mark.parametrize(
+    ("precision", "aligned", "overrides", "message"),
+    [
+        ("bf16-mixed", True, {"reduce": BF16}, "reduce is bf16 while aligned is true"),
+        ("16-true", True, {"reduce": FP16}, "reduce is fp16 while aligned is true"),
+        ("32-true", False, {"reduce": BF16}, "reduce is bf16 while compute is fp32, but reduce must be fp32:"),
+        (
+            "bf16-mixed",
+            False,
+            {"reduce": FP16},
+            "reduce is fp16 while compute is bf16, .* fp32 or bf16:",
+        ),
+        ("32-true", False, {"output": BF16}, "output is bf16 while compute is fp32, but output must be fp32:"),
+        ("bf16-mixed", True, {"output": torch.float64}, "output is float64, but must be one of fp32, bf16, fp16"),
+        ("bf16-mixed", False, {"loss_scale": LossScaling()}, "loss_scale is set while compute is bf16 and master fp32"),
+        ("32-true", False, {"loss_scale": LossScaling()}, "loss_scale is set while compute is fp32 and master fp32"),
+        ("16-true", False, {"loss_scale": LossScaling()}, "master fp16, .*lose again what the scale has saved"),
+    ],
+)
+def test_contradictory_overrides(precision: str, aligned: bool, overrides: Any, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        policy_from(precision, aligned=aligned, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"master": BF16, "compute": FP32}, "master is bf16 while compute is fp32, but master must be fp32:"),
+        ({"master": FP16}, "master is fp16 while compute is bf16, but master must be fp32 or bf16:"),
+        ({"accumulate": BF16}, "accumulate is bf16, with master fp32 and reduce fp32"),
+        ({"buffers": BF16}, "buffers is bf16, but every engine here keeps each buffer"),
+        ({"compute": torch.float64}, "compute is float64, but must be one of fp32, bf16, fp16"),
+        ({"compute": FP16}, "loss_scale is not set while compute is fp16 and master fp32"),
+    ],
+)
+def test_contradictory_fields(changes: dict[str, Any], message: str) -> None:
+    fields = {"compute": BF16, "master": FP32, "reduce": FP32, "accumulate": FP32}
+    PrecisionPolicy(**fields)
+    with pytest.raises(PrecisionError, match=message):
+        PrecisionPolicy(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -50,17 +121,39 @@ def test_another_precision_is_refused_with_the_list(precision: str, aligned: boo
     assert all(repr(name) in str(e.value) for name in PRECISIONS)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_fp16_is_refused_with_the_reason(precision: str) -> None:
-    with pytest.raises(PrecisionError, match=r"fp16 needs a loss scale.*use 'bf16-mixed'"):
-        policy_from(precision, aligned=False)
-
-
 def test_the_plugin_knows_its_policy_and_refuses_at_once() -> None:
     assert ShardPrecision("bf16-true").policy(aligned=True) == policy_from("bf16-true", aligned=True)
     assert ShardPrecision().precision == "32-true"
     with pytest.raises(PrecisionError, match="'8-true'"):
         ShardPrecision("8-true")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="reduce is 'float32', but must be one of 'fp32', 'bf16', 'fp16'"):
+        ShardPrecision("bf16-mixed", reduce="float32")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="loss_scale is set while compute is bf16"):
+        ShardPrecision("bf16-mixed", loss_scale=LossScaling())
+    # Right under one form of a strategy: that decides when it is known.
+    assert ShardPrecision("16-true", loss_scale=LossScaling()).policy(aligned=True).loss_scale == LossScaling()
+    assert ShardPrecision("bf16-mixed", reduce="bf16").policy(aligned=False).reduce == BF16
+
+
+def test_the_strategy_decides_what_its_form_allows() -> None:
+    plugin = ShardPrecision("bf16-mixed", reduce="bf16")
+    assert trainer(strategy="shard_fsdp", plugins=[plugin]).strategy.policy.reduce == BF16  # type: ignore[attr-defined]
+    with pytest.raises(PrecisionError, match="reduce is bf16 while aligned is true"):
+        trainer(strategy="shard_fsdp_aligned", plugins=[plugin])
+
+
+# Lightning calls it by the older name too.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_plugin_from_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--plugins", type=Precision)
+    init = {"precision": "16-mixed", "reduce": "fp32", "output": "fp32", "loss_scale": {"initial": 64, "hysteresis": 2}}
+    text = yaml.safe_dump({"plugins": {"class_path": "lightning_shard.ShardPrecision", "init_args": init}})
+    plugin = parser.instantiate_classes(parser.parse_string(text)).plugins
+    assert type(plugin) is ShardPrecision
+    assert plugin.policy(aligned=True) == policy_from(
+        "16-mixed", aligned=True, output=FP32, loss_scale=LossScaling(initial=64.0, hysteresis=2)
+    )
 
 
 def test_clipping_needs_a_strategy() -> None:
@@ -111,9 +204,29 @@ def test_plugins_that_do_more_are_refused_by_name(plugin: Precision, name: str) 
         translate(plugin)
 
 
-def test_an_own_scaler_is_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with pytest.raises(PrecisionError, match="16-mixed"):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available.*")
+def test_the_scaler_that_lightning_makes_is_no_own_one(device: str) -> None:
+    translated = translate(MixedPrecision("16-mixed", device=device))
+    assert translated is not None
+    assert translated.policy(aligned=False) == policy_from("16-mixed", aligned=False)
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A user's subclass with the default settings."""
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        torch.amp.GradScaler("cpu", init_scale=4.0),
+        torch.amp.GradScaler("cpu", growth_interval=7),
+        OwnScaler("cpu"),
+    ],
+)
+def test_an_own_scaler_is_refused(scaler: torch.amp.GradScaler) -> None:
+    name = type(scaler).__name__
+    with pytest.raises(PrecisionError, match=rf"'16-mixed', by the plugin MixedPrecision with a {name} of its own"):
         translate(MixedPrecision("16-mixed", device="cpu", scaler=scaler))
 
 
@@ -131,6 +244,7 @@ def trainer(**settings: Any) -> pl.Trainer:
         ("bf16", "bf16-mixed"),
         ("bf16-mixed", "bf16-mixed"),
         ("bf16-true", "bf16-true"),
+        ("16-true", "16-true"),
     ],
 )
 def test_the_trainers_flag(strategy: str, flag: Any, precision: str) -> None:
@@ -143,8 +257,6 @@ def test_the_trainers_flag(strategy: str, flag: Any, precision: str) -> None:
 
 @pytest.mark.parametrize("make", [ShardDDPStrategy, ShardFSDPStrategy])
 def test_the_trainers_flag_refused(make: Any) -> None:
-    with pytest.raises(PrecisionError, match="'16-true'"):
-        trainer(strategy=make(), precision="16-true")
     with pytest.raises(PrecisionError, match="DoublePrecision"):
         trainer(strategy=make(), precision="64-true")
 

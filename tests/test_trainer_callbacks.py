@@ -105,7 +105,7 @@ def _metrics(strategy: str, precision: str) -> dict[str, Any]:
 def test_metrics_in_the_module_count_the_samples_of_all_ranks(strategy: str, precision: str) -> None:
     one, other = run_distributed(_metrics, 2, strategy, precision)
     assert one == other
-    pl.seed_everything(4, verbose=False)
+    torch.manual_seed(4)
     module = Classifier().to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
     x, y = images().tensors
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
         for epoch, parameters in enumerate(ranks[rank][strategy]):
             for name, value in first[epoch].items():
                 assert torch.equal(parameters[name], value), (rank, strategy, epoch, name)
-    pl.seed_everything(1, verbose=False)
+    torch.manual_seed(1)
     start = {name: p.detach() for name, p in Backbone().named_parameters()}
     moved = [
         {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}

@@ -333,7 +333,7 @@ def test_adversaries_with_an_optimizer_each(module: type[Gan], precision: str) -
 
 def adversaries_by_hand(build_module: type[Gan], precision: str) -> dict[str, Tensor]:
     """The same training with torch alone, in fp32, on the batches of both ranks together."""
-    pl.seed_everything(1, verbose=False)
+    torch.manual_seed(1)
     module = build_module()
     optimizers, schedulers = module.configure_optimizers()
     sampler = [torch.utils.data.DistributedSampler(samples(), 2, rank, shuffle=True, seed=1) for rank in range(2)]
@@ -499,7 +499,7 @@ class PartlyFrozen(Indexed):
 @PRECISIONS
 def test_frozen_parameters_stay(precision: str) -> None:
     run = same_everywhere(PartlyFrozen, precision)
-    pl.seed_everything(1, verbose=False)
+    torch.manual_seed(1)
     start = {name: p.detach() for name, p in PartlyFrozen().named_parameters()}
     still = {name for name, value in run["parameters"].items() if torch.equal(value, start[name])}
     assert still == {"body.0.weight", "body.2.weight", "body.2.bias"}

@@ -7,11 +7,11 @@ reduction dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -73,3 +73,14 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     mp_policy = module._get_fsdp_state()._mp_policy
     compute = mp_policy.param_dtype or torch.float32
     return compute, mp_policy.reduce_dtype or compute
+
+
+def whole_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The gradients that ``module``'s unit holds before their reduction: owner, attribute and tensor of each."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for parameter in group.fsdp_params if group is not None else ():
+        held = parameter.unsharded_accumulated_grad
+        if held is None and hasattr(parameter, "_unsharded_param"):
+            held = parameter._unsharded_param.grad
+        if held is not None:
+            yield parameter._module_info.module, parameter._module_info.param_name, held

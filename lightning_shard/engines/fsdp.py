@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard.engines._composable import dtypes_of, replicate
+from lightning_shard.engines._composable import dtypes_of, replicate, whole_gradients
 from lightning_shard.engines.forward import gather_on_read, reshard
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
@@ -111,7 +111,7 @@ def shard(
     )
     # First, so that what checkpointing runs again in backward has the casts in it.
     if policy.compute != torch.float32:
-        sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules))
+        sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules, output=policy.output))
     else:
         sharded.undo.extend(compute_in(m, torch.float32) for m in ignored_modules)
     for module in checkpointed:
@@ -278,6 +278,13 @@ def set_gradient_sync(root: nn.Module, enabled: bool) -> None:
     """Reduce gradients in the next backward passes, or sum them whole on each rank until it is switched on again."""
     if isinstance(root, FSDPModule):
         root.set_requires_gradient_sync(enabled)
+
+
+def unreduced_gradients(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """The gradients that units hold whole for a reduction at the boundary, by their parameters' FQNs."""
+    names = {module: fqn for fqn, module in root.named_modules()}
+    found = [held for m in names if isinstance(m, FSDPModule) for held in whole_gradients(m)]
+    return [(f"{names[owner]}.{name}".lstrip("."), gradient) for owner, name, gradient in found]
 
 
 def release(sharded: ShardedModule) -> None:

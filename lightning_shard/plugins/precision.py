@@ -2,50 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import (
     HalfPrecision,
     MixedPrecision,
     Precision,
 )
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_shard.errors import PrecisionError
-from lightning_shard.precision.policy import PRECISIONS, PrecisionPolicy, policy_from
+from lightning_shard.precision.loss_scale import (
+    LossScaleState,
+    LossScaling,
+    initial_state,
+    next_state,
+    rescale,
+    scaled,
+    state_from_dict,
+    state_to_dict,
+    unscale,
+)
+from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, policy_from, short
 
 ClipFunction = Callable[[Optimizer, float, str], None]
+DType = Literal["fp32", "bf16", "fp16"]
 
 
 class ShardPrecision(Precision):
-    """Says which precision a strategy of this package runs in; the engines do the casting.
+    """Says which precision a strategy of this package runs in, and scales the loss in fp16; the engines cast.
 
     No autocast is involved: parameters and floating module inputs are cast as a whole, the same on every engine.
-    It is built from ``Trainer(precision=...)`` when none is given.
+    It is built from ``Trainer(precision=...)`` when none is given. In YAML::
+
+        trainer:
+          plugins:
+            class_path: lightning_shard.ShardPrecision
+            init_args: {precision: 16-mixed, loss_scale: {initial: 1024.0}}
     """
 
-    def __init__(self, precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true") -> None:
+    def __init__(
+        self,
+        precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"] = "32-true",
+        *,
+        reduce: DType | None = None,
+        output: DType | None = None,
+        loss_scale: LossScaling | None = None,
+    ) -> None:
         """Store the precision.
 
         Args:
-            precision: as in ``Trainer(precision=...)``; what it means for each dtype is in `policy_from`.
+            precision: as in ``Trainer(precision=...)``; what it means for each dtype is in `policy_from`. ``16-mixed``
+                is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``.
+            reduce: dtype in which gradients cross the network: "fp32" or the compute dtype, and "fp32" under
+                ``aligned``. Default: "fp32", and under a plain ``-true`` precision the parameters' own.
+            output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype, for
+                a loss computed in fp32 without a cast of one's own. Default: the compute dtype.
+            loss_scale: how the loss is scaled in fp16. Default: as in torch, from 2**16. Plain ``16-true`` has none.
 
         Raises:
-            PrecisionError: a precision that these strategies do not run.
+            PrecisionError: what these strategies do not run in the plain nor in the aligned form.
         """
         super().__init__()
-        policy_from(precision, aligned=False)
+        for name, value in (("reduce", reduce), ("output", output)):
+            if value not in (None, *DTYPES):
+                raise PrecisionError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, DTYPES))}.")
         self.precision = precision
+        self._overrides: dict[str, Any] = {
+            "reduce": DTYPES[reduce] if reduce is not None else None,
+            "output": DTYPES[output] if output is not None else None,
+            "loss_scale": loss_scale,
+        }
+        self._refuse_what_no_form_runs()
         self._clip: ClipFunction | None = None
+        self._device: Callable[[], torch.device] | None = None
+        self._scaling: LossScaling | None = None
+        self._scale: LossScaleState | None = None
+        self._optimizers: list[Optimizer] = []
+        self._overflows: dict[int, bool] = {}
+        self.step_skipped = False
+        """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
 
-    def policy(self, *, aligned: bool) -> PrecisionPolicy:
+    def _refuse_what_no_form_runs(self) -> None:
+        try:
+            self.policy(aligned=False)
+        except PrecisionError as error:
+            try:
+                self.policy(aligned=True)
+            except PrecisionError:
+                raise error from None
+
+    def policy(self, *, aligned: bool, at_boundary: bool = False) -> PrecisionPolicy:
         """The dtypes that this precision stands for."""
-        return policy_from(self.precision, aligned=aligned)
+        return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)
 
-    def clip_with(self, clip: ClipFunction) -> None:
-        """Let the strategy clip: it knows how the gradients are cut."""
+    def connect_to_strategy(
+        self, *, clip: ClipFunction, policy: PrecisionPolicy, device: Callable[[], torch.device]
+    ) -> None:
+        """Let the strategy clip, for it knows how the gradients are cut, and say where and whether the loss is scaled.
+
+        Args:
+            clip: clips the gradients of an optimizer to a value by an algorithm.
+            policy: the strategy's.
+            device: tells where this rank computes, once that is known.
+        """
         self._clip = clip
+        self._device = device
+        self._scaling = policy.loss_scale
+        self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
+
+    # Loss scale
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied by; None: nothing."""
+        return None if self._scale is None else self._scale.scale
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Get to know the optimizers of a fit.
+
+        Raises:
+            PrecisionError: an optimizer that evaluates the closure itself, where a step may have to be skipped.
+        """
+        self._optimizers = optimizers
+        self._overflows = {}
+        self.step_skipped = False
+        if self._scale is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise PrecisionError(
+                f"precision is {self.precision!r}, whose loss scale skips steps with an overflow, but LBFGS evaluates "
+                "the loss several times in a step. Use 'bf16-mixed' or '32-true', or another optimizer."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Forget what an earlier batch left."""
+        self._overflows = {}
+        self.step_skipped = False
+        with super().train_step_context():
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
+        if self._scale is not None:
+            tensor = scaled(tensor, self._scale)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, unscale, clip, and step, or skip the step on every rank after an overflow on any.
+
+        Hooks run and ``global_step`` counts on a skipped step too, as under Lightning's own AMP. All ranks call it.
+        """
+        if self._scale is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        self.step_skipped = self._unscale(optimizer)
+        model.log("loss_scale", self._scale.scale)
+        self._after_closure(model, optimizer)
+        if not self.step_skipped:
+            optimizer.step(**kwargs)
+        self._update(optimizer)
+        return result
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""
+        assert self._scale is not None
+        assert self._device is not None
+        if id(optimizer) not in self._overflows:
+            self._overflows[id(optimizer)] = unscale(_parameters(optimizer), self._scale, device=self._device())
+        return self._overflows[id(optimizer)]
+
+    def _update(self, optimizer: Optimizer) -> None:
+        assert self._scaling is not None
+        assert self._scale is not None
+        before, overflow = self._scale.scale, self._overflows.pop(id(optimizer))
+        self._scale = next_state(self._scaling, self._scale, overflow=overflow)
+        if self._scale.scale == before:
+            return
+        own = {id(p) for p in _parameters(optimizer)}
+        for other in self._optimizers:
+            # Its gradients, from a backward before this step, wait for a step of their own.
+            if other is not optimizer and id(other) not in self._overflows:
+                rescale([p for p in _parameters(other) if id(p) not in own], self._scale.scale / before)
 
     def clip_gradients(
         self,
@@ -53,13 +205,54 @@ class ShardPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
-        """Clip the gradients of ``optimizer`` by the strategy's one formula. All ranks call it."""
+        """Clip the gradients of ``optimizer`` by the strategy's one formula, after unscaling. All ranks call it.
+
+        Gradients of a step that will be skipped are left as they are.
+        """
         assert self._clip is not None, "the precision plugin was not connected to a strategy of this package"
+        if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
+            optimizer = optimizer.optimizer
+        if self._scale is not None and self._unscale(optimizer):
+            return
         self._clip(
             optimizer,
             float(clip_val),
             str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, for the checkpoint; empty where there is none."""
+        return {} if self._scale is None else state_to_dict(self._scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a checkpoint's loss scale, where this run has one.
+
+        Raises:
+            CheckpointMismatchError: the state is not this plugin's.
+        """
+        if self._scale is not None:
+            self._scale = state_from_dict(state_dict)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def low_memory_warning(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> str:
+    """What a run whose optimizer steps 16-bit parameters is told at its start."""
+    name, spacing = short(policy.master), torch.finfo(policy.master).eps
+    text = (
+        f"precision {precision!r} steps parameters in {name}: an update smaller than about {spacing / 2:.1g} of its "
+        f"parameter is lost. For fp32 masters use precision {precision.removesuffix('true')}mixed, or the strategy's "
+        "_aligned name."
+    )
+    if policy.master == torch.float16:
+        text += " Gradients below 6e-8 are zero, because fp16 gradients can't be scaled."
+        for optimizer in optimizers:
+            eps = optimizer.defaults.get("eps")
+            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
+                text += f" {type(optimizer).__name__}'s eps {eps:g} is zero in fp16, so that it may divide by zero."
+    return text
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:
@@ -71,10 +264,27 @@ def translate(plugin: Precision | None) -> ShardPrecision | None:
     """
     if plugin is None or isinstance(plugin, ShardPrecision):
         return plugin
-    if type(plugin) in (Precision, HalfPrecision, MixedPrecision):
-        return ShardPrecision(plugin.precision)  # type: ignore[arg-type]
-    raise PrecisionError(
-        f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
-        f"lightning_shard cast on their own and take no plugin that does. Use precision: one of "
-        f"{', '.join(repr(p) for p in PRECISIONS)}, or ShardPrecision in plugins."
-    )
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
+            f"lightning_shard cast on their own and take no plugin that does. Use precision: one of "
+            f"{', '.join(repr(p) for p in PRECISIONS)}, or ShardPrecision in plugins."
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not _is_default(scaler):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__} with a "
+            f"{type(scaler).__name__} of its own, but the strategies of lightning_shard scale the loss themselves, the "
+            "same on every engine. Give its settings to ShardPrecision('16-mixed', loss_scale=LossScaling(...)) in "
+            "plugins instead."
+        )
+    return ShardPrecision(plugin.precision)  # type: ignore[arg-type]
+
+
+def _is_default(scaler: Any) -> bool:
+    """Whether Lightning made ``scaler`` from the flag: torch's own class with its default settings, not yet used."""
+    if type(scaler) is not torch.amp.GradScaler:
+        return False
+    # torch switches one for CUDA off on a machine without it.
+    default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
+    return scaler.state_dict() == default.state_dict()

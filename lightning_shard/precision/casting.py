@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+OBSERVERS: list[Callable[[nn.Module], None]] = []
+"""Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
+
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it in ``dtype``.
@@ -58,7 +61,13 @@ def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
     return value
 
 
-def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Module] = ()) -> Callable[[], None]:
+def install_casts(
+    root: nn.Module,
+    dtype: torch.dtype,
+    *,
+    whole: Iterable[nn.Module] = (),
+    output: torch.dtype | None = None,
+) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
     ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics.
@@ -69,6 +78,8 @@ def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Mod
         root: the LightningModule.
         dtype: the compute dtype.
         whole: modules whose parameters no engine casts; they are cast here, for the time of their forward.
+        output: what the modules that ``root`` holds directly, or in a list or dict of modules, return their floating
+            outputs in; None: as they computed them.
     """
     undo: list[Callable[[], None]] = []
 
@@ -84,12 +95,27 @@ def install_casts(root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Mod
         elif any(p.is_floating_point() for p in module.parameters()):
             undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
     undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
+    if output not in (None, dtype):
+        undo.extend(_cast_output(module, output) for module in _outermost(root) if module not in left_out)
 
     def remove() -> None:
         for step in reversed(undo):
             step()
 
     return remove
+
+
+def _outermost(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules that ``root``'s own code calls: its children, and those in containers that have no forward."""
+    for child in root.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _outermost(child)
+        else:
+            yield child
+
+
+def _cast_output(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    return module.register_forward_hook(lambda module, args, output: cast_floating(output, dtype)).remove
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
@@ -132,6 +158,9 @@ def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 hidden.append((owner.__dict__, name, owner.__dict__.get(name)))
                 # An instance attribute hides the registered parameter; here maybe one that an outer call hid.
                 owner.__dict__[name] = getattr(owner, name).to(dtype)
+        if not torch.compiler.is_compiling():
+            for observe in OBSERVERS:
+                observe(module)
         yield
     finally:
         for attributes, name, before in reversed(hidden):

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from lightning_shard.errors import PrecisionError
+from lightning_shard.precision.loss_scale import LossScaling
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-"""The precision strings that run. The fp16 rows (``16-mixed``, ``16-true``) are refused: see `policy_from`."""
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+"""The precision strings that run."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes that a policy may name, as they are written in YAML and in logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Dtypes of one run.
 
-    Buffers and torchmetrics states always keep the dtype that the model gave them, as do frozen parameters; inside
-    a forward the parameters, trainable or frozen, are seen in ``compute``.
+    Frozen parameters and torchmetrics states always keep the dtype that the model gave them; inside a forward the
+    parameters, trainable or frozen, are seen in ``compute``.
+
+    Raises:
+        PrecisionError: fields that contradict each other, or that no engine can do; it names them.
     """
 
     compute: torch.dtype
@@ -30,43 +37,145 @@ class PrecisionPolicy:
     """Dtype in which gradients cross the network."""
 
     accumulate: torch.dtype
-    """Dtype in which gradients of several micro-batches are summed."""
+    """Dtype in which gradients of several micro-batches are summed: the master's where each is reduced, the
+    reduction's where they wait for the boundary."""
+
+    buffers: torch.dtype | None = None
+    """Dtype of buffers; None, the only choice: each keeps the one that the model gave it."""
+
+    output: torch.dtype | None = None
+    """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
+
+    loss_scale: LossScaling | None = None
+    """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        known = ", ".join(DTYPES)
+        for name in ("compute", "master", "reduce", "accumulate", "output"):
+            dtype = getattr(self, name)
+            if dtype not in DTYPES.values() and not (name == "output" and dtype is None):
+                raise PrecisionError(f"{name} is {short(dtype)}, but must be one of {known}.")
+        self._check("master", "compute", "an optimizer steps parameters in fp32 or in the dtype that they compute in")
+        self._check("reduce", "compute", "gradients cross the network in fp32 or in the dtype that they come in")
+        if self.accumulate not in (self.master, self.reduce):
+            raise PrecisionError(
+                f"accumulate is {short(self.accumulate)}, with master {short(self.master)} and reduce "
+                f"{short(self.reduce)}, but must be one of these two: DDP and FSDP sum gradients of micro-batches in "
+                "the master's dtype once reduced, and in that of the reduction before it."
+            )
+        if self.buffers is not None:
+            raise PrecisionError(
+                f"buffers is {short(self.buffers)}, but every engine here keeps each buffer in the dtype that the "
+                "model gave it: 16-bit rotary frequencies or running statistics are other numbers. Cast them in the "
+                "model if that is meant."
+            )
+        if self.output is not None:
+            self._check("output", "compute", "modules return what they computed, or that widened")
+        self._check_loss_scale()
+
+    def _check(self, name: str, other: str, reason: str) -> None:
+        """Field ``name`` must be fp32 or what field ``other`` is."""
+        value, allowed = getattr(self, name), getattr(self, other)
+        if value not in (torch.float32, allowed):
+            choice = "fp32" if allowed == torch.float32 else f"fp32 or {short(allowed)}"
+            raise PrecisionError(
+                f"{name} is {short(value)} while {other} is {short(allowed)}, but {name} must be {choice}: {reason}."
+            )
+
+    def _check_loss_scale(self) -> None:
+        fp16 = torch.float16
+        if self.loss_scale is not None and (self.compute != fp16 or self.master == fp16):
+            # torch.amp.GradScaler refuses fp16 gradients too.
+            reason = (
+                "gradients scaled back in fp16 lose again what the scale has saved"
+                if self.master == fp16
+                else "the range of bf16 and fp32 needs no scale"
+            )
+            raise PrecisionError(
+                f"loss_scale is set while compute is {short(self.compute)} and master {short(self.master)}, but goes "
+                f"with compute fp16 and master fp32 alone: {reason}. Remove loss_scale, or use precision '16-mixed'."
+            )
+        if self.loss_scale is None and self.compute == fp16 and self.master != fp16:
+            raise PrecisionError(
+                "loss_scale is not set while compute is fp16 and master fp32, but must be: fp16 gradients below 6e-8 "
+                "are zero. Set loss_scale=LossScaling()."
+            )
 
     @property
     def is_mixed(self) -> bool:
         """Whether parameters are cast from the master to another dtype for compute."""
         return self.compute != self.master
 
+    @property
+    def is_low_memory(self) -> bool:
+        """Whether the optimizer steps 16-bit parameters, so that updates below their spacing are lost."""
+        return self.master != torch.float32
+
     def text(self) -> str:
         """One line for logs and the checkpoint's manifest."""
-        return ", ".join(f"{name} {_short(getattr(self, name))}" for name in self.__dataclass_fields__)
+        absent = {"buffers": "as loaded", "output": short(self.compute)}
+        shown = [
+            f"{f.name} {absent[f.name] if (value := getattr(self, f.name)) is None else short(value)}"
+            for f in fields(self)
+            if f.name != "loss_scale"
+        ]
+        if self.loss_scale is not None:
+            shown.append("loss scale dynamic")
+        return ", ".join(shown)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+def short(dtype: torch.dtype) -> str:
+    """``"bf16"`` and the like; torch's own name for a dtype that has none here."""
+    return {d: name for name, d in DTYPES.items()}.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def policy_from(precision: str, *, aligned: bool) -> PrecisionPolicy:
+def policy_from(
+    precision: str,
+    *,
+    aligned: bool,
+    reduce: torch.dtype | None = None,
+    output: torch.dtype | None = None,
+    loss_scale: LossScaling | None = None,
+    at_boundary: bool = False,
+) -> PrecisionPolicy:
     """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
+
+    Plain ``16-true`` has no loss scale: its gradients are fp16, and dividing them by the scale in fp16 would lose
+    again what the scale has saved.
 
     Args:
         precision: one of `PRECISIONS`.
         aligned: whether masters, reduction and accumulation must be fp32 whatever the string says.
+        reduce: dtype of the reduction; default: fp32, and under a plain ``-true`` string the parameters' own.
+        output: dtype of what modules return to the LightningModule's code; default: the compute dtype.
+        loss_scale: how the loss is scaled in fp16; default: ``LossScaling()`` where a scale is used.
+        at_boundary: whether accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
 
     Raises:
-        PrecisionError: any other string, with the list of those that run.
+        PrecisionError: another string, with the list of those that run; or overrides that can't be.
     """
-    fp32, bf16 = torch.float32, torch.bfloat16
-    if precision == "32-true":
-        return PrecisionPolicy(compute=fp32, master=fp32, reduce=fp32, accumulate=fp32)
-    if precision == "bf16-mixed" or (precision == "bf16-true" and aligned):
-        return PrecisionPolicy(compute=bf16, master=fp32, reduce=fp32, accumulate=fp32)
-    if precision == "bf16-true":
-        return PrecisionPolicy(compute=bf16, master=bf16, reduce=bf16, accumulate=bf16)
-    hint = ""
-    if precision in ("16-mixed", "16-true"):
-        hint = " fp16 needs a loss scale, which these strategies do not have: use 'bf16-mixed'."
-    raise PrecisionError(
-        f"precision is {precision!r}, which this strategy does not run. Use one of "
-        f"{', '.join(repr(p) for p in PRECISIONS)}.{hint}"
+    if precision not in PRECISIONS:
+        raise PrecisionError(
+            f"precision is {precision!r}, which this strategy does not run. Use one of "
+            f"{', '.join(repr(p) for p in PRECISIONS)}."
+        )
+    bits, form = precision.split("-")
+    compute = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[bits]
+    master = torch.float32 if form == "mixed" or aligned else compute
+    if aligned and reduce not in (None, torch.float32):
+        raise PrecisionError(
+            f"reduce is {short(reduce)} while aligned is true, which holds reduction in fp32. Remove reduce, or use "
+            "the plain form of the strategy."
+        )
+    reduce = master if reduce is None else reduce
+    if loss_scale is None and compute == torch.float16 and master == torch.float32:
+        loss_scale = LossScaling()
+    return PrecisionPolicy(
+        compute=compute,
+        master=master,
+        reduce=reduce,
+        accumulate=reduce if at_boundary else master,
+        output=output or compute,
+        loss_scale=loss_scale,
     )

@@ -25,16 +25,16 @@ from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
-from lightning_shard.plugins.precision import ShardPrecision, translate
+from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, order_warning, place_batches, prepare_loader
-from lightning_shard.strategies.checkpointing import CheckpointingStrategy
+from lightning_shard.strategies.ledgering import LedgerStrategy
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
-class ShardStrategy(CheckpointingStrategy):
+class ShardStrategy(LedgerStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -115,13 +115,17 @@ class ShardStrategy(CheckpointingStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         plugin = translate(precision_plugin)
         if plugin is not None:
-            plugin.clip_with(self._clip_gradients)
+            plugin.connect_to_strategy(
+                clip=self._clip_gradients,
+                policy=plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary),
+                device=lambda: self.root_device,
+            )
         self._precision_plugin = plugin
 
     @property
     def policy(self) -> PrecisionPolicy:
         """The dtypes of this run."""
-        return self.precision_plugin.policy(aligned=self.aligned)
+        return self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary)
 
     # Launch and connect
 
@@ -180,6 +184,8 @@ class ShardStrategy(CheckpointingStrategy):
         _lightning.use_no_grad_in_evaluation(trainer)
         if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
             sync.apply(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin_ledger(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
         _lightning.set_device(self.lightning_module, self.root_device)
         self.barrier("engine")
@@ -187,6 +193,9 @@ class ShardStrategy(CheckpointingStrategy):
         self._reset_optimizers_and_schedulers()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._check_start()
+            self._warn_low_memory()
+            _lightning.hold_schedulers(trainer, when=lambda: self.precision_plugin.step_skipped)
         self.setup_precision_plugin()
 
     @abstractmethod
@@ -207,6 +216,10 @@ class ShardStrategy(CheckpointingStrategy):
         rank_zero_warn(
             f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
         )
+
+    def _warn_low_memory(self) -> None:
+        if self.policy.is_low_memory:
+            rank_zero_warn(low_memory_warning(self.precision_plugin.precision, self.policy, self.optimizers))
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:

@@ -87,9 +87,13 @@ class CheckpointingStrategy(ParallelStrategy):
             module=self.lightning_module,
             optimizers=self.optimizers if with_optimizers else [],
             trainer_state=checkpoint,
-            info=CheckpointInfo(engine=self.engine, policy=self.policy.text()),
+            info=CheckpointInfo(engine=self.engine, policy=self.policy.text(), ledger=self._measured()),
             leave_out=leave_out,
         )
+
+    def _measured(self) -> dict[str, Any]:
+        """The ledger in plain JSON values; empty where nothing was measured."""
+        return {}
 
     def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
         """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says."""

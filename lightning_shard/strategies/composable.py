@@ -115,7 +115,12 @@ class ComposableStrategy(ShardStrategy):
 
     def _finish_gradients(self) -> None:
         if self._sharded is not None:
-            average_gradients(self._sharded.ignored, reduce_dtype=self.policy.reduce)
+            with self._watching_collectives():
+                average_gradients(self._sharded.ignored, reduce_dtype=self.policy.reduce)
+
+    def _held_gradients(self) -> list[tuple[str, Tensor]]:
+        assert self.lightning_module is not None
+        return [*super()._held_gradients(), *fsdp.unreduced_gradients(self.lightning_module)]
 
     def _before_reading_parameters(self) -> None:
         self._reshard()
@@ -133,6 +138,7 @@ class ComposableStrategy(ShardStrategy):
 
     def teardown(self) -> None:
         """Let go of the run's resources; the module stays sharded, so that it can be evaluated or fitted again."""
+        self._stop_ledger()
         self._reshard()
         assert self.cluster_environment is not None
         assert self.accelerator is not None

@@ -1,0 +1,223 @@
+"""Filling a ledger in the course of a run's start and first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_shard.precision import casting
+from lightning_shard.precision.ledger.collectives import WatchReductions
+from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
+
+Place = tuple[nn.Module, str]
+
+
+class Recorder:
+    """Reads the dtypes of a module, its gradients and its optimizers.
+
+    `tensors` may be called at any time. Hooks are there from `start` to `stop` alone; they change no number. Every
+    rank records what it sees; nothing here communicates.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        """Nothing is read yet. ``root``: the unwrapped LightningModule."""
+        self._root = root
+        self._entries: dict[str, Entry] = {}
+        self._reductions: list[Reduction] = []
+        self._forward: dict[Place, torch.dtype] = {}
+        self._backward: dict[Place, torch.dtype] = {}
+        self._places: dict[Place, str] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._watched: dict[int, Tensor] = {}
+        self._last = ""
+        self._optimizers: list[Optimizer] = []
+        self._stepped: list[Optimizer] = []
+
+    # What is there
+
+    def tensors(self, stage: str) -> None:
+        """Note the dtype of every parameter, buffer and metric state."""
+        for name, kind, tensor in _named_tensors(self._root):
+            entry = self._entries.setdefault(name, Entry(kind=kind))
+            entry.kind = kind
+            entry.add(stage, tensor.dtype)
+
+    def groups(self, optimizers: Iterable[Optimizer]) -> None:
+        """Note the dtype of every parameter in the optimizers' groups."""
+        self._optimizers = list(optimizers)
+        for optimizer in self._optimizers:
+            for name, parameter in self._parameters(optimizer):
+                self._add(name, "optimizer", parameter)
+
+    def held(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Note the dtype of gradients, by their parameters' FQNs, that wait for those of further micro-batches."""
+        if self.recording:
+            for name, gradient in gradients:
+                self._add(name, "accumulated", gradient)
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        names = {id(p): name for name, p in self._root.named_parameters()}
+        index = self._optimizers.index(optimizer)
+        for group, settings in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(settings["params"]):
+                yield names.get(id(parameter), f"optimizer {index}, group {group}, parameter {position}"), parameter
+
+    def _add(self, name: str, stage: str, tensor: Tensor) -> None:
+        self._entries.setdefault(name, Entry(kind="not in the module")).add(stage, tensor.dtype)
+
+    # The first step
+
+    @property
+    def recording(self) -> bool:
+        """Whether hooks are installed."""
+        return bool(self._undo)
+
+    def start(self) -> None:
+        """Install the hooks."""
+        names = {id(p): name for name, p in self._root.named_parameters()}
+        for module in self._root.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and _counts(parameter):
+                    self._places[module, attribute] = names[id(parameter)]
+        self._undo = [module.register_forward_pre_hook(self._see).remove for module in _outside_graphs(self._root)]
+        self._undo += [optimizer.register_step_post_hook(self._step).remove for optimizer in self._optimizers]
+        casting.OBSERVERS.append(self._see_inside)
+        self._undo.append(lambda: casting.OBSERVERS.remove(self._see_inside))
+
+    def stop(self) -> None:
+        """Remove the hooks, if they are there; what was seen stays."""
+        while self._undo:
+            self._undo.pop()()
+        for stage, seen in (("forward", self._forward), ("backward", self._backward)):
+            for place, dtype in seen.items():
+                self._entries[self._places[place]].add(stage, dtype)
+        # They keep modules and gathered parameters alive.
+        for kept in (self._forward, self._backward, self._places, self._watched):
+            kept.clear()
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        self._see_inside(module)
+        for below in module.modules():
+            # For those that are read by a module around them, or compiled into one. FSDP gathers others later.
+            for attribute in below._parameters:
+                tensor = getattr(below, attribute)
+                if (below, attribute) in self._places and not isinstance(tensor, DTensor):
+                    self._forward.setdefault((below, attribute), tensor.dtype)
+                    self._watch((below, attribute), tensor)
+
+    def _see_inside(self, module: nn.Module) -> None:
+        """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
+        for attribute in module._parameters:
+            if (module, attribute) in self._places:
+                tensor = getattr(module, attribute)
+                self._forward[module, attribute] = tensor.dtype
+                self._watch((module, attribute), tensor)
+
+    def _watch(self, place: Place, tensor: Tensor) -> None:
+        if not tensor.requires_grad or id(tensor) in self._watched:
+            return
+        if tensor.is_leaf:
+            self._watched[id(tensor)] = tensor
+
+        def note(gradient: Tensor) -> None:
+            if self.recording:
+                # The first that comes belongs to the innermost view.
+                self._backward.setdefault(place, gradient.dtype)
+                self._last = self._places[place]
+
+        handle = tensor.register_hook(note)
+        if tensor.is_leaf:
+            self._undo.append(handle.remove)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Watch the collectives of a backward pass."""
+        if not self.recording:
+            yield
+            return
+        # The root's own parameters are read by its methods, whose calls no hook sees; they are gathered until here.
+        for attribute, parameter in self._root._parameters.items():
+            if (self._root, attribute) in self._places and not isinstance(parameter, DTensor):
+                self._forward[self._root, attribute] = getattr(self._root, attribute).dtype
+                self._watch((self._root, attribute), getattr(self._root, attribute))
+        with self.collectives():
+            yield
+
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Watch collectives that reduce gradients outside of a backward pass."""
+        if not self.recording:
+            yield
+            return
+        with WatchReductions(self._reductions, lambda: self._last):
+            yield
+
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Note what ``optimizer`` has stepped; its gradients are still there."""
+        for name, parameter in self._parameters(optimizer):
+            self._add(name, "step", parameter)
+            if parameter.grad is not None:
+                self._add(name, "gradient", parameter.grad)
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self._add(name, f"{STATE}{slot}", value)
+        self._stepped.append(optimizer)
+
+    def gradients(self) -> None:
+        """Note the dtype of the gradients that are there, for a step that failed."""
+        for optimizer in self._optimizers:
+            for name, parameter in self._parameters(optimizer):
+                if parameter.grad is not None:
+                    self._add(name, "gradient", parameter.grad)
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has made a step: under a loss scale the first ones may be skipped."""
+        return any(stepped is optimizer for stepped in self._stepped)
+
+    def finished(self) -> bool:
+        """Whether every optimizer has stepped, or one of them has twice."""
+        stepped = {id(optimizer) for optimizer in self._stepped}
+        return len(stepped) == len(self._optimizers) or len(self._stepped) > len(stepped)
+
+    def ledger(self) -> Ledger:
+        """What was seen so far."""
+        return Ledger(entries=self._entries, reductions=tuple(self._reductions))
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
+    for name, parameter in root.named_parameters():
+        if _counts(parameter):
+            yield name, "trainable" if parameter.requires_grad else "frozen", parameter
+    for name, buffer in root.named_buffers():
+        yield name, "buffer", buffer
+    for fqn, module in root.named_modules():
+        if isinstance(module, Metric):
+            for state in module._defaults:
+                value = getattr(module, state)
+                for tensor in value if isinstance(value, list) else [value]:
+                    if isinstance(tensor, Tensor) and _counts(tensor):
+                        yield f"{fqn}.{state}", "metric state", tensor
+
+
+def _outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """``root`` and the modules below it, but not those in a compiled module, whose hooks would be compiled in."""
+    seen = set() if seen is None else seen
+    if root in seen or root._compiled_call_impl is not None or isinstance(root, torch.jit.ScriptModule):
+        return
+    seen.add(root)
+    yield root
+    compiled = hasattr(root.__dict__.get("forward"), "_torchdynamo_orig_callable") or "_orig_mod" in root._modules
+    if not compiled:
+        for child in root.children():
+            yield from _outside_graphs(child, seen)

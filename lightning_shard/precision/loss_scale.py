@@ -1,0 +1,185 @@
+"""Dynamic loss scaling: one arithmetic for every engine, as plain functions over a small state.
+
+fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale before backward and the fp32 gradients are
+divided by it before they are clipped and used. The scale is a power of two, so that both are exact. When a gradient
+of any rank is inf or NaN, every rank skips the step and the scale falls; after enough good steps it rises.
+
+The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the minimum of Megatron-LM and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
+
+LARGEST = 2.0**126
+"""The scale and its inverse are normal fp32 numbers up to here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss scale moves.
+
+    Raises:
+        PrecisionError: a value that can't work; scales and factors must be powers of two.
+    """
+
+    initial: float = 2.0**16
+    """The first scale. A loss that is itself in fp16 needs 2**15 or less, and gets there by a skipped step."""
+
+    growth_factor: float = 2.0
+    """What the scale is multiplied by after ``growth_interval`` good steps in a row."""
+
+    backoff_factor: float = 0.5
+    """What it is multiplied by after an overflow."""
+
+    growth_interval: int = 2000
+    """Steps without an overflow before the scale grows."""
+
+    hysteresis: int = 1
+    """Overflows, counted since the scale last grew, up to which all but the last leave the scale as it is. Their
+    steps are skipped all the same. 1: each lowers it."""
+
+    minimum: float = 1.0
+    """The scale never falls below; an overflow there ends the run."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't work."""
+        for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
+            value = getattr(self, name)
+            if not (0 < value <= LARGEST and 1 / value <= LARGEST and math.frexp(value)[0] == 0.5):
+                raise PrecisionError(
+                    f"loss_scale.{name} is {value}, but must be a power of two from 2**-126 to 2**126, so that "
+                    "gradients are scaled back without rounding."
+                )
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise PrecisionError(f"loss_scale.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.growth_factor <= 1 or self.backoff_factor >= 1:
+            raise PrecisionError(
+                f"loss_scale.growth_factor is {self.growth_factor} and loss_scale.backoff_factor {self.backoff_factor},"
+                " but the first must be greater than 1 and the second less."
+            )
+        if self.minimum > self.initial:
+            raise PrecisionError(
+                f"loss_scale.minimum is {self.minimum}, but loss_scale.initial is {self.initial}, which is less."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleState:
+    """Where the scale stands; the same on every rank."""
+
+    scale: float
+    """What the next loss is multiplied by."""
+
+    good_steps: int
+    """Steps since the last overflow or growth."""
+
+    overflows_left: int
+    """Overflows until the scale falls; it stays at 1 until the scale grows."""
+
+    skipped: int = 0
+    """Steps skipped in the whole run."""
+
+
+def initial_state(scaling: LossScaling) -> LossScaleState:
+    """The state before the first step."""
+    return LossScaleState(scale=scaling.initial, good_steps=0, overflows_left=scaling.hysteresis)
+
+
+def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -> LossScaleState:
+    """The state after a step that was taken, or skipped for an overflow.
+
+    Raises:
+        DataError: an overflow at the minimum: the scale was not the reason.
+    """
+    if overflow:
+        if state.overflows_left > 1:
+            return replace(state, good_steps=0, overflows_left=state.overflows_left - 1, skipped=state.skipped + 1)
+        if state.scale <= scaling.minimum:
+            raise DataError(
+                f"Gradients are inf or NaN at the smallest loss scale, {state.scale:g}, after {state.skipped} skipped "
+                "steps, so that the scale is not the reason. Look for a loss of inf or NaN, lower the learning rate, "
+                "or use precision 'bf16-mixed', whose range is that of fp32."
+            )
+        scale = max(state.scale * scaling.backoff_factor, scaling.minimum)
+        return replace(state, scale=scale, good_steps=0, skipped=state.skipped + 1)
+    if state.good_steps + 1 < scaling.growth_interval:
+        return replace(state, good_steps=state.good_steps + 1)
+    scale = min(state.scale * scaling.growth_factor, LARGEST)
+    return replace(state, scale=scale, good_steps=0, overflows_left=scaling.hysteresis)
+
+
+def state_to_dict(state: LossScaleState) -> dict[str, Any]:
+    """Plain numbers for a checkpoint."""
+    return asdict(state)
+
+
+def state_from_dict(values: dict[str, Any]) -> LossScaleState:
+    """The state that `state_to_dict` gave.
+
+    Raises:
+        CheckpointMismatchError: other keys, as a stock GradScaler's state has.
+    """
+    expected = set(LossScaleState.__dataclass_fields__)
+    if set(values) != expected:
+        raise CheckpointMismatchError(
+            f"the checkpoint's loss scale has the keys {', '.join(sorted(values))}, but must have "
+            f"{', '.join(sorted(expected))}. Remove it from the checkpoint to begin with the initial scale."
+        )
+    return LossScaleState(**values)
+
+
+def scaled(loss: Tensor, state: LossScaleState) -> Tensor:
+    """``loss`` times the scale, in fp32, of which any scale is a finite number."""
+    return loss.float() * state.scale
+
+
+@torch.no_grad()
+def unscale(parameters: Iterable[Tensor], state: LossScaleState, *, device: torch.device) -> bool:
+    """Divide the gradients by the scale in place; whether any, on any rank, is inf or NaN. All ranks call it.
+
+    One pass over the gradients and one all-reduce of a number over all ranks. Gradients may be whole, DTensors, on
+    the host or on the device; a rank without any has none that is not finite.
+
+    Args:
+        parameters: the parameters of one optimizer.
+        state: the state in which the loss was scaled.
+        device: where this rank computes and its collectives run.
+    """
+    found = torch.zeros((), device=device)
+    for locals_ in _by_device_and_dtype(parameters):
+        here = torch.zeros((), device=locals_[0].device)
+        inverse = torch.full((), 1.0 / state.scale, device=here.device)
+        # The kernel of torch.amp.GradScaler, on every device.
+        torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
+        found = torch.maximum(found, here.to(device))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
+@torch.no_grad()
+def rescale(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients by a power of two in place: they wait for another optimizer's step at a new scale."""
+    for locals_ in _by_device_and_dtype(parameters):
+        torch._foreach_mul_(locals_, factor)
+
+
+def _by_device_and_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            groups[local.device, local.dtype].append(local)
+    return list(groups.values())
