@@ -21,6 +21,15 @@ _RAN = pytest.StashKey["Counter[str]"]()
 _MISSING = pytest.StashKey[list[str]]()
 
 
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo a test's changes to the environment (``seed_everything`` sets a variable, which workers would inherit)."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        # Recorded even where it is not set, so that it is taken out again at the test's end.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-groups",

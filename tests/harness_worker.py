@@ -37,6 +37,9 @@ def main(handle: int, folder: Path, rank: int) -> None:
         torch.set_num_threads(1)
         connection = Connection(handle)
         connection.send_bytes(b"ready")
+        # A seed that the test session had set when this process was started is no other test's.
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            os.environ.pop(name, None)
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
@@ -85,6 +88,8 @@ def _process_group(call: dict[str, Any]) -> Iterator[None]:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=call["timeout"]),
     )
+    # A rank whose function is quick would close its connections while others are still making theirs.
+    dist.barrier()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -93,6 +98,7 @@ def _process_group(call: dict[str, Any]) -> Iterator[None]:
 def _reset(environment: dict[str, str]) -> None:
     """Undo what a call may have left: environment, global modes of torch, garbage that holds groups."""
     import torch
+    from torch.distributed.tensor import debug as dtensor_debug
 
     os.environ.clear()
     os.environ.update(environment)
@@ -102,6 +108,10 @@ def _reset(environment: dict[str, str]) -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
+    # DTensor keeps the results of its operators with the mesh that they were first met on; an equal mesh of the
+    # next call would be taken for that one, whose process groups are gone.
+    dtensor_debug._clear_sharding_prop_cache()
+    dtensor_debug._clear_fast_path_sharding_prop_cache()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
