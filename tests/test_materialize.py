@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -147,8 +146,6 @@ def sharded(
 
 
 def _on_every_engine(make: Callable[[], nn.Module], unit_specs: list[Any]) -> dict[str, dict[str, Tensor]]:
-    # It knows meshes by their shape, and the process has had others of the same one, whose groups are gone.
-    _clear_sharding_prop_cache()
     world = dist.get_world_size()
     found = {
         "ddp": replicated(make),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -380,9 +380,9 @@ class ShardsItself(Regression):
         if isinstance(self.net[0].a.weight, DTensor):
             return
         settings: dict[str, Any] = {"mesh": self.device_mesh["shard"], "mp_policy": self.mp_policy}
-        for layer in self.net[:2]:
-            fully_shard(layer.a, **settings)
-            fully_shard(layer, **settings)
+        # Not the second one, which the strategy would choose as well.
+        fully_shard(self.net[0].a, **settings)
+        fully_shard(self.net[0], **settings)
         if self.shards_root:
             fully_shard(self, **settings)
 
@@ -395,6 +395,8 @@ def _check_shards_itself() -> None:
             found = fit(lambda p=policy, r=root: ShardsItself(p, root=r), ShardFSDPStrategy(), precision)  # type: ignore[misc]
             assert found.losses == expected.losses
             compare(found, expected, (precision, root))
+            sharded = {name for name, m in found.named_modules() if isinstance(m, FSDPModule)}
+            assert sharded == {"", "net.0", "net.0.a"}
             _check_cut(found, {})
         checkpointed = fit(
             lambda p=policy: ShardsItself(p),  # type: ignore[misc]
