@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ _FORWARD_BUFFERS = (
     else "broadcast_buffers"
 )
 
-CommHook = Literal["fp16_compress", "bf16_compress"]
+CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class DDPOptions:
     broadcast_buffers: bool = True
     bucket_cap_mb: float | None = None
     comm_hook: CommHook | None = None
+    comm_state: Any = None
 
 
 def prepare_whole(root: nn.Module, *, device: torch.device, seed: int) -> None:
@@ -65,7 +67,11 @@ def replicate(root: nn.Module, *, device: torch.device, options: DDPOptions) -> 
         init_sync=False,
     )
     if options.comm_hook is not None:
-        wrapped.register_comm_hook(None, getattr(default_hooks, f"{options.comm_hook}_hook"))
+        hook = options.comm_hook
+        if isinstance(hook, str):
+            hook = getattr(default_hooks, f"{hook}_hook")
+        assert callable(hook)
+        wrapped.register_comm_hook(options.comm_state, hook)
     return wrapped
 
 

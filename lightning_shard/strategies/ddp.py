@@ -39,7 +39,8 @@ class ShardDDPStrategy(ComposableStrategy):
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
-        comm_hook: Literal["fp16_compress", "bf16_compress"] | None = None,
+        comm_hook: Literal["fp16_compress", "bf16_compress"] | Callable[..., Any] | None = None,
+        comm_state: Any = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
@@ -60,8 +61,11 @@ class ShardDDPStrategy(ComposableStrategy):
                 on both, evaluation and checkpoints use rank 0's buffers.
             bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: ``replicate``
                 reduces by shard unit.
-            comm_hook: reduce gradients in 16 bits. torch's DDP only, and never under ``aligned``, whose reduction
-                is fp32.
+            comm_hook: how a bucket of gradients is reduced: "fp16_compress" and "bf16_compress" do it in 16 bits; or
+                a function ``(state, bucket) -> future``, in YAML its import path, such as
+                ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook``. torch's DDP only, and
+                never under ``aligned``, whose reduction is fp32.
+            comm_state: what a ``comm_hook`` function gets as its first argument, such as a ``PowerSGDState``.
             start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
                 works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled.
             accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch",
@@ -86,8 +90,13 @@ class ShardDDPStrategy(ComposableStrategy):
         )
         if aligned and comm_hook is not None:
             raise ConfigurationError(
-                f"comm_hook is {comm_hook!r}, which reduces gradients in 16 bits, but aligned: true holds reduction "
-                "in fp32. Remove comm_hook, or use shard_ddp."
+                f"comm_hook is {_named(comm_hook)}, which changes how gradients are reduced, but aligned: true holds "
+                "reduction in fp32. Remove comm_hook, or use shard_ddp."
+            )
+        if comm_state is not None and not callable(comm_hook):
+            raise ConfigurationError(
+                f"comm_state is given, but comm_hook is {_named(comm_hook)}, which takes none. Give a comm_hook "
+                "function that uses it, or remove comm_state."
             )
         self._ddp_options = ddp.DDPOptions(
             find_unused_parameters=find_unused_parameters,
@@ -96,6 +105,7 @@ class ShardDDPStrategy(ComposableStrategy):
             broadcast_buffers=broadcast_buffers,
             bucket_cap_mb=bucket_cap_mb,
             comm_hook=comm_hook,
+            comm_state=comm_state,
         )
         self._start_method = start_method
         self._set_aside: ddp.SetAsideGradients | None = None
@@ -115,7 +125,7 @@ class ShardDDPStrategy(ComposableStrategy):
     def _refuse_what_replicate_lacks(self, reason: str) -> None:
         lacking = {n: v for n, v in ddp.differing_defaults(self._ddp_options).items() if n != "find_unused_parameters"}
         if lacking:
-            shown = ", ".join(f"{name}: {value}" for name, value in lacking.items())
+            shown = ", ".join(f"{name}: {_named(value)}" for name, value in lacking.items())
             raise ConfigurationError(
                 f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2-based replicate instead of "
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
@@ -205,3 +215,8 @@ def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
             state_dict[name] = value.to_local()
+
+
+def _named(value: Any) -> str:
+    """A value as a message shows it: a function by its name."""
+    return str(getattr(value, "__name__", value))

@@ -1,0 +1,147 @@
+"""What Lightning's DDP offers, on ``ShardDDPStrategy``: each option is honoured, or refused with its reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from lightning_shard import ConfigurationError, ShardDDPStrategy
+from tests.harness import ROOT, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+
+STEPS = 6
+
+
+def _fit(**options: Any) -> dict[str, Tensor]:
+    pl.seed_everything(1, verbose=False)
+    module = TinyLM()
+    quiet_trainer(strategy=ShardDDPStrategy(**options), max_steps=STEPS).fit(module, loader())
+    return whole_parameters(module)
+
+
+def _largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def _same_on_all_ranks(parameters: dict[str, Tensor]) -> bool:
+    flat = torch.cat([p.flatten() for p in parameters.values()])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return all(torch.equal(flat, other) for other in everyone)
+
+
+def _options_that_change_nothing() -> list[str]:
+    plain = _fit()
+    changed = []
+    for name, value in [
+        ("static_graph", True),
+        ("find_unused_parameters", True),
+        ("gradient_as_bucket_view", True),
+        ("broadcast_buffers", False),
+        # Small enough for several buckets.
+        ("bucket_cap_mb", 0.001),
+    ]:
+        if _largest_difference(plain, _fit(**{name: value})) != 0.0:
+            changed.append(name)
+    return changed
+
+
+def test_options_change_no_number() -> None:
+    assert run_distributed(_options_that_change_nothing, 2) == [[], []]
+
+
+def _hooks() -> dict[str, tuple[float, bool]]:
+    calls = []
+
+    # Without annotations: torch reads them, and here they would be strings.
+    def counting(state, bucket):  # type: ignore[no-untyped-def]
+        calls.append(state)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    plain = _fit()
+    results = {}
+    for name, options in {
+        "own": {"comm_hook": counting, "comm_state": "mine"},
+        # torch's bf16 hook refuses anything but NCCL.
+        "fp16": {"comm_hook": "fp16_compress"},
+        "power": {
+            "comm_hook": powerSGD_hook,
+            "comm_state": PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+        },
+    }.items():
+        parameters = _fit(**options)
+        results[name] = (_largest_difference(plain, parameters), _same_on_all_ranks(parameters))
+    assert calls == ["mine"] * len(calls)
+    assert len(calls) >= STEPS
+    return results
+
+
+def test_communication_hooks_are_used() -> None:
+    for results in run_distributed(_hooks, 2):
+        assert results["own"] == (0.0, True)
+        for name in ["fp16", "power"]:
+            difference, same = results[name]
+            assert difference > 0.0, name
+            assert same, name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aligned": True, "comm_hook": "fp16_compress"}, "comm_hook is fp16_compress.*aligned"),
+        ({"aligned": True, "comm_hook": powerSGD_hook}, "comm_hook is powerSGD_hook"),
+        ({"comm_state": "mine"}, "comm_state is given, but comm_hook is None"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ShardDDPStrategy(**options)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view"])
+def test_what_replicate_lacks_is_refused_before_training(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}: True can't be honoured with precision 'bf16-mixed'"):
+        pl.Trainer(strategy=ShardDDPStrategy(**{option: True}), accelerator="cpu", devices=2, precision="bf16-mixed")
+
+
+NOTEBOOK = """
+import sys
+import lightning.pytorch as pl, torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_shard import ShardDDPStrategy
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=ShardDDPStrategy(start_method="fork"), precision=sys.argv[1],
+    max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+model = BoringModel()
+before = model.layer.weight.detach().clone()
+trainer.fit(model)
+print("trained:", type(model.layer.weight).__name__, not torch.equal(before, model.layer.weight))
+"""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_forked_processes_hand_the_weights_back(tmp_path: Path, precision: str) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    done = subprocess.run(
+        [sys.executable, str(script), precision],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "trained: Parameter True" in done.stdout, done.stderr[-3000:]
