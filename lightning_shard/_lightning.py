@@ -23,7 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available as sync_reduce,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
@@ -41,6 +41,7 @@ __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "callbacks",
     "default_backend",
     "hold_schedulers",
     "init_process_group",
@@ -103,6 +104,11 @@ def hold_schedulers(trainer: Trainer, when: Callable[[], bool]) -> None:
 
     # On the instance; a second fit replaces it.
     loop.update_lr_schedulers = update_unless_held  # type: ignore[method-assign]
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks, an attribute that its class does not declare."""
+    return list(vars(trainer)["callbacks"])
 
 
 def should_accumulate(trainer: Trainer) -> bool:

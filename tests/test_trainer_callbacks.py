@@ -290,7 +290,6 @@ def _finetuned(precision: str, kind: str, strategies: list[str]) -> dict[str, An
     return runs
 
 
-@pytest.mark.xfail(reason="torch's DDP reduces only what was trainable when it was built")
 @pytest.mark.parametrize("kind", ["backbone", "refreeze"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
@@ -350,7 +349,6 @@ def _fit_plainly() -> dict[str, Tensor]:
     return whole_parameters(module)
 
 
-@pytest.mark.xfail(reason="fails in the callback, without a message of this package")
 @KINDS
 def test_callbacks_on_whole_parameters_are_refused_where_parameters_are_cut(kind: str) -> None:
     for strategy, precision in (("shard_fsdp", "32-true"), ("shard_ddp", "bf16-mixed")):
@@ -359,7 +357,6 @@ def test_callbacks_on_whole_parameters_are_refused_where_parameters_are_cut(kind
             assert "works on whole parameters, which Shard" in message
 
 
-@pytest.mark.xfail(reason="fails at the first checkpoint, or on resuming")
 @pytest.mark.parametrize("kind", ["averaging", "pruning"])
 def test_callbacks_that_rewrite_checkpoints_are_refused(kind: str) -> None:
     for error, message in run_distributed(
@@ -379,7 +376,6 @@ def _thawed(strategy: str) -> None:
     quiet_trainer(strategy=strategy, precision="bf16-mixed", max_epochs=2, callbacks=[Thawed()]).fit(Backbone(), data())
 
 
-@pytest.mark.xfail(reason="steps 16-bit parameters without masters")
 @BOTH
 def test_thawing_what_has_no_master_is_refused(strategy: str) -> None:
     for error, message in run_distributed(refusal, 2, _thawed, strategy):

@@ -258,7 +258,6 @@ def _evaluate(strategy: str, precision: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.xfail(reason="evaluation steps run with gradients on")
 @ALL
 def test_validate_test_and_predict_with_and_without_fit(strategy: str, precision: str) -> None:
     one, other = run_distributed(_evaluate, 2, strategy, precision)
@@ -430,7 +429,6 @@ def _predict_nothing_on_one(strategy: str) -> None:
     trainer.predict(module, mine)
 
 
-@pytest.mark.xfail(reason="the other ranks wait for it")
 @BOTH
 def test_prediction_where_a_rank_has_no_batch(strategy: str) -> None:
     for kind, message in run_distributed(refusal, 2, _predict_nothing_on_one, strategy, timeout=30):
@@ -537,7 +535,6 @@ def _peeked(strategy: str, precision: str) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.xfail(reason="evaluation steps run with gradients on")
 @pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_training_goes_on_after_evaluation_in_inference_mode(strategy: str, precision: str) -> None:

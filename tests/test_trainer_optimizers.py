@@ -421,7 +421,6 @@ class LooksBack(Indexed):
         self.notes.append(float(x.sum()))
 
 
-@pytest.mark.xfail(reason="units that it left gathered keep the old values")
 @PRECISIONS
 def test_forward_between_backward_and_step(precision: str) -> None:
     same_everywhere(LooksBack, precision, strategies=("ddp", "full", "grad_op"))
@@ -456,7 +455,6 @@ def _ignored(strategy: str, precision: str) -> tuple[dict[str, Tensor], list[flo
     return whole_parameters(module), module.notes
 
 
-@pytest.mark.xfail(reason="clipping sees gradients that are not averaged yet")
 @PRECISIONS
 def test_ignored_modules_count_in_clipping_by_hand(precision: str) -> None:
     results = [run for strategy in ("ddp", "full") for run in run_distributed(_ignored, 2, strategy, precision)]

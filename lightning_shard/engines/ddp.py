@@ -75,6 +75,11 @@ def replicate(root: nn.Module, *, device: torch.device, options: DDPOptions) -> 
     return wrapped
 
 
+def unwrap(wrapped: DistributedDataParallel) -> None:
+    """Let go of the module: the parameters' hooks outlive the wrapper as long as anything refers to it."""
+    wrapped._remove_autograd_hooks()
+
+
 class SetAsideGradients:
     """Lets DDP reduce each micro-batch's gradients alone.
 

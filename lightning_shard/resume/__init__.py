@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from lightning_shard.resume.iterable import StatefulIterableLoader
-from lightning_shard.resume.lengths import agreed, agreeing, check_lengths
+from lightning_shard.resume.lengths import agreed, agreeing, check_lengths, check_some
 from lightning_shard.resume.loader import ResumableLoader
 from lightning_shard.resume.order import global_order, rank_share, rescale_batches, share_size
 from lightning_shard.resume.progress import place_batches, prepare_loader, settle_progress
@@ -31,6 +31,7 @@ __all__ = [
     "agreed",
     "agreeing",
     "check_lengths",
+    "check_some",
     "derived_rng_seed",
     "gather_states",
     "global_order",

@@ -50,6 +50,30 @@ def check_lengths(
     )
 
 
+def check_some(
+    length: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    what: str = "predict dataloader",
+) -> None:
+    """Refuse a loader without a batch on some ranks only (collective; all ranks of `group`).
+
+    Raises:
+        DataError: on every rank alike, naming those ranks.
+    """
+    if not dist.is_initialized():
+        return
+    lengths = _gathered(length, group, device)
+    empty = [rank for rank, count in enumerate(lengths) if count == 0]
+    if empty and len(empty) < len(lengths):
+        raise DataError(
+            f"the {what} has no batch on {_ranks(empty)}, {_ranks(_others(empty, lengths))} have some. A rank without "
+            "batches leaves the loop before it began, and the others wait for it for ever. Give every rank at least "
+            "one batch: use fewer processes, or a smaller batch_size."
+        )
+
+
 def agreed(
     iterator: Iterator[Any],
     *,

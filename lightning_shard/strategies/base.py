@@ -27,11 +27,19 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.resume import agreeing, check_lengths, order_warning, place_batches, prepare_loader
+from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
 from lightning_shard.strategies.ledgering import LedgerStrategy
+from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
+
+
+@contextmanager
+def _evaluating() -> Generator[None, None, None]:
+    """No gradients, and no inference mode, whatever the loop entered: leaving inference mode turns gradients on."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 class ShardStrategy(LedgerStrategy):
@@ -180,23 +188,36 @@ class ShardStrategy(LedgerStrategy):
         """Hand the module to the engine, then build the optimizers on the parameters that it left."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         _lightning.use_no_grad_in_evaluation(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and (sync := _lightning.layer_sync(self)) is not None:
-            sync.apply(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
+            refuse_callbacks(
+                _lightning.callbacks(trainer),
+                whole=self._keeps_parameters_whole(),
+                saving=bool(trainer.checkpoint_callbacks),
+                run=f"{type(self).__name__} in precision {self.precision_plugin.precision!r}",
+            )
+            if (sync := _lightning.layer_sync(self)) is not None:
+                sync.apply(self.lightning_module)
             self._begin_ledger(self.lightning_module)
-        self.model = self._prepare_module(self.lightning_module, fitting=trainer.state.fn == TrainerFn.FITTING)
+        self.model = self._prepare_module(self.lightning_module, fitting=fitting)
         _lightning.set_device(self.lightning_module, self.root_device)
         self.barrier("engine")
+        self._parameters = list(self.lightning_module.parameters())
+        self._trainable = [p.requires_grad for p in self._parameters]
         # Optimizers of an earlier run refer to parameters that may have been replaced.
         self._reset_optimizers_and_schedulers()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
             self._check_start()
             self._warn_low_memory()
             _lightning.hold_schedulers(trainer, when=lambda: self.precision_plugin.step_skipped)
         self.setup_precision_plugin()
+
+    def _keeps_parameters_whole(self) -> bool:
+        """Whether every rank has plain parameters, not DTensors."""
+        return False
 
     @abstractmethod
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
@@ -241,19 +262,19 @@ class ShardStrategy(LedgerStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``validation_step`` under the engine's hooks, never in inference mode."""
         assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context(), torch.inference_mode(mode=False):
+        with self.precision_plugin.val_step_context(), _evaluating():
             return self._run(self.lightning_module.validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``test_step`` under the engine's hooks, never in inference mode."""
         assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), torch.inference_mode(mode=False):
+        with self.precision_plugin.test_step_context(), _evaluating():
             return self._run(self.lightning_module.test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``predict_step`` under the engine's hooks, never in inference mode."""
         assert self.lightning_module is not None
-        with self.precision_plugin.predict_step_context(), torch.inference_mode(mode=False):
+        with self.precision_plugin.predict_step_context(), _evaluating():
             return self._run(self.lightning_module.predict_step, *args, **kwargs)
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -306,6 +327,10 @@ class ShardStrategy(LedgerStrategy):
 
     def _clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str) -> None:
         """Clip by norm or value, and log the norm before it (`grad_norm`) where one was computed."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            # The user clips ahead of `optimizer_step`.
+            self._finish_gradients()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm: Tensor | None = None
         if self.log_grad_norm or (clip_val > 0 and algorithm == "norm"):
@@ -315,8 +340,30 @@ class ShardStrategy(LedgerStrategy):
         elif clip_val > 0:
             clip_by_value(parameters, clip_val)
         if norm is not None:
-            assert self.lightning_module is not None
             self.lightning_module.log("grad_norm", norm)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Follow what was frozen and thawed since the last step, as ``BackboneFinetuning`` does between epochs.
+
+        Raises:
+            ConfigurationError: a thawed parameter that has no master, since it was loaded in 16 bits and frozen.
+        """
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        master = self.policy.master
+        stepped = [p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()]
+        if thawed := [dtype for dtype in stepped if dtype != master]:
+            raise ConfigurationError(
+                f"{len(thawed)} parameters were thawed that were frozen in {thawed[0]} when the fit began, and so have "
+                f"no {master} masters. Load them in {master}, or let the fit begin with them trainable."
+            )
+        self._follow_freezing()
+
+    @abstractmethod
+    def _follow_freezing(self) -> None:
+        """Tell the engine that other parameters have gradients from now on."""
 
     # Buffers
 
@@ -361,8 +408,8 @@ class ShardStrategy(LedgerStrategy):
         if length is None:
             check_lengths(None, device=self.root_device, what=what)
             return agreeing(dataloader, device=self.root_device, what=what)
-        if stage != "predict":
-            check_lengths(length, device=self.root_device, what=what)
+        check = check_some if stage == "predict" else check_lengths
+        check(length, device=self.root_device, what=what)
         return dataloader
 
     def on_train_start(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.engines import forward, fsdp
@@ -108,6 +109,22 @@ class ComposableStrategy(ShardStrategy):
         assert self.lightning_module is not None
         if self._sharded is not None and not self.lightning_module.automatic_optimization:
             forward.hook_loss(self.lightning_module, closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, reduce, clip and step, and let every forward from here on see the new values."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # What a forward without a backward left gathered is old now.
+        self._reshard()
+        return result
+
+    def _follow_freezing(self) -> None:
+        """Nothing to do: FSDP reads `requires_grad` whenever it gathers."""
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         assert self.lightning_module is not None

@@ -135,8 +135,7 @@ class ShardDDPStrategy(ComposableStrategy):
         return fsdp.ShardingOptions(replicate_only=True, reduce_unused=self._ddp_options.find_unused_parameters)
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
-        composable = self.policy.compute != torch.float32 or ddp.needs_composable(module)
-        if composable:
+        if not self._keeps_parameters_whole():
             if self.policy.compute == torch.float32:
                 self._refuse_what_replicate_lacks("frozen 16-bit parameters")
             self._shard(module)
@@ -147,11 +146,28 @@ class ShardDDPStrategy(ComposableStrategy):
         self._refuse_foreign(module)
         ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
         self._warn_upcast(cast_trainable_parameters(module, self.policy.master))
-        if not fitting or not any(p.requires_grad for p in module.parameters()):
+        return self._wrap(module) if fitting else module
+
+    def _wrap(self, module: LightningModule) -> nn.Module:
+        if not any(p.requires_grad for p in module.parameters()):
             return module
         self._delayed_static_graph = False
         self._set_aside = ddp.SetAsideGradients(module) if not self._syncs_at_boundary else None
         return ddp.replicate(module, device=self.root_device, options=self._ddp_options)
+
+    def _keeps_parameters_whole(self) -> bool:
+        assert self.lightning_module is not None
+        return self.policy.compute == torch.float32 and not ddp.needs_composable(self.lightning_module)
+
+    def _follow_freezing(self) -> None:
+        if self._sharded is not None:
+            super()._follow_freezing()
+            return
+        # DDP reduces what was trainable when it was built.
+        assert self.lightning_module is not None
+        if isinstance(self.model, DistributedDataParallel):
+            ddp.unwrap(self.model)
+        self.model = self._wrap(self.lightning_module)
 
     @property
     def _syncs_at_boundary(self) -> bool:
