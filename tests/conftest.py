@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Generator
 
 import pytest
+import torch
 
 from tests.harness import close_pools
 
@@ -28,6 +29,14 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         # Recorded even where it is not set, so that it is taken out again at the test's end.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Generator[None, None, None]:
+    """End a process group that a test began in this process; metrics of the next test would synchronise over it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
