@@ -115,6 +115,10 @@ class _Pool:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": _joined_path(),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Each rank compiles by itself: a shared cache would make a test depend on who is first, and on what
+            # earlier runs on this machine left there.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{rank}"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
         # A plain subprocess, not a daemonic multiprocessing one, which could not have DataLoader workers; in
         # a session of its own so that it can be killed together with them.
@@ -190,9 +194,9 @@ class _Pool:
         shutil.rmtree(folder, ignore_errors=True)
         return [pickle.loads(outcomes[rank][2]) for rank in range(world_size)]
 
-    def _collect(self, deadline: float) -> dict[int, tuple[str, str, Any]]:
-        """Rank -> (kind, what happened, data); kind is result, error, died or hung."""
-        outcomes: dict[int, tuple[str, str, Any]] = {}
+    def _collect(self, deadline: float) -> dict[int, tuple[Any, ...]]:
+        """Rank -> (kind, what happened, data, for an error also when); kind is result, error, died or hung."""
+        outcomes: dict[int, tuple[Any, ...]] = {}
         waiting = dict(enumerate(self.connections))
         while waiting and time.monotonic() < deadline:
             # Read before asking whether the process lives: what it sent before its end counts.
@@ -212,9 +216,9 @@ class _Pool:
                 outcomes[rank] = ("hung", "did not end", stack)
         return outcomes
 
-    def _receive(self, rank: int, connection: Connection) -> tuple[str, str, Any]:
+    def _receive(self, rank: int, connection: Connection) -> tuple[Any, ...]:
         try:
-            outcome: tuple[str, str, Any] = pickle.loads(connection.recv_bytes())
+            outcome: tuple[Any, ...] = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return "died", "died", self._exit_status(rank)
         return outcome
@@ -236,19 +240,21 @@ class _Pool:
         time.sleep(0.5)
         return {rank: _tail(self.folder / f"stacks-{rank}.txt", 200) for rank in ranks}
 
-    def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[str, str, Any]], folder: Path) -> str:
-        first = min(
-            (rank for rank, outcome in outcomes.items() if outcome[0] != "result"),
-            # What raised or died comes before what waited for it.
-            key=lambda rank: (outcomes[rank][0] == "hung", rank),
-        )
+    def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[Any, ...]], folder: Path) -> str:
+        # What raised or died comes before what waited for it, and a lost connection after its cause.
+        order = {"error": 0, "died": 1, "hung": 2, "result": 3}
+        ranks = sorted(outcomes, key=lambda rank: (order[outcomes[rank][0]], *outcomes[rank][3:], rank))
+        first = ranks[0]
         if all(outcome[0] in ("result", "hung") for outcome in outcomes.values()):
             head = f"{name} on {len(outcomes)} processes did not end within {timeout} s"
         else:
-            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {outcomes[first][1]}"
+            kind, what, data = outcomes[first][:3]
+            # The line of the exception itself, which starts with its type's name, qualified or not.
+            lines = [line for line in data.splitlines() if kind == "error" and line.split(":")[0].endswith(what)]
+            head = f"{name} on {len(outcomes)} processes failed; rank {first}: {lines[-1] if lines else what}"
         parts = [head]
-        for rank in sorted(outcomes):
-            kind, what, data = outcomes[rank]
+        for rank in ranks:
+            kind, what, data = outcomes[rank][:3]
             if kind == "result":
                 parts.append(f"--- rank {rank}: returned")
                 continue

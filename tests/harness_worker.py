@@ -11,6 +11,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -61,11 +62,11 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
                 fn, args, kwargs = pickle.loads(call["payload"])
                 outcome = ("result", "returned", pickle.dumps(fn(*args, **kwargs)))
             except BaseException as error:
-                outcome = ("error", type(error).__name__, _formatted(error))
+                outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
                 # Tell at once, ahead of any cleaning up that could wait for the other ranks.
                 connection.send_bytes(pickle.dumps(outcome))
     except BaseException as error:
-        outcome = ("error", type(error).__name__, _formatted(error))
+        outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
         connection.send_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
         _reset(environment)
