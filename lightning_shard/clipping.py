@@ -14,12 +14,14 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lightning_shard.errors import DataError
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that there are."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -28,13 +30,17 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _cut_axes(grad: Tensor) -> tuple[tuple[dist.ProcessGroup, str], ...]:
+def _cut_axes(grad: Tensor, pieces: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
     """Process groups over whose ranks a gradient is cut, one per sharded mesh axis, with the mesh's device type.
 
     Empty if it is whole.
     """
     if not isinstance(grad, DTensor):
-        return ()
+        if pieces is None:
+            return ()
+        return tuple(
+            (pieces.get_group(axis), pieces.device_type) for axis in range(pieces.ndim) if pieces.size(axis) > 1
+        )
     axes = []
     for axis, placement in enumerate(grad.placements):
         assert not isinstance(placement, Partial), "a gradient was read before its reduction ended"
@@ -50,15 +56,19 @@ def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Total 2-norm of the gradients of ``parameters``; the same fp32 0-d tensor on every rank.
+def gradient_norm(gradients: Iterable[Tensor], *, pieces: DeviceMesh | None = None) -> Tensor:
+    """Total 2-norm of ``gradients``; the same fp32 0-d tensor on every rank.
 
-    All ranks call it with the same parameters. Gradients may be plain tensors that are whole and equal on all
-    ranks, or DTensors sharded and replicated over any mesh. Parameters without a gradient count as zero.
+    All ranks call it with the gradients of the same parameters: DTensors sharded and replicated over any mesh, or
+    plain tensors that are whole and equal on all ranks.
+
+    Args:
+        gradients: fp32, bf16 or fp16.
+        pieces: a mesh over whose ranks the plain tensors are disjoint pieces, as ZeRO's flat partitions are.
     """
     by_axes: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[Tensor]] = defaultdict(list)
-    for grad in _gradients(parameters):
-        by_axes[_cut_axes(grad)].append(_local(grad))
+    for grad in gradients:
+        by_axes[_cut_axes(grad, pieces)].append(_local(grad))
     if not by_axes:
         return torch.zeros(())
     total: Tensor | None = None
@@ -81,43 +91,44 @@ def _all_reduce(value: Tensor, group: dist.ProcessGroup, device_type: str) -> Te
 
 @torch.no_grad()
 def clip_by_norm(
-    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     max_norm: float,
     *,
     norm: Tensor | None = None,
+    pieces: DeviceMesh | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before.
 
-    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before.
+    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``pieces``: as there.
 
     Raises:
         DataError: the norm is inf or NaN and ``error_if_nonfinite`` is set; raised on every rank alike, before any
             gradient was changed.
     """
-    norm = gradient_norm(parameters) if norm is None else norm
+    norm = gradient_norm(gradients, pieces=pieces) if norm is None else norm
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "
             "lower the learning rate, or set error_if_nonfinite: false to scale by it all the same, as torch does."
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for locals_ in _by_device_and_dtype(parameters):
+    for locals_ in _by_device_and_dtype(gradients):
         torch._foreach_mul_(locals_, coefficient.to(locals_[0].device))
     return norm
 
 
 @torch.no_grad()
-def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
+def clip_by_value(gradients: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of the gradients to ``[-max_value, max_value]`` in place; no communication."""
-    for locals_ in _by_device_and_dtype(parameters):
+    for locals_ in _by_device_and_dtype(gradients):
         torch._foreach_clamp_min_(locals_, -max_value)
         torch._foreach_clamp_max_(locals_, max_value)
 
 
-def _by_device_and_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in _gradients(parameters):
+    for grad in gradients:
         local = _local(grad)
         groups[local.device, local.dtype].append(local)
     return list(groups.values())

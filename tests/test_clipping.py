@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.errors import DataError
 from tests.harness import run_distributed
 
@@ -36,7 +36,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 @given(scale=st.floats(1e-6, 1e6), max_norm=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
 def test_by_norm_is_torchs_clipping(dtype: torch.dtype, scale: float, max_norm: float, seed: int) -> None:
     ours, torchs = with_gradients(seed, scale, dtype), with_gradients(seed, scale, dtype)
-    norm = clip_by_norm(ours, max_norm)
+    norm = clip_by_norm(gradients_of(ours), max_norm)
     expected = nn.utils.clip_grad_norm_(torchs, max_norm)
     # torch sums in the gradients' dtype, in 5 + 5 roundings or so of half a spacing each.
     rtol = 10 * torch.finfo(dtype).eps
@@ -49,18 +49,18 @@ def test_by_norm_is_torchs_clipping(dtype: torch.dtype, scale: float, max_norm: 
 
 def test_the_coefficient_is_torchs_exactly() -> None:
     ours, torchs = with_gradients(scale=10), with_gradients(scale=10)
-    norm = clip_by_norm(ours, 0.7)
+    norm = clip_by_norm(gradients_of(ours), 0.7)
     nn.utils.clip_grads_with_norm_(torchs, 0.7, norm)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, torchs, strict=True))  # type: ignore[arg-type]
     # A spacing or two above 0.7 at most: torch's 1e-6 in the coefficient keeps it below in all but rounding.
-    torch.testing.assert_close(gradient_norm(ours), torch.tensor(0.7), rtol=3e-7, atol=0)
+    torch.testing.assert_close(gradient_norm(gradients_of(ours)), torch.tensor(0.7), rtol=3e-7, atol=0)
     assert norm > 0.7
 
 
 def test_a_small_norm_changes_nothing() -> None:
     parameters = with_gradients()
     before = gradients(parameters)
-    clip_by_norm(parameters, 1e6)
+    clip_by_norm(gradients_of(parameters), 1e6)
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(parameters), strict=True))
 
 
@@ -69,7 +69,7 @@ def test_the_norm_is_summed_in_fp64() -> None:
     for seed in range(20):
         parameters = with_gradients(seed)
         exact = torch.cat([g.flatten().double() for g in gradients(parameters)]).square().sum().sqrt().float()
-        assert torch.equal(gradient_norm(parameters), exact)
+        assert torch.equal(gradient_norm(gradients_of(parameters)), exact)
         off += not torch.equal(nn.utils.get_total_norm(gradients(parameters)), exact)
     assert off > 0, "a sum in fp32 would pass too"
     # Squares that fp32 does not hold.
@@ -77,13 +77,13 @@ def test_the_norm_is_summed_in_fp64() -> None:
         parameter = nn.Parameter(torch.zeros(2))
         parameter.grad = torch.full((2,), value)
         exact = parameter.grad.double().square().sum().sqrt().float()
-        assert torch.equal(gradient_norm([parameter]), exact)
+        assert torch.equal(gradient_norm(gradients_of([parameter])), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_by_value_is_torchs(dtype: torch.dtype) -> None:
     ours, torchs = with_gradients(dtype=dtype), with_gradients(dtype=dtype)
-    clip_by_value(ours, 0.25)
+    clip_by_value(gradients_of(ours), 0.25)
     nn.utils.clip_grad_value_(torchs, 0.25)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, torchs, strict=True))  # type: ignore[arg-type]
     assert max(g.abs().max() for g in gradients(ours)) == 0.25
@@ -91,16 +91,16 @@ def test_by_value_is_torchs(dtype: torch.dtype) -> None:
 
 def test_parameters_without_gradients() -> None:
     parameters = with_gradients()
-    expected = gradient_norm(parameters)
-    assert torch.equal(gradient_norm([*parameters, nn.Parameter(torch.ones(3))]), expected)
+    expected = gradient_norm(gradients_of(parameters))
+    assert torch.equal(gradient_norm(gradients_of([*parameters, nn.Parameter(torch.ones(3))])), expected)
     none = [nn.Parameter(torch.ones(3))]
-    assert clip_by_norm(none, 1.0, error_if_nonfinite=True) == 0
-    clip_by_value(none, 1.0)
+    assert clip_by_norm(gradients_of(none), 1.0, error_if_nonfinite=True) == 0
+    clip_by_value(gradients_of(none), 1.0)
     assert none[0].grad is None
-    assert gradient_norm([]) == 0
+    assert gradient_norm(gradients_of([])) == 0
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.grad = torch.zeros(0, 3)
-    assert clip_by_norm([empty], 1.0) == 0
+    assert clip_by_norm(gradients_of([empty]), 1.0) == 0
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -109,12 +109,12 @@ def test_a_norm_that_is_not_finite(value: float) -> None:
     parameters[1].grad[2] = value  # type: ignore[index]
     before = gradients(parameters)
     with pytest.raises(DataError, match=r"gradient norm is (inf|nan).*error_if_nonfinite"):
-        clip_by_norm(parameters, 1.0, error_if_nonfinite=True)
+        clip_by_norm(gradients_of(parameters), 1.0, error_if_nonfinite=True)
     torch.testing.assert_close(gradients(parameters), before, rtol=0, atol=0, equal_nan=True)
     # Without it, as torch does.
     other = with_gradients()
     other[1].grad[2] = value  # type: ignore[index]
-    clip_by_norm(parameters, 1.0)
+    clip_by_norm(gradients_of(parameters), 1.0)
     nn.utils.clip_grad_norm_(other, 1.0)
     torch.testing.assert_close(gradients(parameters), gradients(other), rtol=0, atol=0, equal_nan=True)
 
@@ -139,13 +139,13 @@ def _check_on_mesh(shape: tuple[int, ...], placements: list[Placement]) -> None:
         assert local != [p.numel() for p in plain], "nothing was cut"
     # A dim of 1 leaves all ranks but the first of a shard group with nothing.
     assert (0 in local) == (dist.get_rank() % shape[-1] > 0)
-    expected = clip_by_norm(plain, 0.5)
+    expected = clip_by_norm(gradients_of(plain), 0.5)
     # The second time some are whole on every rank, as ignored parameters are.
     for candidates in (
         parameters,
         [*cut(with_gradients(scale=3), shape, placements)[:3], *with_gradients(scale=3)[3:]],
     ):
-        assert torch.equal(clip_by_norm(candidates, 0.5, error_if_nonfinite=True), expected)
+        assert torch.equal(clip_by_norm(gradients_of(candidates), 0.5, error_if_nonfinite=True), expected)
         for found, whole in zip(candidates, plain, strict=True):
             grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
             assert torch.equal(grad, whole.grad)  # type: ignore[arg-type]
@@ -154,8 +154,8 @@ def _check_on_mesh(shape: tuple[int, ...], placements: list[Placement]) -> None:
 def _check_value_on_mesh(shape: tuple[int, ...], placements: list[Placement]) -> None:
     plain = with_gradients()
     parameters = cut(plain, shape, placements)
-    clip_by_value(parameters, 0.25)
-    clip_by_value(plain, 0.25)
+    clip_by_value(gradients_of(parameters), 0.25)
+    clip_by_value(gradients_of(plain), 0.25)
     for found, whole in zip(parameters, plain, strict=True):
         assert torch.equal(found.grad.full_tensor(), whole.grad)  # type: ignore[union-attr, arg-type]
 
@@ -167,7 +167,7 @@ def _check_nonfinite(shape: tuple[int, ...], placements: list[Placement]) -> Non
         parameters[0].grad.to_local()[0, 0] = math.inf  # type: ignore[union-attr]
     before = [p.grad.to_local().clone() for p in parameters]  # type: ignore[union-attr]
     with pytest.raises(DataError, match="gradient norm is inf"):
-        clip_by_norm(parameters, 1.0, error_if_nonfinite=True)
+        clip_by_norm(gradients_of(parameters), 1.0, error_if_nonfinite=True)
     assert all(torch.equal(b, p.grad.to_local()) for b, p in zip(before, parameters, strict=True))  # type: ignore[union-attr]
 
 
@@ -176,7 +176,7 @@ def _check_pending_reduction() -> None:
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(AssertionError, match="before its reduction ended"):
-        gradient_norm([parameter])
+        gradient_norm(gradients_of([parameter]))
 
 
 def _check_meshes() -> None:
@@ -187,14 +187,14 @@ def _check_meshes() -> None:
     for placements in ([Shard(0)], [Replicate()]):
         _check_value_on_mesh((world,), placements)
         _check_nonfinite((world,), placements)
-        expected = gradient_norm(with_gradients())
-        assert torch.equal(gradient_norm(cut(with_gradients(), (world,), placements)), expected)
+        expected = gradient_norm(gradients_of(with_gradients()))
+        assert torch.equal(gradient_norm(gradients_of(cut(with_gradients(), (world,), placements))), expected)
     _check_on_mesh((world,), [Shard(0)])
     _check_pending_reduction()
     if world == 4:
         matrices = [p for p in with_gradients() if p.ndim > 1]
-        expected = gradient_norm(matrices)
-        assert torch.equal(gradient_norm(cut(matrices, (2, 2), [Shard(0), Shard(1)])), expected)
+        expected = gradient_norm(gradients_of(matrices))
+        assert torch.equal(gradient_norm(gradients_of(cut(matrices, (2, 2), [Shard(0), Shard(1)]))), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from lightning_shard.clipping import gradients_of
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.precision.loss_scale import (
     LARGEST,
@@ -124,7 +125,7 @@ def _unscale(overflow: float | None, where: str) -> tuple[bool, bool]:
         parameters["whole"].grad[0] = overflow  # type: ignore[index]
     if overflow is not None and rank == 1 and where == "cut":
         parameters["cut"].grad.to_local()[0] = overflow  # type: ignore[union-attr]
-    found = unscale(parameters.values(), state, device=torch.device("cpu"))
+    found = unscale(gradients_of(parameters.values()), state, device=torch.device("cpu"))
     same = all(
         torch.equal(_local(p.grad), _local(before[name])) for name, p in parameters.items() if p.grad is not None
     )
@@ -149,7 +150,7 @@ def _unscale_nothing() -> bool:
     parameters = [nn.Parameter(torch.ones(1))]
     if torch.distributed.get_rank() == 1:
         parameters[0].grad = torch.full((1,), torch.inf)
-    return unscale(parameters, initial_state(LossScaling()), device=torch.device("cpu"))
+    return unscale(gradients_of(parameters), initial_state(LossScaling()), device=torch.device("cpu"))
 
 
 def test_a_rank_without_gradients_takes_part() -> None:

@@ -32,6 +32,9 @@ from lightning_shard.precision.loss_scale import (
 from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, policy_from, short
 
 ClipFunction = Callable[[Optimizer, float, str], None]
+GradientsFunction = Callable[[Optimizer], list[Tensor]]
+StepFunction = Callable[[Optimizer], None]
+BackwardFunction = Callable[..., None]
 DType = Literal["fp32", "bf16", "fp16"]
 
 
@@ -81,6 +84,9 @@ class ShardPrecision(Precision):
         }
         self._refuse_what_no_form_runs()
         self._clip: ClipFunction | None = None
+        self._gradients: GradientsFunction | None = None
+        self._step: StepFunction | None = None
+        self._backward: BackwardFunction | None = None
         self._device: Callable[[], torch.device] | None = None
         self._scaling: LossScaling | None = None
         self._scale: LossScaleState | None = None
@@ -103,16 +109,30 @@ class ShardPrecision(Precision):
         return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)
 
     def connect_to_strategy(
-        self, *, clip: ClipFunction, policy: PrecisionPolicy, device: Callable[[], torch.device]
+        self,
+        *,
+        clip: ClipFunction,
+        gradients: GradientsFunction,
+        policy: PrecisionPolicy,
+        device: Callable[[], torch.device],
+        step: StepFunction | None = None,
+        backward: BackwardFunction | None = None,
     ) -> None:
-        """Let the strategy clip, for it knows how the gradients are cut, and say where and whether the loss is scaled.
+        """Let the strategy do what depends on how gradients are cut, and say where and whether the loss is scaled.
 
         Args:
             clip: clips the gradients of an optimizer to a value by an algorithm.
+            gradients: this rank's gradients of an optimizer, once they are reduced.
             policy: the strategy's.
             device: tells where this rank computes, once that is known.
+            step: steps an optimizer whose steps the engine makes; it is called for skipped steps too. None: the
+                optimizer steps itself.
+            backward: ``(loss, module, *args, **kwargs)``, where the engine runs backward. None: the module does.
         """
         self._clip = clip
+        self._gradients = gradients
+        self._step = step
+        self._backward = backward
         self._device = device
         self._scaling = policy.loss_scale
         self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
@@ -167,23 +187,38 @@ class ShardPrecision(Precision):
 
         Hooks run and ``global_step`` counts on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
-        if self._scale is None:
+        if self._scale is None and self._step is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        self.step_skipped = self._unscale(optimizer)
-        model.log("loss_scale", self._scale.scale)
+        if self._scale is not None:
+            self.step_skipped = self._unscale(optimizer)
+            model.log("loss_scale", self._scale.scale)
         self._after_closure(model, optimizer)
-        if not self.step_skipped:
+        if self._step is not None:
+            self._step(optimizer)
+        elif not self.step_skipped:
             optimizer.step(**kwargs)
-        self._update(optimizer)
+        if self._scale is not None:
+            self._update(optimizer)
         return result
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run backward from ``tensor``, by the engine where it does so itself."""
+        if self._backward is None:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        else:
+            self._backward(tensor, model, *args, **kwargs)
 
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""
         assert self._scale is not None
         assert self._device is not None
+        assert self._gradients is not None
         if id(optimizer) not in self._overflows:
-            self._overflows[id(optimizer)] = unscale(_parameters(optimizer), self._scale, device=self._device())
+            gradients = self._gradients(optimizer)
+            self._overflows[id(optimizer)] = unscale(gradients, self._scale, device=self._device())
         return self._overflows[id(optimizer)]
 
     def _update(self, optimizer: Optimizer) -> None:
@@ -193,11 +228,12 @@ class ShardPrecision(Precision):
         self._scale = next_state(self._scaling, self._scale, overflow=overflow)
         if self._scale.scale == before:
             return
-        own = {id(p) for p in _parameters(optimizer)}
+        assert self._gradients is not None
+        own = {id(gradient) for gradient in self._gradients(optimizer)}
         for other in self._optimizers:
             # Its gradients, from a backward before this step, wait for a step of their own.
             if other is not optimizer and id(other) not in self._overflows:
-                rescale([p for p in _parameters(other) if id(p) not in own], self._scale.scale / before)
+                rescale([g for g in self._gradients(other) if id(g) not in own], self._scale.scale / before)
 
     def clip_gradients(
         self,
@@ -232,10 +268,6 @@ class ShardPrecision(Precision):
         """
         if self._scale is not None:
             self._scale = state_from_dict(state_dict)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def low_memory_warning(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> str:

@@ -147,19 +147,19 @@ def scaled(loss: Tensor, state: LossScaleState) -> Tensor:
 
 
 @torch.no_grad()
-def unscale(parameters: Iterable[Tensor], state: LossScaleState, *, device: torch.device) -> bool:
+def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch.device) -> bool:
     """Divide the gradients by the scale in place; whether any, on any rank, is inf or NaN. All ranks call it.
 
     One pass over the gradients and one all-reduce of a number over all ranks. Gradients may be whole, DTensors, on
     the host or on the device; a rank without any has none that is not finite.
 
     Args:
-        parameters: the parameters of one optimizer.
+        gradients: this rank's of one optimizer, whole or in pieces.
         state: the state in which the loss was scaled.
         device: where this rank computes and its collectives run.
     """
     found = torch.zeros((), device=device)
-    for locals_ in _by_device_and_dtype(parameters):
+    for locals_ in _by_device_and_dtype(gradients):
         here = torch.zeros((), device=locals_[0].device)
         inverse = torch.full((), 1.0 / state.scale, device=here.device)
         # The kernel of torch.amp.GradScaler, on every device.
@@ -170,16 +170,15 @@ def unscale(parameters: Iterable[Tensor], state: LossScaleState, *, device: torc
 
 
 @torch.no_grad()
-def rescale(parameters: Iterable[Tensor], factor: float) -> None:
+def rescale(gradients: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients by a power of two in place: they wait for another optimizer's step at a new scale."""
-    for locals_ in _by_device_and_dtype(parameters):
+    for locals_ in _by_device_and_dtype(gradients):
         torch._foreach_mul_(locals_, factor)
 
 
-def _by_device_and_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            groups[local.device, local.dtype].append(local)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        groups[local.device, local.dtype].append(local)
     return list(groups.values())

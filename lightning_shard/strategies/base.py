@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
-from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
@@ -125,6 +125,7 @@ class ShardStrategy(LedgerStrategy):
         if plugin is not None:
             plugin.connect_to_strategy(
                 clip=self._clip_gradients,
+                gradients=self._gradients,
                 policy=plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary),
                 device=lambda: self.root_device,
             )
@@ -325,20 +326,29 @@ class ShardStrategy(LedgerStrategy):
     def _finish_gradients(self) -> None:
         """Reduce gradients that the engine does not."""
 
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's reduced gradients of ``optimizer``: DTensors, or plain tensors."""
+        return gradients_of(p for group in optimizer.param_groups for p in group["params"])
+
+    @property
+    def _gradient_pieces(self) -> DeviceMesh | None:
+        """The mesh over whose ranks plain gradients are disjoint pieces; None where they are whole."""
+        return None
+
     def _clip_gradients(self, optimizer: Optimizer, clip_val: float, algorithm: str) -> None:
         """Clip by norm or value, and log the norm before it (`grad_norm`) where one was computed."""
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             # The user clips ahead of `optimizer_step`.
             self._finish_gradients()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = self._gradients(optimizer)
         norm: Tensor | None = None
         if self.log_grad_norm or (clip_val > 0 and algorithm == "norm"):
-            norm = gradient_norm(parameters)
+            norm = gradient_norm(gradients, pieces=self._gradient_pieces)
         if clip_val > 0 and algorithm == "norm":
-            clip_by_norm(parameters, clip_val, norm=norm, error_if_nonfinite=self.error_if_nonfinite)
+            clip_by_norm(gradients, clip_val, norm=norm, error_if_nonfinite=self.error_if_nonfinite)
         elif clip_val > 0:
-            clip_by_value(parameters, clip_val)
+            clip_by_value(gradients, clip_val)
         if norm is not None:
             self.lightning_module.log("grad_norm", norm)
 
