@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import Metadata
-from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint import manifest as manifests
 from lightning_shard.checkpoint.fit import Fit, LoadReport, compare, listed
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, regular_file
 from lightning_shard.checkpoint.manifest import Manifest
 from lightning_shard.checkpoint.metadata import add_names, read_metadata
-from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, create_slots, load_groups, plan_optimizers
+from lightning_shard.checkpoint.optimizer_fill import check_scalars, create_slots, load_groups, shared_scalars
+from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
 from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import fqns, load_extra_state, model_aliases, model_tensors, reshard
+from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -69,7 +71,8 @@ def load_training_state(
     path: str | os.PathLike[str],
     *,
     module: nn.Module,
-    optimizers: Sequence[Optimizer] = (),
+    optimizers: Sequence[AnyOptimizer] = (),
+    masters: Mapping[str, Tensor | FlatTensor] | None = None,
     strict: bool = True,
     group: torch.distributed.ProcessGroup | None = None,
     verify: bool = True,
@@ -77,6 +80,7 @@ def load_training_state(
     """Load a module (wrapped or not) and its optimizers in place and return the rest of the checkpoint.
 
     All ranks call it, with any engine, mesh and number of ranks. Without ``optimizers`` only the module is loaded.
+    ``masters``: FQN to what is filled from ``model.<fqn>`` in the place of the module's own tensor, which stays.
     Nothing is changed before the checkpoint is known to fit. The returned dictionary is ``trainer.pt``'s, the
     tensors in it on the CPU. Errors as for `load_tensors`, on every rank alike.
     """
@@ -89,7 +93,7 @@ def load_training_state(
         if optimizers and OPTIMIZER_STATES not in state:
             raise CheckpointMismatchError(f"{directory} has no optimizer state: it was saved with weights only")
         reshard(module)
-        tensors = model_tensors(module)
+        tensors = model_tensors(module, masters)
         saved = state[OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, fqns(module), manifest, saved)
         fit = compare(manifest, _shapes(tensors), model_aliases(module), (MODEL_PREFIX,))
@@ -99,11 +103,20 @@ def load_training_state(
     manifest, state, tensors, plan, fit, report = ranks.agree(f"opening {path}", prepare)
     metadata = _check_files(ranks, directory, manifest, verify)
 
+    def slot_sources(asked: Mapping[str, Any]) -> dict[str, str]:
+        return compare(manifest, _shapes(asked), model_aliases(module), (OPTIMIZER_PREFIX,)).sources
+
+    def read_scalars() -> dict[str, Tensor]:
+        scalars = shared_scalars(plan)
+        _read(directory, metadata, scalars, slot_sources(scalars))
+        check_scalars(plan, scalars)
+        return scalars
+
+    scalars = ranks.agree(f"reading {path}", read_scalars)
+
     def read() -> None:
-        slots = create_slots(optimizers, plan)
-        asked = _shapes(slots)
-        sources = fit.sources | compare(manifest, asked, model_aliases(module), (OPTIMIZER_PREFIX,)).sources
-        _read(directory, metadata, {**tensors, **slots}, sources)
+        slots = create_slots(plan, scalars)
+        _read(directory, metadata, {**tensors, **slots}, fit.sources | slot_sources(slots))
         load_groups(plan)
         load_extra_state(module, state.get(EXTRA_STATE, {}), strict=strict)
 

@@ -1,21 +1,21 @@
-"""Giving saved optimizer state to live optimizers, by parameter name."""
+"""How saved optimizer state fits live optimizers, by parameter name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, model_key, optimizer_key, torch_dtype
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry
-from lightning_shard.checkpoint.optimizer import Values, check_slot, hyperparameters, parameter_name
+from lightning_shard.checkpoint.optimizer import Values, hyperparameters, uncut
 from lightning_shard.checkpoint.state import Names
-from lightning_shard.errors import CheckpointError
+from lightning_shard.checkpoint.stepped import AnyOptimizer, Group, Stepped, groups_of, torch_optimizer
 
 
 @dataclass(frozen=True)
@@ -23,40 +23,101 @@ class NewTensor:
     """A slot tensor that is to be read from the checkpoint's files."""
 
     shape: tuple[int, ...]
+    """That of the tensor that the optimizer steps, of a scalar, or neither."""
+
     dtype: torch.dtype
+
+    is_scalar: bool
+    """Whether it is a scalar beside a parameter that may be one too."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotsPlan:
+    """The slots of one stepped tensor."""
+
+    index: int
+    """Of the optimizer."""
+
+    optimizer: Optimizer
+    part: Stepped
+    settings: Mapping[str, Any]
+    """The live parameter group."""
+
+    slots: Values
+    """A NewTensor where one is to be read."""
+
+    keys: dict[str, dict[str, str]]
+    """Slot that is to be read to FQN to key."""
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
     """How saved optimizer state fits live optimizers; nothing is changed before it is applied."""
 
-    slots: list[tuple[Tensor, dict[str, Any], Values]]
-    """Per parameter with saved state: the parameter, its group, and its slots (a NewTensor where one is due)."""
+    optimizers: list[Optimizer]
 
-    tensors: dict[str, tuple[Tensor, str]]
-    """Key to parameter and slot name, of each slot that is read from the checkpoint's files."""
+    slots: list[SlotsPlan] = field(default_factory=list)
+    """Of each stepped tensor with saved state."""
 
-    groups: list[tuple[dict[str, Any], Values]]
+    groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
     """Live group and its saved hyperparameters."""
 
-    missing: list[str]
-    """Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``."""
+    missing: list[str] = field(default_factory=list)
+    """Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, and slots that it did not
+    have of some of a flat tensor's parameters, with the slot's name."""
 
-    unexpected: list[str]
+    unexpected: list[str] = field(default_factory=list)
     """Saved keys for which there is no live parameter."""
 
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     """What can't be loaded even in part."""
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """What one optimizer's state is in the checkpoint."""
+
+    index: int
+    manifest: Manifest
+    entries: Mapping[str, Mapping[str, TensorEntry]]
+    """FQN as stored to slot to entry."""
+
+    values: Mapping[str, Values]
+    """FQN as stored to slots that are no tensors."""
+
+    homes: Mapping[str, Values]
+    """FQN as stored to its group."""
+
+    other_names: Mapping[str, list[str]]
+    """Live FQN to the names under which its state may be, where that is not its own alone."""
+
+    def name_of(self, fqn: str) -> str | None:
+        """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
+        return next((name for name in self.other_names.get(fqn, [fqn]) if name in self.homes), None)
+
+    def weights(self, stored: str) -> TensorEntry | None:
+        """The saved parameter itself."""
+        key = model_key(stored)
+        return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
+
+    def scalars(self) -> set[str]:
+        """Names of slots that are seen to be scalars beside a parameter that is none."""
+        found = set()
+        for stored, slots in self.entries.items():
+            weights = self.weights(stored)
+            if weights is not None and weights.shape != ():
+                found |= {slot for slot, entry in slots.items() if entry.shape == ()}
+        return found
+
+
 def plan_optimizers(
-    optimizers: Sequence[Optimizer], names: Names, manifest: Manifest, saved: Sequence[Mapping[str, Any]]
+    optimizers: Sequence[AnyOptimizer], names: Names, manifest: Manifest, saved: Sequence[Mapping[str, Any]]
 ) -> OptimizerPlan:
     """Match live optimizers with saved ones (``saved`` as `optimizer_groups` gave it) by parameter name.
 
     The order of groups and of parameters in them does not matter. Tied names are followed.
     """
-    plan = OptimizerPlan([], {}, [], [], [], [])
+    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers])
     if len(saved) != len(optimizers):
         plan.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
         return plan
@@ -64,56 +125,112 @@ def plan_optimizers(
     other_names = _saved_names(names, manifest)
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         homes = {fqn: group for group in described["groups"] for fqn in group["params"]}
+        source = _Saved(index, manifest, entries.get(index, {}), described["slots"], homes, other_names)
+        scalars = source.scalars()
         taken: set[str] = set()
-        for position, group in enumerate(optimizer.param_groups):
-            sources: list[Values] = []
-            for place, parameter in enumerate(group["params"]):
-                fqn = parameter_name(index, position, place, parameter, names)
-                stored = next((name for name in other_names.get(fqn, [fqn]) if name in homes), None)
-                if stored is None:
-                    plan.missing.append(f"{OPTIMIZER_PREFIX}{index}.{fqn}")
-                    continue
-                taken.add(stored)
-                if not any(source is homes[stored] for source in sources):
-                    sources.append(homes[stored])
-                _plan_slots(plan, index, fqn, stored, parameter, group, entries, described, manifest)
-            _plan_group(plan, index, position, group, sources)
-        gone = set(homes) - taken
-        plan.unexpected.extend(sorted(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in gone))
+        for position, group in enumerate(groups_of(index, optimizer, names)):
+            stored = {fqn: source.name_of(fqn) for fqn in group.names}
+            found = {fqn: name for fqn, name in stored.items() if name is not None}
+            plan.missing.extend(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None)
+            taken.update(found.values())
+            for part in group.stepped:
+                _plan_slots(plan, plan.optimizers[index], part, group, found, source, scalars)
+            _plan_group(plan, index, position, group.settings, [homes[name] for name in found.values()])
+        plan.unexpected.extend(sorted(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(homes) - taken))
     return plan
 
 
 def _plan_slots(
     plan: OptimizerPlan,
-    index: int,
-    fqn: str,
-    stored: str,
-    parameter: Tensor,
-    group: dict[str, Any],
-    entries: Mapping[tuple[int, str], Mapping[str, TensorEntry]],
-    described: Mapping[str, Any],
-    manifest: Manifest,
+    optimizer: Optimizer,
+    part: Stepped,
+    group: Group,
+    found: Mapping[str, str],
+    source: _Saved,
+    scalars: set[str],
 ) -> None:
-    slots: Values = dict(described["slots"].get(stored, {}))
-    for slot, entry in entries.get((index, stored), {}).items():
-        key = optimizer_key(index, fqn, slot)
-        try:
-            check_slot(key, entry.shape, parameter)
-        except CheckpointError as error:
-            plan.problems.append(str(error))
+    """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
+    entries: dict[str, dict[str, TensorEntry]] = {}
+    values: dict[str, Values] = {}
+    for fqn in part.names:
+        stored = found.get(fqn)
+        tensors = source.entries.get(stored, {}) if stored is not None else {}
+        if fqn not in part.shapes:  # frozen here
+            plan.unexpected.extend(optimizer_key(source.index, fqn, slot) for slot in tensors)
             continue
-        weights = manifest.tensors.get(manifest.aliases.get(model_key(stored), model_key(stored)))
-        # State that had its parameter's dtype follows the parameter to the dtype that it has here.
-        follows = weights is not None and weights.dtype == entry.dtype and entry.shape == tuple(parameter.shape)
-        dtype = parameter.dtype if follows else torch_dtype(entry.dtype)
-        slots[slot] = NewTensor(entry.shape, dtype)
-        plan.tensors[key] = (parameter, slot)
+        for slot, entry in tensors.items():
+            if part.is_cut and entry.shape not in ((), part.shapes[fqn]):
+                key = optimizer_key(source.index, fqn, slot)
+                plan.problems.append(uncut(key, entry.shape, part.shapes[fqn]))
+            else:
+                entries.setdefault(slot, {})[fqn] = entry
+        for slot, value in source.values.get(stored, {}).items() if stored is not None else ():
+            values.setdefault(slot, {})[fqn] = value
+    slots: Values = {}
+    for slot, by_name in values.items():
+        slots[slot] = next(iter(by_name.values()))
+        _check_shared(plan, source.index, slot, by_name)
+    for slot, held in entries.items():
+        slots[slot] = _new_tensor(part, slot, held, found, source, scalars)
+    for slot in slots:
+        lacking = (part.shapes.keys() & found.keys()) - entries.get(slot, values.get(slot, {})).keys()
+        plan.missing.extend(sorted(optimizer_key(source.index, fqn, slot) for fqn in lacking))
     if slots:
-        plan.slots.append((parameter, group, slots))
+        keys = {slot: {fqn: optimizer_key(source.index, fqn, slot) for fqn in held} for slot, held in entries.items()}
+        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, slots, keys))
+
+
+def _new_tensor(
+    part: Stepped,
+    slot: str,
+    held: Mapping[str, TensorEntry],
+    found: Mapping[str, str],
+    source: _Saved,
+    scalars: set[str],
+) -> NewTensor:
+    dtypes = []
+    for fqn, entry in held.items():
+        weights = source.weights(found[fqn])
+        # State that had its parameter's dtype follows the parameter to the dtype that it has here.
+        follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
+        dtypes.append(part.tensor.dtype if follows else torch_dtype(entry.dtype))
+    is_scalar = all(entry.shape == () for entry in held.values()) and (
+        slot == "step" or slot in scalars or any(part.shapes[fqn] != () for fqn in held)
+    )
+    shape = next(iter(held.values())).shape
+    if part.flat is not None:
+        shape = () if is_scalar else tuple(part.tensor.shape)
+    # One flat tensor has one dtype: the one that holds what all its parameters had.
+    return NewTensor(shape, reduce(torch.promote_types, dtypes), is_scalar)
+
+
+def _check_shared(plan: OptimizerPlan, index: int, slot: str, by_name: Mapping[str, Any]) -> None:
+    """What a flat tensor has once must be equal for all of its parameters."""
+    problem = unequal(index, slot, by_name)
+    if problem is not None:
+        plan.problems.append(problem)
+
+
+def unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
+    """What is wrong where the parameters of one flat tensor have different values of a slot that it has once."""
+    first, *others = by_name.items()
+    for fqn, value in others:
+        if not _equal(first[1], value):
+            return (
+                f"{slot} of optimizer {index} is {_shown(first[1])} for {first[0]} and {_shown(value)} for {fqn}, but "
+                f"they are in one flat tensor here, and ZeRO keeps one {slot} per flat group: give them parameter "
+                "groups of their own, or load with DDP or FSDP"
+            )
+    return None
 
 
 def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str, Any], sources: list[Values]) -> None:
-    values = [hyperparameters(source) for source in sources]
+    values: list[Values] = []
+    seen: set[int] = set()
+    for source in sources:
+        if id(source) not in seen:
+            seen.add(id(source))
+            values.append(hyperparameters(source))
     for other in values[1:]:
         differing = [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]
         if differing:
@@ -126,58 +243,10 @@ def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str,
         plan.groups.append((group, values[0]))
 
 
-def create_slots(optimizers: Sequence[Optimizer], plan: OptimizerPlan) -> dict[str, Tensor]:
-    """Give the optimizers exactly the saved slots, tensors not filled yet; returns them by key to be loaded.
-
-    A tensor that is there already with the right shape, dtype and placement is kept.
-    """
-    owners = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    for optimizer in optimizers:
-        planned = {id(parameter) for parameter, _, _ in plan.slots}
-        for parameter in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:
-            del optimizer.state[parameter]
-    for parameter, group, slots in plan.slots:
-        optimizer = owners[id(parameter)]
-        live = optimizer.state.get(parameter, {})
-        optimizer.state[parameter] = {
-            slot: _tensor(live.get(slot), value, slot, parameter, group) if isinstance(value, NewTensor) else value
-            for slot, value in slots.items()
-        }
-    return {key: owners[id(parameter)].state[parameter][slot] for key, (parameter, slot) in plan.tensors.items()}
-
-
-def _tensor(live: Any, wanted: NewTensor, slot: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    whole = wanted.shape == tuple(parameter.shape) and (len(wanted.shape) > 0 or slot != "step")
-    if (
-        isinstance(live, Tensor)
-        and tuple(live.shape) == wanted.shape
-        and live.dtype == wanted.dtype
-        and isinstance(live, DTensor) == (whole and isinstance(parameter, DTensor))
-    ):
-        return live
-    if whole:
-        return torch.zeros_like(parameter.detach(), dtype=wanted.dtype, memory_format=torch.preserve_format)
-    # As torch.optim does on load: a step count stays on the host unless a fused or captured step reads it.
-    on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu" if on_host else parameter.device)
-
-
-def load_groups(plan: OptimizerPlan) -> None:
-    """Give the live groups their saved hyperparameters; a live tensor keeps its identity and takes the value."""
-    for group, values in plan.groups:
-        for name, value in values.items():
-            live = group.get(name)
-            if isinstance(live, Tensor):
-                with torch.no_grad():
-                    live.copy_(torch.as_tensor(value, dtype=live.dtype))
-            else:
-                group[name] = value
-
-
-def _entries_by_parameter(manifest: Manifest) -> dict[tuple[int, str], dict[str, TensorEntry]]:
-    """(optimizer index, FQN as stored) to slot to entry."""
+def _entries_by_parameter(manifest: Manifest) -> dict[int, dict[str, dict[str, TensorEntry]]]:
+    """Optimizer index to FQN as stored to slot to entry."""
     names = {key.removeprefix(MODEL_PREFIX) for key in manifest.tensors if key.startswith(MODEL_PREFIX)}
-    found: dict[tuple[int, str], dict[str, TensorEntry]] = {}
+    found: dict[int, dict[str, dict[str, TensorEntry]]] = {}
     for key, entry in manifest.tensors.items():
         if not key.startswith(OPTIMIZER_PREFIX):
             continue
@@ -186,7 +255,8 @@ def _entries_by_parameter(manifest: Manifest) -> dict[tuple[int, str], dict[str,
         parts = rest.split(".")
         for end in range(len(parts) - 1, 0, -1):
             if ".".join(parts[:end]) in names:
-                found.setdefault((int(index), ".".join(parts[:end])), {})[".".join(parts[end:])] = entry
+                slots = found.setdefault(int(index), {}).setdefault(".".join(parts[:end]), {})
+                slots[".".join(parts[end:])] = entry
                 break
     return found
 
@@ -211,3 +281,7 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return bool(one == other)
+
+
+def _shown(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MANIFEST, TRAINER_STATE, FileEntry, dtype_name, model_key
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.state import extra_state, fqns, model_aliases, model_tensors, reshard
+from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.writer import HashedFile, HashingWriter, TensorSavePlanner
 from lightning_shard.errors import CheckpointError
@@ -49,10 +50,11 @@ def save_training_state(
     path: str | os.PathLike[str],
     *,
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     trainer_state: Mapping[str, Any],
     info: CheckpointInfo,
     leave_out: Collection[str] = (),
+    masters: Mapping[str, Tensor | FlatTensor] | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Save a module (wrapped or not), its optimizers and the rest of the run. All ranks call it.
@@ -60,15 +62,15 @@ def save_training_state(
     ``trainer_state`` counts on rank 0; ``optimizer_states`` in it is replaced by the groups' hyperparameters, and
     ``module_extra_state`` by what the module keeps beyond tensors. ``info.aliases`` is found here. No
     ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the module that the checkpoint is not to have.
-    Errors as for `save`.
+    ``masters``: FQN to what is saved as ``model.<fqn>`` in the place of the module's own tensor. Errors as for `save`.
     """
     ranks = Ranks.of(group)
 
-    def collect() -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    def collect() -> tuple[dict[str, Tensor | FlatTensor], dict[str, str], dict[str, Any]]:
         reshard(module)
         names = fqns(module)
         skipped = {model_key(fqn) for fqn in leave_out}
-        kept = {key: tensor for key, tensor in model_tensors(module).items() if key not in skipped}
+        kept = {key: tensor for key, tensor in model_tensors(module, masters).items() if key not in skipped}
         tensors = kept | optimizer_tensors(optimizers, names)
         own: dict[str, Any] = {EXTRA_STATE: extra_state(module)}
         if optimizers:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import model_key
-from lightning_shard.errors import CheckpointMismatchError
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -80,12 +81,29 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def model_tensors(module: nn.Module) -> dict[str, Tensor]:
+def model_tensors(
+    module: nn.Module, masters: Mapping[str, Tensor | FlatTensor] | None = None
+) -> dict[str, Tensor | FlatTensor]:
     """``model.<fqn>`` to live tensor: trainable and frozen parameters and persistent buffers, each once.
 
-    FSDP modules must be in their sharded state (see `reshard`).
+    ``masters``: FQN, a tied one too, to what stands for the module's own tensor. FSDP modules must be in their
+    sharded state (see `reshard`). Raises CheckpointError for a master of what the module does not have.
     """
-    return {model_key(fqn): tensor for fqn, tensor in fqns(module).tensors.items()}
+    names = fqns(module)
+    tensors: dict[str, Tensor | FlatTensor] = dict(names.tensors)
+    unknown = []
+    for fqn, master in (masters or {}).items():
+        canonical = names.aliases.get(fqn, fqn)
+        if canonical in tensors:
+            tensors[canonical] = master
+        else:
+            unknown.append(fqn)
+    if unknown:
+        raise CheckpointError(
+            f"masters are given for {', '.join(sorted(unknown)[:5])}, but the module has no tensor of that name: name "
+            "them as the unwrapped module does"
+        )
+    return {model_key(fqn): tensor for fqn, tensor in tensors.items()}
 
 
 def model_aliases(module: nn.Module) -> dict[str, str]:

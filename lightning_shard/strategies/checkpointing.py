@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save_training_state
 from lightning_shard.checkpoint.state import fqns
+from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies import run_state
@@ -85,7 +88,8 @@ class CheckpointingStrategy(ParallelStrategy):
         save_training_state(
             filepath,
             module=self.lightning_module,
-            optimizers=self.optimizers if with_optimizers else [],
+            optimizers=self._optimizer_states() if with_optimizers else [],
+            masters=self._model_tensors(),
             trainer_state=checkpoint,
             info=CheckpointInfo(engine=self.engine, policy=self.policy.text(), ledger=self._measured()),
             leave_out=leave_out,
@@ -143,9 +147,11 @@ class CheckpointingStrategy(ParallelStrategy):
         load_training_state(
             self._loading,
             module=self.lightning_module,
-            optimizers=self.optimizers if resuming else [],
+            optimizers=self._optimizer_states() if resuming else [],
+            masters=self._model_tensors(),
             strict=strict,
         )
+        self._after_reading_tensors()
         self._loading = None
         if resuming and RUN_STATE in checkpoint:
             self._resumed = checkpoint[RUN_STATE]
@@ -165,3 +171,14 @@ class CheckpointingStrategy(ParallelStrategy):
 
     def _before_reading_parameters(self) -> None:
         """Put the parameters that the optimizer steps in place, and rank 0's buffers on every rank."""
+
+    def _optimizer_states(self) -> Sequence[AnyOptimizer]:
+        """The optimizers as checkpoints see them: torch's own over the module's parameters, or over flat tensors."""
+        return self.optimizers
+
+    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+        """FQN to live tensor, of those that are saved and read in the place of the module's own."""
+        return {}
+
+    def _after_reading_tensors(self) -> None:
+        """Take over in the module what was read into `_model_tensors`."""
