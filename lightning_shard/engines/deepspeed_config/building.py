@@ -1,0 +1,209 @@
+"""The final configuration: typed fields over ``config``, "auto" resolved by the run, and this package's own pins."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lightning_shard.engines.deepspeed_config.checks import CONTRACT, RULE, check_policy
+from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields, RunFacts
+from lightning_shard.engines.deepspeed_config.merging import ZERO, get, merge, put, raise_problems
+from lightning_shard.engines.deepspeed_config.reading import AUTO
+from lightning_shard.engines.deepspeed_config.resolving import differ, resolve_hyperparameters
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.policy import DTYPES, short
+
+CONTRADICTS = (
+    'The DeepSpeed configuration contradicts the run; where a value is the Trainer\'s, write "auto" or remove it'
+)
+
+BUCKET = 500_000_000
+"""DeepSpeed's default for both buckets, in elements."""
+
+
+def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumulation: bool = True) -> dict[str, Any]:
+    """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
+
+    DeepSpeed never clips (``gradient_clipping`` 0) and never scales the loss: both are done by this package's own
+    formulas, the same for every engine.
+
+    Args:
+        fields: what the user set; passed `check_fields`.
+        facts: what the run says.
+        managed_accumulation: whether DeepSpeed counts micro-batches itself, or steps when it is told to.
+
+    Raises:
+        ConfigurationError: every value that contradicts the run, in one error, with both values.
+        PrecisionError: a policy that DeepSpeed can't do with these fields.
+    """
+    problems: list[str] = []
+    config = merge(fields, problems)
+    raise_problems(problems, RULE)
+    check_policy(fields, facts.policy, facts.aligned)
+    _batch(config, facts, problems)
+    _clipping(config, facts, problems)
+    _precision(config, facts, problems)
+    resolve_hyperparameters(config, facts, problems)
+    _zero(config, facts, problems)
+    raise_problems(problems, CONTRADICTS)
+    if facts.aligned:
+        _pin_contract(config)
+    config["managed_gradient_accumulation"] = managed_accumulation
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return _plain(_without_auto(config))
+
+
+def dump_config(config: dict[str, Any]) -> str:
+    """The configuration as JSON text, keys sorted."""
+    return json.dumps(config, indent=2, sort_keys=True, allow_nan=False)
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(dump_config(config))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys whose "auto" nobody resolved: DeepSpeed's own default holds for them."""
+    kept = {key: value for key, value in config.items() if value != AUTO}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """The three batch keys, whose product DeepSpeed checks. A micro-batch that nobody knows counts as 1 sample:
+    DeepSpeed uses the number only in its own logs.
+    """
+    accumulate = facts.accumulate_grad_batches
+    per_micro = accumulate * facts.world_size
+    micro = facts.micro_batch_size
+    micro_key, train_key = "train_micro_batch_size_per_gpu", "train_batch_size"
+    if micro is None:
+        given, whole = config.get(micro_key), config.get(train_key)
+        micro = given if given not in (None, AUTO) else None
+        if micro is None and whole not in (None, AUTO) and whole % per_micro == 0:
+            micro = whole // per_micro
+        micro = micro or 1
+    else:
+        differ(config, micro_key, micro, "the dataloader's batch size", problems)
+    differ(config, "gradient_accumulation_steps", accumulate, "the Trainer's accumulate_grad_batches", problems)
+    product = f"{micro} per process x {accumulate} accumulated x {facts.world_size} processes"
+    differ(config, train_key, micro * per_micro, f"that of the run, {product},", problems)
+    config.update({micro_key: micro, train_key: micro * per_micro, "gradient_accumulation_steps": accumulate})
+
+
+def _clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    given = config.get("gradient_clipping", AUTO)
+    trainers = facts.gradient_clip_val or 0.0
+    if given != AUTO and given != trainers:
+        fix = f"set Trainer(gradient_clip_val={given:g})" if given and not trainers else "make them equal"
+        shown = facts.gradient_clip_val if trainers else "not set"
+        problems.append(f"gradient_clipping is {given:g}, but the Trainer's gradient_clip_val is {shown}: {fix}")
+    elif given not in (AUTO, 0) and facts.gradient_clip_algorithm == "value":
+        problems.append(
+            f"gradient_clipping is {given:g}, which is by norm, but the Trainer's gradient_clip_algorithm is 'value'"
+        )
+    config["gradient_clipping"] = 0.0
+
+
+def _precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    """The sections ``fp16``, ``bf16`` and ``data_types``, and the dtype of the network, by the policy."""
+    policy, stage = facts.policy, get(config, f"{ZERO}.stage")
+    compute = short(policy.compute)
+    for section in ("fp16", "bf16"):
+        given = get(config, f"{section}.enabled")
+        if given not in (None, AUTO) and given != (compute == section):
+            problems.append(
+                f"{section}.enabled is {str(given).lower()}, but the Trainer's precision computes in {compute}"
+            )
+    low = policy.is_low_memory
+    for path in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
+        given = get(config, path)
+        if given not in (None, AUTO) and path.startswith(compute) and given != low:
+            wanted = "bf16-true" if compute == "bf16" else "16-true"
+            problems.append(
+                f"{path} is {str(given).lower()}, but the Trainer's precision keeps masters in {short(policy.master)}:"
+                f" 16-bit masters are precision {wanted!r}"
+            )
+    # Under stage 0 a low-memory module is cast beforehand, and DeepSpeed must not know of it.
+    flagged = compute != "fp32" and not (low and stage == 0)
+    bf16 = config.pop("bf16", {})
+    config.pop("fp16", None)
+    if flagged and compute == "fp16":
+        # The scale is this package's: 1.0 is static, and multiplies by nothing.
+        config["fp16"] = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": low}
+    elif flagged:
+        # A step with inf or NaN is skipped on no engine unless a loss scale is there to be lowered.
+        config["bf16"] = {"check_grad_overflow": False, "bf16_optimizer_states": low, **bf16}
+        config["bf16"].update(enabled=True, bf16_master_weights_and_grads=low)
+    _data_types(config, facts, compute if flagged else "fp32", problems)
+
+
+def _data_types(config: dict[str, Any], facts: RunFacts, model: str, problems: list[str]) -> None:
+    """``model`` is the dtype that DeepSpeed takes the module for."""
+    types = config.setdefault("data_types", {})
+    given = _dtype_name(types.get("param_dtype"))
+    if given not in (None, model):
+        problems.append(f"data_types.param_dtype is {given!r}, but the Trainer's precision computes in {model}")
+    given = _dtype_name(types.get("grad_accum_dtype"))
+    if get(config, f"{ZERO}.stage") == 0:
+        # DeepSpeed raises NotImplementedError for anything else.
+        if given not in (None, model):
+            problems.append(f"data_types.grad_accum_dtype is {given!r}, but stage 0 sums gradients in {model} only")
+        types.pop("grad_accum_dtype", None)
+    else:
+        types["grad_accum_dtype"] = given or short(facts.policy.accumulate)
+    if not types:
+        del config["data_types"]
+    communicated = config.get("communication_data_type", AUTO)
+    config["communication_data_type"] = short(facts.policy.reduce) if communicated == AUTO else communicated.lower()
+
+
+def _dtype_name(value: Any) -> str | None:
+    """``"bf16"`` for any of DeepSpeed's spellings."""
+    if value in (None, AUTO):
+        return None
+    word = value.lower().removeprefix("torch.")
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    return {**names, "half": "fp16", "float": "fp32"}.get(word, word)
+
+
+def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    zero = config[ZERO]
+    hidden = facts.hidden_size
+    if hidden is not None:
+        # Hugging Face's formulas: transformers/integrations/deepspeed.py, trainer_config_finalize.
+        by_hidden = {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }
+        zero.update({key: value for key, value in by_hidden.items() if zero.get(key) == AUTO})
+    bucket = max(1, min(BUCKET, facts.number_of_parameters or BUCKET))
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero.get(key, AUTO) == AUTO:
+            zero[key] = bucket
+    zero.setdefault("ignore_unused_parameters", True)
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key, {})
+        if facts.device_type == "cpu" and section.get("device") == "cpu":
+            section.setdefault("pin_memory", False)
+    hpz = zero.get("zero_hpz_partition_size", AUTO)
+    if hpz not in (AUTO, 0, 1) and facts.world_size % hpz != 0:
+        problems.append(
+            f"{ZERO}.zero_hpz_partition_size is {hpz}, but must divide the {facts.world_size} processes of the run"
+        )
+
+
+def _pin_contract(config: dict[str, Any]) -> None:
+    """Write out what the contract asks for, so that no default of DeepSpeed's is relied upon."""
+    for path, (allowed, _) in CONTRACT.items():
+        section = path.rpartition(".")[0]
+        if allowed and (section in ("", ZERO) or get(config, section) is not None) and path not in _BY_POLICY:
+            put(config, path, allowed[0])
+
+
+_BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")
+"""What the policy has set already, in fp32 under aligned; stage 0 takes no ``grad_accum_dtype``."""

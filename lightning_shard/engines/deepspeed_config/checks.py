@@ -1,0 +1,190 @@
+"""What can be refused when a strategy is built, before any process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields
+from lightning_shard.engines.deepspeed_config.hyperparameters import loss_scaling_of
+from lightning_shard.engines.deepspeed_config.keys import Section, known_keys
+from lightning_shard.engines.deepspeed_config.merging import ZERO, effective_of, get, merge, raise_problems
+from lightning_shard.engines.deepspeed_config.reading import AUTO, canonical, read_config
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.precision.loss_scale import LossScaling
+from lightning_shard.precision.policy import PrecisionPolicy, short
+
+RULE = "The DeepSpeed configuration can't be used"
+
+
+def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
+    """Refuse everything that can't work whatever the run is; all problems in one error.
+
+    Raises:
+        ConfigurationError: unknown keys, values that can't be understood, settings that contradict each other or
+            that ``aligned`` forbids, each with its path.
+    """
+    problems: list[str] = []
+    merged = merge(fields, problems)
+    _check_by_models(merged, known_keys(), "", problems)
+    if not problems:
+        _check_stage(merged, problems)
+        _check_trainer_owned(merged, problems)
+        try:
+            loss_scaling_of(merged.get("fp16", {}))
+        except ConfigurationError as error:
+            problems.append(str(error).rstrip("."))
+        if aligned:
+            _check_contract(merged, problems)
+    raise_problems(problems, RULE)
+
+
+def loss_scaling_from(config: str | dict[str, Any] | None) -> LossScaling | None:
+    """The loss scale that ``config`` asks for in its ``fp16`` section; None: the default one.
+
+    Raises:
+        ConfigurationError: a scale that can't be had here, with what to write instead.
+    """
+    return loss_scaling_of(canonical(read_config(config), []).get("fp16", {}))
+
+
+def _check_by_models(content: dict[str, Any], section: Section, path: str, problems: list[str]) -> None:
+    """Let DeepSpeed's own models check values: ranges, and words of which there are a few."""
+    from pydantic import ValidationError
+
+    for key, kind in section.keys.items():
+        if isinstance(kind, Section) and isinstance(content.get(key), dict):
+            _check_by_models(content[key], kind, f"{path}{key}.", problems)
+    if section.model is None:
+        return
+    # Nested sections have been checked for themselves.
+    plain = {k: v for k, v in content.items() if not isinstance(v, dict) and v != AUTO}
+    try:
+        section.model(**plain)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(map(str, detail["loc"]))
+            value = f" is {content.get(key)!r}, but DeepSpeed says" if key else ""
+            problems.append(f"{path}{key}{value}: {detail['msg']}")
+
+
+def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
+    asked = effective_of(merged)
+    stage, zero = asked.stage, merged[ZERO]
+    if asked.parameter_device != "none" and stage < 3:
+        problems.append(
+            f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but parameters are cut, and so can "
+            "be offloaded, in stage 3 only. Set stage: 3, or remove it"
+        )
+    if asked.optimizer_device != "none" and stage == 0:
+        problems.append(
+            f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but optimizer state is cut, and so can be "
+            "offloaded, from stage 1 on. Set stage: 1 or more, or remove it"
+        )
+    for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+        section = zero.get(key, {})
+        if section.get("device") != "nvme":
+            continue
+        if stage < 3:
+            problems.append(f"{name} is 'nvme' with stage {stage}, but NVMe needs stage 3. Set stage: 3 or device: cpu")
+        if section.get("nvme_path") in (None, AUTO):
+            problems.append(f"{name} is 'nvme' without nvme_path. Set {name}.nvme_path to a directory")
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key) is True and stage < 3:
+            problems.append(f"{ZERO}.{key} is true with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if hpz not in (0, 1, AUTO) and stage < 3:
+        problems.append(f"{ZERO}.zero_hpz_partition_size is {hpz} with stage {stage}, but hpZ needs stage 3")
+    ratio = get(merged, f"{ZERO}.offload_optimizer.ratio")
+    if ratio not in (None, AUTO) and ratio < 1 and stage < 3:
+        problems.append(f"offload_optimizer.ratio is {ratio} with stage {stage}, but a part needs stage 3")
+
+
+def _check_trainer_owned(merged: dict[str, Any], problems: list[str]) -> None:
+    """What DeepSpeed would do itself but the Trainer or the strategy does here."""
+    owned = {
+        "managed_gradient_accumulation": (False, "the strategy sets it by the Trainer's accumulate_grad_batches"),
+        "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
+        "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
+        "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
+        "fp16.auto_cast": (True, "floating inputs are cast by the precision policy on every engine"),
+    }
+    for path, (refused, reason) in owned.items():
+        if get(merged, path) is refused:
+            problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
+    if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
+        problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
+    clip = merged.get("gradient_clipping")
+    if isinstance(clip, int | float) and clip < 0:
+        problems.append(f"gradient_clipping is {clip:g}, but must be 0, for none, or more")
+    for path, allowed in _WORDS.items():
+        value = get(merged, path)
+        if isinstance(value, str) and value != AUTO and value.lower() not in allowed:
+            problems.append(f"{path} is {value!r}, but must be one of {', '.join(allowed)}")
+
+
+_DTYPES = ("fp32", "bf16", "fp16")
+_DTYPE_WORDS = (*_DTYPES, "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16", "half")
+
+_WORDS = {
+    "communication_data_type": _DTYPES,
+    "seq_parallel_communication_data_type": _DTYPES,
+    "gradient_allreduce_op": ("mean", "sum"),
+    "data_types.grad_accum_dtype": _DTYPE_WORDS,
+    "data_types.param_dtype": _DTYPE_WORDS,
+    "data_types.buffer_dtype": _DTYPE_WORDS,
+    "torch_autocast.dtype": _DTYPE_WORDS,
+    "checkpoint.tag_validation": ("warn", "ignore", "fail"),
+}
+
+CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "communication_data_type": (("fp32",), "gradients are reduced in fp32"),
+    "data_types.grad_accum_dtype": (("fp32", "float32", "torch.float32"), "gradients are summed in fp32"),
+    "data_types.buffer_dtype": ((), "each buffer keeps the dtype that the model gave it"),
+    f"{ZERO}.memory_efficient_linear": ((False,), "it replaces torch.nn.functional.linear for the whole process"),
+    f"{ZERO}.round_robin_gradients": ((False,), "it changes which rank sums which gradients"),
+    f"{ZERO}.zero_quantized_weights": ((False,), "parameters are gathered in the compute dtype"),
+    f"{ZERO}.zero_quantized_nontrainable_weights": ((False,), "parameters are kept in the dtype they were loaded in"),
+    f"{ZERO}.zero_quantized_gradients": ((False,), "gradients are reduced in fp32"),
+    f"{ZERO}.zenflow": ((), "every gradient is used in the step that it belongs to"),
+    f"{ZERO}.offload_optimizer.super_offload": ((False,), "the optimizer is the one that was configured"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
+    "bf16.bf16_optimizer_states": ((False,), "optimizer state is fp32"),
+    "bf16.check_grad_overflow": ((False,), "no engine skips a step in bf16"),
+    "gradient_predivide_factor": ((1,), "gradients are summed, then divided"),
+    "prescale_gradients": ((False,), "gradients are summed, then divided"),
+    "gradient_allreduce_op": (("mean",), "gradients are averaged"),
+    "torch_autocast.enabled": ((False,), "modules are cast whole on every engine"),
+}
+"""Key to the values that the aligned contract allows, and the rule that others break."""
+
+
+def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
+    for path, (allowed, rule) in CONTRACT.items():
+        value = get(merged, path)
+        compared = value.lower() if isinstance(value, str) else value
+        if value in (None, AUTO) or compared in allowed:
+            continue
+        fix = f"Set it to {allowed[0]!r} or remove it" if allowed else "Remove it"
+        problems.append(f"{path} is {value!r} under aligned, but the contract is: {rule}. {fix}")
+
+
+def check_policy(fields: DeepSpeedFields, policy: PrecisionPolicy, aligned: bool) -> None:
+    """Refuse a precision that DeepSpeed can't do with these fields, before training.
+
+    Raises:
+        PrecisionError: with what to use instead.
+    """
+    asked = effective_of(merge(fields, []))
+    if asked.stage == 0 and aligned and policy.is_mixed:
+        raise PrecisionError(
+            f"compute is {short(policy.compute)} with DeepSpeed stage 0 under aligned, but there DeepSpeed sums "
+            "gradients in the compute dtype. Use shard_ddp_aligned, which is the same without that, or '32-true'."
+        )
+    low_fp16 = policy.is_low_memory and short(policy.master) == "fp16"
+    if low_fp16 and asked.stage > 0 and asked.optimizer_device != "cpu":
+        raise PrecisionError(
+            f"masters are fp16 with DeepSpeed stage {asked.stage}, but DeepSpeed keeps fp16 masters only with the "
+            "optimizer offloaded to the CPU, under DeepSpeedCPUAdam. Use shard_deepspeed_stage_2_offload or "
+            "_3_offload, an _aligned name, or '16-mixed'."
+        )

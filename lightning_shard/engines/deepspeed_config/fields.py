@@ -1,0 +1,206 @@
+"""What a user sets for DeepSpeed, in typed groups, and what the run says about itself.
+
+A field that is None is not set: then ``config`` says it, and else DeepSpeed's own default holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_shard.precision.policy import PrecisionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOffload:
+    """Where optimizer state and fp32 masters wait, and where the optimizer steps: always the host."""
+
+    device: Literal["cpu", "nvme"] = "cpu"
+    """"cpu": host memory, stages 1 to 3. "nvme": files, stage 3 only."""
+
+    nvme_path: str | None = None
+    """Directory of the files, for "nvme"."""
+
+    pin_memory: bool | None = None
+    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, which has no such copies."""
+
+    buffer_count: int | None = None
+    """Buffers for reading state from NVMe, one per tensor that a parameter has in the optimizer. DeepSpeed's: 4."""
+
+    fast_init: bool | None = None
+    """Faster set-up of state on NVMe. DeepSpeed's: false."""
+
+    ratio: float | None = None
+    """Part of the state that is offloaded, from 0 to 1, stage 3 only. DeepSpeed's: 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterOffload:
+    """Where a rank's parameter shards wait until they are gathered; stage 3 only."""
+
+    device: Literal["cpu", "nvme"] = "cpu"
+    """"cpu": host memory. "nvme": files."""
+
+    nvme_path: str | None = None
+    """Directory of the files, for "nvme"."""
+
+    pin_memory: bool | None = None
+    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, which has no such copies."""
+
+    buffer_count: int | None = None
+    """Buffers for reading parameters from NVMe. DeepSpeed's: 5."""
+
+    buffer_size: int | None = None
+    """Elements per buffer; no shard may be larger. DeepSpeed's: 1e8."""
+
+    max_in_cpu: int | None = None
+    """Elements that stay in host memory under "nvme". DeepSpeed's: 1e9."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroBuckets:
+    """How gradients and updated parameters are put together for the network."""
+
+    reduce: int | Literal["auto"] | None = None
+    """Elements of gradients that are reduced at a time. "auto": the square of the model's hidden size. None: 5e8,
+    and no more than the model has, because the buffer is allocated whole."""
+
+    allgather: int | None = None
+    """Elements of updated parameters that are gathered at a time, stages 1 and 2. None: 5e8, and no more than the
+    model has."""
+
+    overlap_comm: bool | None = None
+    """Reduce while backward runs. DeepSpeed's: true in stage 3, else false."""
+
+    contiguous_gradients: bool | None = None
+    """Copy gradients into one buffer as they come. DeepSpeed's: true."""
+
+    reduce_scatter: bool | None = None
+    """Reduce each rank's part to it alone, rather than all to all. DeepSpeed's: true."""
+
+    round_robin_gradients: bool | None = None
+    """Deal parameters out to ranks in turn, for faster copies under offload; stages 1 and 2. DeepSpeed's: false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage3Options:
+    """When stage 3 gathers parameters and when it frees them."""
+
+    prefetch_bucket_size: int | Literal["auto"] | None = None
+    """Elements that are gathered ahead of use. "auto": 0.9 times the square of the hidden size. DeepSpeed's: 5e7."""
+
+    param_persistence_threshold: int | Literal["auto"] | None = None
+    """Parameters of fewer elements stay whole on every rank. "auto": 10 times the hidden size. DeepSpeed's: 1e5."""
+
+    model_persistence_threshold: int | None = None
+    """Elements that may stay whole in all. DeepSpeed's: no limit."""
+
+    max_live_parameters: int | None = None
+    """Gathered elements that a device holds at a time. DeepSpeed's: 1e9."""
+
+    max_reuse_distance: int | None = None
+    """A parameter that is used again within so many elements is not freed. DeepSpeed's: 1e9."""
+
+    sub_group_size: int | None = None
+    """Elements that the optimizer steps at a time. DeepSpeed's: 1e9."""
+
+    module_granularity_threshold: int | None = None
+    """Modules with fewer elements per submodule are gathered as one. DeepSpeed's: 0, none."""
+
+    leaf_modules: list[str] | None = None
+    """Class names of modules that are gathered whole, as mixture-of-experts blocks must be, of which each rank runs
+    other parts. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroPlusPlus:
+    """ZeRO++: less traffic for stage 3, at the cost of memory or of digits."""
+
+    hpz_partition_size: int | None = None
+    """hpZ: ranks over which a second copy of the parameters is cut, a node's; backward gathers from it. Parameters,
+    gradients and state stay cut over all ranks. DeepSpeed's: 1, none."""
+
+    quantized_weights: bool | None = None
+    """qwZ: gather parameters in int8. DeepSpeed's: false."""
+
+    quantized_nontrainable_weights: bool | None = None
+    """Keep frozen parameters in int8, for LoRA. DeepSpeed's: false."""
+
+    quantized_gradients: bool | None = None
+    """qgZ: reduce gradients in int4. DeepSpeed's: false."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedFields:
+    """All that a user sets; ``ShardDeepSpeedStrategy`` makes it from its arguments."""
+
+    stage: Literal[0, 1, 2, 3] | None = None
+    """What is cut: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. None: what ``config`` says, and
+    else 2."""
+
+    offload_optimizer: OptimizerOffload | None = None
+    """Optimizer state on the host or on NVMe."""
+
+    offload_parameters: ParameterOffload | None = None
+    """Parameters on the host or on NVMe; stage 3 only."""
+
+    buckets: ZeroBuckets = field(default_factory=ZeroBuckets)
+    """Sizes and forms of the collectives."""
+
+    stage3: Stage3Options = field(default_factory=Stage3Options)
+    """Gathering of parameters in stage 3."""
+
+    zero_plus_plus: ZeroPlusPlus = field(default_factory=ZeroPlusPlus)
+    """ZeRO++."""
+
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype in which gradients cross the network. None: the precision policy's."""
+
+    config: str | dict[str, Any] | None = None
+    """A DeepSpeed configuration: the path of a JSON file, or its content. The other fields are laid over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the Trainer, the optimizer, the scheduler and the model say: "auto" values come from here."""
+
+    world_size: int
+    """Processes."""
+
+    device_type: str
+    """"cpu" or "cuda"."""
+
+    policy: PrecisionPolicy
+    """The dtypes of the run."""
+
+    aligned: bool
+    """Whether the precision contract holds."""
+
+    micro_batch_size: int | None = None
+    """Samples per process and micro-batch, where the dataloader says it."""
+
+    accumulate_grad_batches: int = 1
+    """The Trainer's."""
+
+    gradient_clip_val: float | None = None
+    """The Trainer's; None or 0: gradients are not clipped."""
+
+    gradient_clip_algorithm: str = "norm"
+    """The Trainer's: "norm" or "value"."""
+
+    optimizer: Mapping[str, Any] | None = None
+    """``lr``, ``betas``, ``eps``, ``weight_decay``, as far as they are known, and ``type``, the class name of an
+    optimizer that exists."""
+
+    total_steps: int | None = None
+    """Optimizer steps of the whole fit, where they are known."""
+
+    warmup_steps: int | None = None
+    """Warm-up steps, where they are known."""
+
+    hidden_size: int | None = None
+    """The model's hidden size, the largest of several, where its configuration says it."""
+
+    number_of_parameters: int | None = None
+    """Elements of all parameters, whole."""

@@ -1,0 +1,177 @@
+"""The ``optimizer``, ``scheduler`` and ``fp16`` sections: hyperparameters by their type, and the loss scale."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_shard.engines.deepspeed_config.reading import AUTO, understood
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.precision.loss_scale import LossScaling
+
+ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach")
+
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "adam": (*ADAM, "fp32_optimizer_states"),
+    "adamw": (*ADAM, "fp32_optimizer_states"),
+    "adagrad": ("lr", "eps", "weight_decay", "amsgrad"),
+    "lion": ("lr", "betas", "weight_decay"),
+    "lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "max_coeff", "min_coeff"),
+    "muon": (*ADAM, "momentum", "muon_lr", "adam_lr", "ns_method", "fp32_optimizer_states"),
+    "muadam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "muadamw": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "musgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+}
+"""DeepSpeed's own types, in lower case, and what each takes; any other is a class of torch.optim."""
+
+SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's own types; any other is a class of torch.optim.lr_scheduler."""
+
+KINDS = {
+    "lr": "float",
+    "eps": "float",
+    "weight_decay": "float",
+    "momentum": "float",
+    "muon_lr": "float",
+    "adam_lr": "float",
+    "bias_correction": "bool",
+    "amsgrad": "bool",
+    "torch_adam": "bool",
+    "adam_w_mode": "bool",
+    "fp32_optimizer_states": "bool",
+    "nesterov": "bool",
+    "warmup_min_lr": "float",
+    "warmup_max_lr": "float",
+    "warmup_num_steps": "int",
+    "total_num_steps": "int",
+    "warmup_min_ratio": "float",
+    "cos_min_ratio": "float",
+    "warmup_type": "str",
+}
+"""Kinds of hyperparameters; the others pass as they are."""
+
+
+def read_sections(config: dict[str, Any], problems: list[str]) -> None:
+    """Check the types and hyperparameters of both sections and put their values right, in place."""
+    for name in ("optimizer", "scheduler"):
+        section = config.get(name)
+        if not section:
+            config.pop(name, None)
+            continue
+        kind = section.get("type", AUTO)
+        if kind == AUTO:
+            problems.append(
+                f"{name}.type is {section.get('type')!r}, but must name one. Name it, or remove the section "
+                "and leave it to configure_optimizers"
+            )
+            continue
+        params = section.get("params", {})
+        if not isinstance(params, Mapping):
+            problems.append(f"{name}.params is {params!r}, but must be a mapping")
+            continue
+        known = _optimizer_params(kind) if name == "optimizer" else _scheduler_params(kind)
+        if known is None:
+            problems.append(f"{name}.type is {kind!r}, which neither DeepSpeed nor torch has{_near_type(name, kind)}")
+            continue
+        section["params"] = _read_params(params, known, f"{name}.params", problems)
+
+
+def _optimizer_params(kind: str) -> tuple[str, ...] | None:
+    import torch
+
+    if kind.lower() in OPTIMIZERS:
+        return OPTIMIZERS[kind.lower()]
+    cls = getattr(torch.optim, kind, None)
+    known = inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+    return _arguments(cls) if known else None
+
+
+def _scheduler_params(kind: str) -> tuple[str, ...] | None:
+    if kind in SCHEDULERS:
+        from deepspeed.runtime import lr_schedules
+
+        return _arguments(getattr(lr_schedules, kind))
+    import torch
+
+    cls = getattr(torch.optim.lr_scheduler, kind, None)
+    return _arguments(cls) if inspect.isclass(cls) else None
+
+
+def _arguments(cls: Any) -> tuple[str, ...]:
+    return tuple(n for n in inspect.signature(cls).parameters if n not in ("params", "optimizer"))
+
+
+def _near_type(name: str, kind: str) -> str:
+    names = [*OPTIMIZERS, "AdamW", "SGD"] if name == "optimizer" else [*SCHEDULERS, "CosineAnnealingLR"]
+    near = difflib.get_close_matches(kind, names, n=1, cutoff=0.5)
+    return f": the nearest is {near[0]!r}" if near else ""
+
+
+def _read_params(params: Mapping[str, Any], known: tuple[str, ...], path: str, problems: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in params.items():
+        where = f"{path}.{key}"
+        if key == "max_grad_norm":
+            problems.append(f"{where} is {value!r}, but clipping is the Trainer's: set gradient_clip_val and remove it")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(known)}"
+            problems.append(f"{where} is no hyperparameter of this type: {hint}")
+        elif key == "betas" and value != AUTO:
+            result[key] = _read_betas(value, where, problems)
+        else:
+            # DeepSpeed's schedulers take one rate per parameter group too.
+            kind = "any" if isinstance(value, list) else KINDS.get(key, "any")
+            read = understood(value, kind, where, problems)
+            if read is not None:
+                result[key] = read
+    return result
+
+
+def _read_betas(value: Any, where: str, problems: list[str]) -> list[float]:
+    if not isinstance(value, list | tuple):
+        problems.append(f"{where} is {value!r}, but must be a list of numbers")
+        return []
+    return [understood(beta, "float", f"{where}[{i}]", problems) for i, beta in enumerate(value)]
+
+
+SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
+
+def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
+    """The loss scale that an ``fp16`` section in canonical form asks for; None: it says nothing about it.
+
+    DeepSpeed's own defaults hold for what a section that says something leaves out (``DeepSpeedFP16Config``).
+
+    Raises:
+        ConfigurationError: what this package's loss scale can't do: a static scale, a hysteresis that is refilled by
+            each good step, a minimum that is no power of two.
+    """
+    given = {key: value for key, value in fp16.items() if value != AUTO}
+    if given.get("consecutive_hysteresis"):
+        raise ConfigurationError(
+            "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis is refilled only when the scale "
+            "grows. Remove it."
+        )
+    static = given.get("loss_scale", 0)
+    if static != 0:
+        power = max(0, round(math.log2(static))) if static > 0 else 16
+        raise ConfigurationError(
+            f"fp16.loss_scale is {static:g}, a static scale, but the scale is dynamic on every engine here. Set "
+            f"fp16.loss_scale to 0 and fp16.initial_scale_power to {power}, to begin at {2.0**power:g}."
+        )
+    if not any(key in given for key in SCALE_KEYS):
+        return None
+    try:
+        return LossScaling(
+            initial=math.ldexp(1.0, given.get("initial_scale_power", 16)),
+            growth_interval=given.get("loss_scale_window", 1000),
+            hysteresis=given.get("hysteresis", 2),
+            minimum=float(given.get("min_loss_scale", 1)),
+        )
+    except (PrecisionError, OverflowError) as error:
+        shown = ", ".join(f"{key} {given[key]!r}" for key in SCALE_KEYS if key in given)
+        raise ConfigurationError(f"The fp16 section ({shown}) can't be used: {error}") from error

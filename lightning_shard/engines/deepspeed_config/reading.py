@@ -1,0 +1,222 @@
+"""A DeepSpeed configuration as people have it, read into one form: known keys in one spelling, values of their kind.
+
+Nothing is guessed. What can't be understood becomes a problem, a line of text with the key's path; the caller raises
+all of them at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.engines.deepspeed_config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
+from lightning_shard.errors import ConfigurationError
+
+AUTO = "auto"
+"""The value that stands for what the Trainer, the model or DeepSpeed would say."""
+
+
+def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The content of ``config`` as it stands; a copy.
+
+    Raises:
+        ConfigurationError: a file that is missing, is not JSON, has a key twice or is not a mapping.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if not isinstance(config, str):
+        raise ConfigurationError(
+            f"config is {config!r}, but must be the path of a DeepSpeed JSON file or a mapping with its content."
+        )
+    path = Path(config)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"config is {config!r}, but there is no such file (from {Path.cwd()}). Give the path of a DeepSpeed JSON "
+            "file, or its content as a mapping."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"config is {config!r}, which is not JSON: {error}. Correct the file.") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(
+            f"config is {config!r}, which holds a {type(content).__name__}, but must hold a mapping of keys."
+        )
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = sorted({key for key in names if names.count(key) > 1})
+        raise ConfigurationError(f"config has the key {', '.join(map(repr, twice))} twice. Remove one of the two.")
+    return content
+
+
+def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """``config`` in one form: no aliases, no deprecated or null keys, every value of its kind or `AUTO`.
+
+    Problems are appended to ``problems``.
+    """
+    config = dict(config)
+    for key in list(config):
+        if key in REMOVED or key in FOREIGN:
+            reason = REMOVED.get(key) or FOREIGN[key]
+            if not _is_off(config.pop(key)):
+                problems.append(f"{key} can't be used: {reason}. Remove it")
+    config = _zero_without_old_keys(config, problems)
+    return _section(config, known_keys(), "", problems)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a section of a removed feature asks for nothing."""
+    if isinstance(value, Mapping):
+        return not value or _is_off(value.get("enabled", "on"))
+    return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
+
+
+def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """``zero_optimization`` as a mapping, with what was deprecated or removed rewritten or refused."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        # DeepSpeed's first format, which had stage 1 alone.
+        zero = {"stage": int(zero)}
+    if not isinstance(zero, Mapping):
+        return config
+    zero = dict(zero)
+    for key, reason in REMOVED_ZERO.items():
+        value = zero.pop(key, None)
+        if not (_is_off(value) or value == -1):
+            problems.append(f"zero_optimization.{key} is {value!r}, but {reason}. Remove it")
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if understood(zero.pop(old, False), "bool", f"zero_optimization.{old}", problems) is True:
+            zero.setdefault(new, {"device": "cpu"})
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for section in ("offload_optimizer", "offload_param"):
+        if pinned is not None and isinstance(zero.get(section), Mapping):
+            zero[section] = {"pin_memory": pinned, **zero[section]}
+    old_name = "stage3_gather_fp16_weights_on_model_save"
+    if old_name in zero:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", zero.pop(old_name))
+        zero.pop(old_name, None)
+    return {**config, "zero_optimization": zero}
+
+
+def _section(content: Mapping[str, Any], section: Section, path: str, problems: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in content.items():
+        name = section.aliases.get(key, key)
+        where = f"{path}{name}"
+        if name not in section.keys:
+            problems.append(_unknown(f"{path}{key}", key, section))
+            continue
+        if value is None:
+            continue
+        kind = section.keys[name]
+        if isinstance(kind, str):
+            value = understood(value, kind, where, problems)
+            if value is None:
+                continue
+        elif isinstance(value, Mapping):
+            value = _section(value, kind, f"{where}.", problems)
+        elif value == AUTO:
+            continue
+        else:
+            problems.append(f"{where} is {value!r}, but must be a mapping of keys")
+            continue
+        if name in result and result[name] != value:
+            problems.append(f"{where} is given twice, as {result[name]!r} and, under another name, as {value!r}")
+        result[name] = value
+    return result
+
+
+def _unknown(where: str, key: str, section: Section) -> str:
+    candidates = [*section.keys, *section.aliases]
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
+    hint = f"the nearest is {section.aliases.get(near[0], near[0])!r}" if near else f"known are {', '.join(candidates)}"
+    return f"{where} is no key of DeepSpeed's: {hint}"
+
+
+def understood(value: Any, kind: str, path: str, problems: list[str]) -> Any:
+    """``value`` as its kind, or `AUTO`; None for nothing, or, with a problem, where it can't be understood."""
+    if isinstance(value, str) and value.strip().lower() == AUTO and kind != "any":
+        return AUTO
+    try:
+        return READERS[kind](value)
+    except _NotUnderstood as error:
+        problems.append(f"{path} is {value!r}, but must be {error}")
+        return None
+
+
+class _NotUnderstood(Exception):
+    """The text says what was expected."""
+
+
+def _bool(value: Any) -> bool:
+    words = {"true": True, "false": False}
+    if isinstance(value, str) and value.strip().lower() in words:
+        return words[value.strip().lower()]
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise _NotUnderstood("true or false")
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise _NotUnderstood("a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _NotUnderstood("a number")
+    return value
+
+
+def _interval(value: Any) -> float | None:
+    """Steps between two prints; infinity, which some files have, is never."""
+    return None if value in (math.inf, "inf", "Infinity") else _float(value)
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
+        # Beyond 2**53 a float would not hold it.
+        return int(value)
+    number = _float(value)
+    if not isinstance(number, int) and not number.is_integer():
+        raise _NotUnderstood("a whole number")
+    return int(number)
+
+
+def _str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise _NotUnderstood("a string")
+
+
+def _list(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise _NotUnderstood("a list")
+
+
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "bool": _bool,
+    "int": _int,
+    "float": _float,
+    "interval": _interval,
+    "str": _str,
+    "list": _list,
+    "any": lambda value: value,
+}
