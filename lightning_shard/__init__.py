@@ -52,11 +52,14 @@ __all__ = [
     "PrecisionPolicy",
     "ShardCLI",
     "ShardDDPStrategy",
+    "ShardDeepSpeedStrategy",
     "ShardError",
     "ShardFSDPStrategy",
     "ShardPrecision",
     "WrappingError",
     "__version__",
+    "full_tensor",
+    "set_full_tensor",
 ]
 
 # Public names whose modules import engines or jsonargparse.
@@ -66,8 +69,11 @@ _LAZY = {
     "PrecisionPolicy": "lightning_shard.precision.policy",
     "ShardCLI": "lightning_shard.cli",
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
+    "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.plugins.precision",
+    "full_tensor": "lightning_shard.full_tensors",
+    "set_full_tensor": "lightning_shard.full_tensors",
 }
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "set_rank",
     "should_accumulate",
     "sync_reduce",
+    "train_batch_size",
     "training_results_state",
     "use_no_grad_in_evaluation",
 ]
@@ -120,6 +121,13 @@ def prediction_batches(trainer: Trainer) -> int:
     """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
     batches = sum(trainer.predict_loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
+
+
+def train_batch_size(trainer: Trainer) -> int | None:
+    """Batch size of the training dataloader, if it was handed over as one; None where only a hook knows."""
+    source = trainer.fit_loop._data_source.instance
+    size = getattr(source, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def layer_sync(strategy: Any) -> Any:

@@ -54,6 +54,9 @@ def _with_aligned(presets: Iterable[Preset]) -> dict[str, Preset]:
 
 _DDP = "lightning_shard.ShardDDPStrategy"
 _FSDP = "lightning_shard.ShardFSDPStrategy"
+_DEEPSPEED = "lightning_shard.ShardDeepSpeedStrategy"
+_CPU = {"device": "cpu"}
+_NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
 
 PRESETS: Mapping[str, Preset] = _with_aligned(
     [
@@ -85,6 +88,48 @@ PRESETS: Mapping[str, Preset] = _with_aligned(
             description="FSDP2 full shard with parameters, gradients and optimizer state in host memory",
             init_args={"cpu_offload": True},
         ),
+        Preset(
+            name="shard_deepspeed_stage_0",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed without ZeRO: every process holds everything (as shard_ddp)",
+            init_args={"stage": 0},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_1",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-1: optimizer state and masters are cut",
+            init_args={"stage": 1},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_2",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-2: gradients are cut too",
+            init_args={"stage": 2},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_2_offload",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-2 with optimizer state and masters in host memory",
+            init_args={"stage": 2, "offload_optimizer": _CPU},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_3",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-3: parameters are cut too",
+            init_args={"stage": 3},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_3_offload",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-3 with parameters, optimizer state and masters in host memory",
+            init_args={"stage": 3, "offload_optimizer": _CPU, "offload_parameters": _CPU},
+        ),
+        Preset(
+            name="shard_deepspeed_stage_3_offload_nvme",
+            class_path=_DEEPSPEED,
+            description="DeepSpeed ZeRO-3 with parameters, optimizer state and masters in files, in ./nvme_offload",
+            init_args={"stage": 3, "offload_optimizer": _NVME, "offload_parameters": _NVME},
+        ),
     ]
 )
 """Every name that :func:`register` registers, in the order of the table."""
@@ -110,12 +155,22 @@ def build(name: str) -> Any:
     preset = find(name)
     module, _, attribute = preset.class_path.rpartition(".")
     strategy_class = getattr(importlib.import_module(module), attribute)
-    arguments = dict(preset.init_args)
-    if "mesh" in arguments:
+    arguments = {key: _built(key, value) for key, value in preset.init_args.items()}
+    return strategy_class(**arguments)
+
+
+def _built(argument: str, value: Any) -> Any:
+    """An argument as the constructor takes it, from the form that YAML has it in."""
+    if argument == "mesh":
         from lightning_shard.mesh import MeshConfig
 
-        arguments["mesh"] = MeshConfig(**arguments["mesh"])
-    return strategy_class(**arguments)
+        return MeshConfig(**value)
+    if argument in ("offload_optimizer", "offload_parameters"):
+        from lightning_shard.engines import deepspeed_config
+
+        group = "OptimizerOffload" if argument == "offload_optimizer" else "ParameterOffload"
+        return getattr(deepspeed_config, group)(**value)
+    return value
 
 
 def find(name: str) -> Preset:

@@ -15,12 +15,14 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_shard import full_tensor
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
-from tests.models import VOCAB, TinyLM, quiet_trainer, whole, whole_parameters
+from tests.models import VOCAB, TinyLM, quiet_trainer, whole
 
 STEPS = 20
 BATCH = 4
@@ -35,8 +37,12 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "hybrid_2x1": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=1), **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
     "hybrid_2x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=2), **kwargs),
+    "zero_1": lambda **kwargs: ShardDeepSpeedStrategy(stage=1, **kwargs),
+    "zero_2": lambda **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
+    "zero_3": lambda **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
     "ddp_plain": lambda **kwargs: ShardDDPStrategy(**{**kwargs, "aligned": False}),
 }
+ZERO = ["zero_1", "zero_2", "zero_3"]
 AT_2 = ["ddp", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload"]
 AT_3 = ["full", "grad_op", "offload", "ddp"]
 AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp"]
@@ -66,15 +72,25 @@ class Watch(pl.Callback):
         self.steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.start = whole_parameters(module)
+        self.names = [name for name, _ in module.named_parameters()]
+        self.start = self.parameters(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self.batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        assert gradients.keys() == {n for n, p in module.named_parameters() if p.requires_grad}
-        self.largest.append(max(whole(g).abs().max().item() for g in gradients.values()))
+        trainable = [n for n, p in module.named_parameters() if p.requires_grad]
+        gradients = [full_tensor(trainer, name, "gradient") for name in trainable]
+        self.largest.append(max(gradient.abs().max().item() for gradient in gradients))
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.end = self.parameters(trainer)
+        slots = [(n, slot) for n in self.names for slot in ("step", "exp_avg", "exp_avg_sq")]
+        state = {f"{name}.{slot}": full_tensor(trainer, name, slot) for name, slot in slots}
+        self.state = {key: value for key, value in state.items() if value is not None}
+
+    def parameters(self, trainer: pl.Trainer) -> dict[str, Tensor]:
+        return {name: full_tensor(trainer, name) for name in self.names}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step > self.steps and "grad_norm" in trainer.callback_metrics:
@@ -97,12 +113,13 @@ def fit(
     )
     loop.fit(module, DataLoader(Mapped(), batch_size=BATCH, shuffle=True))
     assert loop.global_step == STEPS
-    # `replicate` and DDP must really hold whole replicas, and the others pieces.
-    cut = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in module.parameters())
-    assert cut == (loop.strategy.device_mesh["shard"].size() > 1)
+    if engine not in ZERO:
+        # `replicate` and DDP must really hold whole replicas, and the others pieces.
+        cut = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in module.parameters())
+        assert cut == (loop.strategy.device_mesh["shard"].size() > 1)
     return {
-        "parameters": whole_parameters(module),
-        "optimizer": whole_state(module, loop.optimizers[0]),
+        "parameters": watch.end,
+        "optimizer": watch.state,
         "start": watch.start,
         "batches": watch.batches,
         "norms": watch.norms,

@@ -104,6 +104,11 @@ class ShardPrecision(Precision):
             except PrecisionError:
                 raise error from None
 
+    @property
+    def sets_loss_scale(self) -> bool:
+        """Whether settings of the loss scale were given."""
+        return self._overrides["loss_scale"] is not None
+
     def policy(self, *, aligned: bool, at_boundary: bool = False) -> PrecisionPolicy:
         """The dtypes that this precision stands for."""
         return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)

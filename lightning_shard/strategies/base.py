@@ -21,14 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
+from lightning_shard.checkpoint.state import fqns
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
+from lightning_shard.engines.whole import LiveTensor, gather, scatter
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
 from lightning_shard.strategies.ledgering import LedgerStrategy
+from lightning_shard.strategies.reading import canonical, own_or, slot_of
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 
 T = TypeVar("T")
@@ -126,15 +129,23 @@ class ShardStrategy(LedgerStrategy):
             plugin.connect_to_strategy(
                 clip=self._clip_gradients,
                 gradients=self._gradients,
-                policy=plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary),
+                policy=self._policy_of(plugin),
                 device=lambda: self.root_device,
+                **self._engine_steps(),
             )
         self._precision_plugin = plugin
+
+    def _engine_steps(self) -> dict[str, Any]:
+        """``step`` and ``backward`` of `ShardPrecision.connect_to_strategy`, where the engine does them."""
+        return {}
+
+    def _policy_of(self, plugin: ShardPrecision) -> PrecisionPolicy:
+        return plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary)
 
     @property
     def policy(self) -> PrecisionPolicy:
         """The dtypes of this run."""
-        return self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._syncs_at_boundary)
+        return self._policy_of(self.precision_plugin)
 
     # Launch and connect
 
@@ -211,6 +222,7 @@ class ShardStrategy(LedgerStrategy):
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
+            self._engage(trainer)
             self._check_start()
             self._warn_low_memory()
             _lightning.hold_schedulers(trainer, when=lambda: self.precision_plugin.step_skipped)
@@ -223,6 +235,9 @@ class ShardStrategy(LedgerStrategy):
     @abstractmethod
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
         """Let the engine shard or replicate ``module`` in place and return what forwards run through."""
+
+    def _engage(self, trainer: Trainer) -> None:
+        """Let an engine that steps by itself take over the optimizers, in a fit."""
 
     def _agreed_seed(self) -> int:
         """Rank 0's seed, on every rank."""
@@ -374,6 +389,42 @@ class ShardStrategy(LedgerStrategy):
     @abstractmethod
     def _follow_freezing(self) -> None:
         """Tell the engine that other parameters have gradients from now on."""
+
+    # Whole tensors
+
+    def full_tensor(self, fqn: str, kind: str = "parameter") -> Tensor | None:
+        """See `lightning_shard.full_tensor`."""
+        live = self._live(fqn, kind)
+        return None if live is None else gather(live, device=self.root_device)
+
+    def set_full_tensor(self, fqn: str, value: Tensor, kind: str = "parameter") -> None:
+        """See `lightning_shard.set_full_tensor`."""
+        live = self._live(fqn, kind)
+        if live is None:
+            raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
+        if tuple(live.shape) != tuple(value.shape):
+            raise ConfigurationError(
+                f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
+                "give the whole tensor."
+            )
+        scatter(value, live)
+        if kind == "parameter":
+            self._after_reading_tensors()
+
+    def _live(self, fqn: str, kind: str) -> LiveTensor | None:
+        assert self.lightning_module is not None
+        if kind == "parameter":
+            self._before_reading_parameters()
+        names = fqns(self.lightning_module)
+        name = canonical(names, fqn)
+        if kind == "parameter":
+            return own_or(self._model_tensors(), names, name)
+        if kind == "gradient":
+            return self._live_gradient(name, names.tensors[name])
+        return slot_of(self._optimizer_states(), names.tensors[name], name, kind)
+
+    def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        return parameter.grad
 
     # Buffers
 

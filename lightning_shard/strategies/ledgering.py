@@ -35,8 +35,12 @@ class LedgerStrategy(CheckpointingStrategy):
 
     def _begin_ledger(self, module: LightningModule) -> None:
         """Read what was loaded, before the engine prepares it."""
-        self._recorder = Recorder(module)
+        self._recorder = Recorder(module, stepped=self._stepped)
         self._recorder.tensors("loaded")
+
+    def _stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        """FQN and tensor of what ``optimizer`` steps, where that is not the module's parameters but masters of them."""
+        return None
 
     def _check_start(self) -> None:
         """Read what the engine left and what the optimizers hold. All ranks call it.
@@ -45,8 +49,8 @@ class LedgerStrategy(CheckpointingStrategy):
             PrecisionContractError: under ``aligned``, on every rank alike.
         """
         if self._recorder is not None:
-            self._recorder.tensors("prepared")
             self._recorder.groups(self.optimizers)
+            self._recorder.tensors("prepared")
             self._hold_contract("at the start of the fit")
 
     def _hold_contract(self, when: str) -> None:

@@ -181,7 +181,9 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
             "stage3_param_persistence_threshold": 10 * hidden,
         }
         zero.update({key: value for key, value in by_hidden.items() if zero.get(key) == AUTO})
-    bucket = max(1, min(BUCKET, facts.number_of_parameters or BUCKET))
+    bucket = max(2, min(BUCKET, facts.number_of_parameters or BUCKET))
+    # DeepSpeed asserts that the gathering one is even, for the alignment of 16-bit buffers.
+    bucket += bucket % 2
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if zero.get(key, AUTO) == AUTO:
             zero[key] = bucket

@@ -17,6 +17,7 @@ from lightning_shard.precision.ledger.collectives import WatchReductions
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
 
 Place = tuple[nn.Module, str]
+Named = Iterable[tuple[str, Tensor]]
 
 
 class Recorder:
@@ -26,9 +27,16 @@ class Recorder:
     rank records what it sees; nothing here communicates.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        """Nothing is read yet. ``root``: the unwrapped LightningModule."""
+    def __init__(self, root: nn.Module, *, stepped: Callable[[Optimizer], Named | None] = lambda _: None) -> None:
+        """Nothing is read yet.
+
+        Args:
+            root: the unwrapped LightningModule.
+            stepped: FQN and tensor of what an optimizer steps in the place of parameters; None: it steps these. The
+                engine that keeps such masters casts the module's own parameters, which are only forward's then.
+        """
         self._root = root
+        self._masters = stepped
         self._entries: dict[str, Entry] = {}
         self._reductions: list[Reduction] = []
         self._forward: dict[Place, torch.dtype] = {}
@@ -46,6 +54,8 @@ class Recorder:
         """Note the dtype of every parameter, buffer and metric state."""
         for name, kind, tensor in _named_tensors(self._root):
             entry = self._entries.setdefault(name, Entry(kind=kind))
+            if stage != "loaded" and kind in ("trainable", "frozen") and self._steps_masters():
+                continue
             entry.kind = kind
             entry.add(stage, tensor.dtype)
 
@@ -62,7 +72,14 @@ class Recorder:
             for name, gradient in gradients:
                 self._add(name, "accumulated", gradient)
 
+    def _steps_masters(self) -> bool:
+        return any(self._masters(optimizer) is not None for optimizer in self._optimizers)
+
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        masters = self._masters(optimizer)
+        if masters is not None:
+            yield from masters
+            return
         names = {id(p): name for name, p in self._root.named_parameters()}
         index = self._optimizers.index(optimizer)
         for group, settings in enumerate(optimizer.param_groups):

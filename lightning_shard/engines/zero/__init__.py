@@ -1,0 +1,1 @@
+"""DeepSpeed's engine behind plain functions: nothing here imports Lightning, and nothing imports DeepSpeed early."""

@@ -1,0 +1,202 @@
+"""DeepSpeed's engine over a module: started, stepped and stopped by plain functions.
+
+Gradients are unscaled and clipped in place by the caller, between the end of an accumulation and the step; DeepSpeed's
+own clipping, loss scale and norms have nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.stepped import FlatGroup
+from lightning_shard.engines.zero import layout
+from lightning_shard.errors import ConfigurationError
+
+
+class StepRoot(nn.Module):
+    """What DeepSpeed is given as the model: it runs any step of a module, and is no module that a user calls.
+
+    So a call of the user's module inside a step is a submodule's forward, with hooks of its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Hold ``module`` as the only child."""
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any]:
+        """``step(*args, **kwargs)`` in a tuple, in which DeepSpeed finds the tensors of any output."""
+        return (step(*args, **kwargs),)
+
+
+@dataclass(kw_only=True, eq=False)
+class ZeroEngine:
+    """A running DeepSpeed engine, and what the steps around it need."""
+
+    engine: Any
+    """``deepspeed.DeepSpeedEngine``."""
+
+    stage: int
+    optimizer: Optimizer | None = None
+    """The user's optimizer, or the one that the configuration describes; its groups hold flat partitions."""
+
+    groups: list[FlatGroup] = field(default_factory=list)
+    """What this rank steps; empty without an optimizer."""
+
+    pending: bool = False
+    """Whether a backward pass ran since the last step."""
+
+    overflow: bool = False
+    """Whether the step to come is to be skipped, the same on every rank."""
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer around the user's; the user's own in stage 0."""
+        return self.engine.optimizer
+
+
+def start(
+    module: nn.Module, *, optimizer: Optimizer | None, config: Mapping[str, Any], names: Mapping[Tensor, str]
+) -> ZeroEngine:
+    """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
+
+    Args:
+        module: with plain parameters, equal on all ranks, or cut by ``deepspeed.zero.Init``.
+        optimizer: over the module's parameters; its groups hold flat partitions afterwards. None: the one that
+            ``config`` describes, and else none, for evaluation.
+        config: the whole DeepSpeed configuration.
+        names: FQN of each parameter of ``module``.
+    """
+    import deepspeed
+
+    before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=StepRoot(module),
+        optimizer=optimizer,
+        model_parameters=trainable if optimizer is None and "optimizer" in config else None,
+        config=dict(config),
+        dist_init_required=False,
+    )
+    stage = int(config["zero_optimization"]["stage"])
+    running = ZeroEngine(engine=engine, stage=stage)
+    if engine.basic_optimizer is not None:
+        running.optimizer = engine.basic_optimizer
+        _leave_gradients_to_engine(running)
+        if stage > 0:
+            running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
+            _take_over_steps(running)
+    return running
+
+
+def _leave_gradients_to_engine(running: ZeroEngine) -> None:
+    """The engine zeroes gradients after each step; the memory that they are offloaded to must stay."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if running.pending:
+            raise ConfigurationError(
+                "zero_grad was called between a backward pass and the optimizer's step, but DeepSpeed has reduced the "
+                "gradients by then and can't drop them. Call it after the step, or not at all."
+            )
+
+    assert running.optimizer is not None
+    running.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _take_over_steps(running: ZeroEngine) -> None:
+    """Let the optimizer of ``running`` skip steps when told so, and compute no norm of its own."""
+    zero = running.zero
+
+    def check_overflow(partition_gradients: bool = True) -> None:
+        zero.overflow = running.overflow
+
+    def no_norm(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), device=zero.device)
+
+    if layout.kind(zero) == layout.BF16:
+        # It has no loss scale, and asks for the gradients that its norm is of.
+        zero.get_grads_for_norm = lambda for_clipping=False: ([torch.zeros(1)], {})
+        return
+    zero.check_overflow = check_overflow
+    if layout.kind(zero) == layout.STAGE_3:
+        zero._get_norm_groups = lambda: [no_norm()]
+    else:
+        zero.scaled_global_norm = no_norm
+
+
+def run(running: ZeroEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``step(*args, **kwargs)`` as the engine's forward: parameters are gathered for the modules in it."""
+    (output,) = running.engine(step, *args, **kwargs)
+    return output
+
+
+def backward(running: ZeroEngine, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:
+    """Run backward from ``loss``, which is scaled as it has to be already. All ranks call it.
+
+    Args:
+        running: the engine.
+        loss: a scalar.
+        inside_forward: whether `run` is still going on, as in manual optimization.
+        **kwargs: ``retain_graph``.
+    """
+    if inside_forward:
+        # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
+        running.engine._running_engine_backward = True
+        running.engine._backward_prologue()
+    running.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+    running.pending = True
+
+
+def set_boundary(running: ZeroEngine, enabled: bool) -> None:
+    """Say whether the backward pass to come ends an accumulation."""
+    running.engine.set_gradient_accumulation_boundary(enabled)
+
+
+def finish_accumulation(running: ZeroEngine) -> None:
+    """Complete gradients of backward passes of which none was said to be the last. All ranks call it."""
+    set_boundary(running, True)
+    if running.stage >= 2:
+        running.zero.finalize_gradient_accumulation_boundary()
+    else:
+        running.engine.allreduce_gradients()
+
+
+def step(running: ZeroEngine, *, skip: bool) -> None:
+    """Step, or drop the gradients; without a backward pass since the last step there is nothing to do.
+
+    All ranks call it. Gradients are zero afterwards, and forward sees the new parameters.
+    """
+    if not running.pending:
+        return
+    running.overflow = skip
+    running.engine.step()
+    running.pending = running.overflow = False
+    set_boundary(running, True)
+
+
+@torch.no_grad()
+def refresh(running: ZeroEngine) -> None:
+    """Let forward see masters that were changed from outside. All ranks call it."""
+    zero = running.zero
+    if layout.kind(zero) != layout.STAGE_3:
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    for index in range(len(running.groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(index)
+    if zero.persistent_parameters:
+        # They stay gathered.
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def stop(running: ZeroEngine) -> None:
+    """Take DeepSpeed's hooks off the module and its parameters."""
+    if running.optimizer is not None:
+        vars(running.optimizer).pop("zero_grad", None)
+    running.engine.destroy()

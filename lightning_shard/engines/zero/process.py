@@ -1,0 +1,135 @@
+"""What DeepSpeed keeps or changes for the whole process: made to fit this run, and given back afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+TESTED = ("0.19",)
+"""Releases of DeepSpeed whose private names are used here and in the files beside this one."""
+
+
+def require_tested_version() -> None:
+    """Refuse a DeepSpeed whose inner workings may be others.
+
+    Raises:
+        ImportError: DeepSpeed is missing, or of another release.
+    """
+    import deepspeed
+
+    release = ".".join(deepspeed.__version__.split(".")[:2])
+    if release not in TESTED:
+        raise ImportError(
+            f"DeepSpeed {deepspeed.__version__} is installed, but lightning_shard works on the engine's own objects "
+            f"and was tested with DeepSpeed {', '.join(f'{t}.x' for t in TESTED)}. Install one of these."
+        )
+
+
+def connect(device: torch.device, *, backend: str, local_size: int) -> Callable[[], None]:
+    """Let DeepSpeed use the process group that is there. All ranks call it; returns what undoes it.
+
+    DeepSpeed keeps its communication backend, the groups that it made and its accelerator in globals. Those of an
+    earlier process group are dropped; they would name groups that are gone.
+
+    Args:
+        device: where this rank computes; decides which of DeepSpeed's accelerators is used.
+        backend: the process group's, such as "gloo".
+        local_size: processes on this node, which DeepSpeed takes for the number of its devices on a CPU.
+    """
+    import deepspeed
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups, logger
+
+    restore = [
+        _restoring(functional, "linear"),
+        _restoring(functional, "embedding"),
+        _restoring_environment("LOCAL_SIZE"),
+        _restoring_environment("LOCAL_RANK"),
+        _restoring_modules_in_forward(),
+    ]
+    level = logger.level
+    restore.append(lambda: logger.setLevel(level))
+    # DeepSpeed tells of every buffer that it makes.
+    logger.setLevel(logging.WARNING)
+    os.environ["LOCAL_SIZE"] = str(local_size)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    _choose_accelerator(device)
+    if getattr(comm, "cdb", None) is not None and _connected.get("group") is not dist.group.WORLD:
+        groups._release_process_group_references()
+        comm.cdb = None
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    _connected["group"] = dist.group.WORLD
+
+    def undo() -> None:
+        for step in restore:
+            step()
+
+    return undo
+
+
+_connected: dict[str, object] = {}
+"""The process group that DeepSpeed's globals belong to."""
+
+
+def _choose_accelerator(device: torch.device) -> None:
+    from deepspeed import accelerator
+
+    if device.type == "cpu":
+        if not getattr(accelerator.get_accelerator(), "chosen_here", False):
+            accelerator.set_accelerator(_cpu_accelerator())
+    elif accelerator.get_accelerator().device_name() != device.type:
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        accelerator.set_accelerator(CUDA_Accelerator())
+
+
+def _cpu_accelerator() -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class CPU(CPU_Accelerator):
+        chosen_here = True
+
+        def is_fp16_supported(self) -> bool:
+            # DeepSpeed asks for fp16 instructions; torch computes without them, only slower.
+            return True
+
+        def create_op_builder(self, class_name: str) -> Any:
+            # Compiled when a backend is made, and used by DeepSpeed's inference alone.
+            return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
+
+    return CPU()
+
+
+def _restoring(owner: object, name: str) -> Callable[[], None]:
+    value = getattr(owner, name)
+    return lambda: setattr(owner, name, value)
+
+
+def _restoring_environment(name: str) -> Callable[[], None]:
+    value = os.environ.get(name)
+
+    def restore() -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    return restore
+
+
+def _restoring_modules_in_forward() -> Callable[[], None]:
+    from deepspeed.runtime.zero import parameter_offload
+
+    length = len(parameter_offload.FWD_MODULE_STACK)
+
+    def restore() -> None:
+        # Stage 3 puts every module that it was given there and never takes it out again.
+        del parameter_offload.FWD_MODULE_STACK[length:]
+
+    return restore

@@ -1,0 +1,288 @@
+"""Lightning's adapter of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.flat_shard import FlatTensor
+from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
+from lightning_shard.engines import ddp
+from lightning_shard.engines.deepspeed_config import (
+    DeepSpeedFields,
+    OptimizerOffload,
+    ParameterOffload,
+    Stage3Options,
+    ZeroBuckets,
+    ZeroPlusPlus,
+    check_fields,
+    check_policy,
+    deepspeed_config,
+    effective,
+    loss_scaling_from,
+)
+from lightning_shard.engines.whole import LiveTensor
+from lightning_shard.engines.zero import engine as zero
+from lightning_shard.engines.zero import layout, masters, process
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig
+from lightning_shard.plugins.precision import ShardPrecision
+from lightning_shard.precision.casting import install_casts
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.deepspeed_facts import run_facts
+
+
+class ShardDeepSpeedStrategy(ShardStrategy):
+    """ZeRO stages 0 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
+
+    engine = "deepspeed"
+
+    def __init__(
+        self,
+        *,
+        aligned: bool = False,
+        stage: Literal[0, 1, 2, 3] | None = None,
+        offload_optimizer: OptimizerOffload | None = None,
+        offload_parameters: ParameterOffload | None = None,
+        buckets: ZeroBuckets | None = None,
+        stage3: Stage3Options | None = None,
+        zero_plus_plus: ZeroPlusPlus | None = None,
+        communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
+        config: str | dict[str, Any] | None = None,
+        mesh: MeshConfig | None = None,
+        log_grad_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        timeout_seconds: float = 1800.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        """Set up DeepSpeed.
+
+        Args:
+            aligned: hold the precision contract: fp32 masters that begin as the unrounded loaded values, optimizer
+                state, reduction and accumulation whatever the Trainer's precision says.
+            stage: what is cut over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+                Default: what ``config`` says, and else 2.
+            offload_optimizer: keep optimizer state and masters on the host or on NVMe, and step on the host.
+            offload_parameters: keep parameters on the host or on NVMe; stage 3 only.
+            buckets: sizes and forms of the collectives.
+            stage3: when stage 3 gathers parameters and when it frees them.
+            zero_plus_plus: less traffic for stage 3, at the cost of memory (hpZ) or of digits.
+            communication_data_type: dtype in which gradients cross the network; default: the precision policy's.
+            config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
+                are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
+            mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
+            log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
+            error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
+            timeout_seconds: how long a collective waits before the run fails.
+            process_group_backend: "nccl", "gloo", ...; default: by device.
+
+        Raises:
+            ConfigurationError: a value that can't work, before anything is touched.
+        """
+        self._fields = DeepSpeedFields(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            buckets=buckets or ZeroBuckets(),
+            stage3=stage3 or Stage3Options(),
+            zero_plus_plus=zero_plus_plus or ZeroPlusPlus(),
+            communication_data_type=communication_data_type,
+            config=config,
+        )
+        process.require_tested_version()
+        check_fields(self._fields, aligned)
+        self._stage = effective(self._fields).stage
+        super().__init__(
+            mesh=mesh or MeshConfig(),
+            aligned=aligned,
+            accumulate_sync="boundary" if self._stage < 2 else "micro_batch",
+            log_grad_norm=log_grad_norm,
+            error_if_nonfinite=error_if_nonfinite,
+            timeout_seconds=timeout_seconds,
+            process_group_backend=process_group_backend,
+        )
+        self._running: zero.ZeroEngine | None = None
+        self._config: dict[str, Any] = {}
+        self._frozen: dict[str, FlatTensor] = {}
+        self._disconnect: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._in_step = False
+
+    # Precision
+
+    def _engine_steps(self) -> dict[str, Any]:
+        return {"step": self._engine_step, "backward": self._engine_backward}
+
+    def _policy_of(self, plugin: ShardPrecision) -> PrecisionPolicy:
+        policy = super()._policy_of(plugin)
+        given = loss_scaling_from(self._fields.config)
+        if policy.loss_scale is None or given is None or plugin.sets_loss_scale:
+            return policy
+        return replace(policy, loss_scale=given)
+
+    def _check_configuration(self) -> None:
+        super()._check_configuration()
+        check_policy(self._fields, self.policy, self.aligned)
+
+    def _mesh_shape(self) -> tuple[int, int]:
+        replicas, pieces = super()._mesh_shape()
+        if replicas > 1:
+            raise ConfigurationError(
+                f"mesh asks for {replicas} replicas, but DeepSpeed cuts over all processes: its MiCS, which copied "
+                "shards over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) only keeps a second copy "
+                "of the parameters. Use shard_fsdp_hybrid, or remove replicate."
+            )
+        return replicas, pieces
+
+    # Set-up
+
+    def setup_environment(self) -> None:
+        """Connect the processes, and DeepSpeed to them. All ranks call it."""
+        super().setup_environment()
+        self._disconnect = process.connect(
+            self.root_device,
+            backend=torch.distributed.get_backend(),
+            local_size=self.num_processes,
+        )
+
+    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
+        ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
+        if self.policy.compute != torch.float32:
+            self._undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
+        return module
+
+    def _engage(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if len(self.optimizers) > 1:
+            raise ConfigurationError(
+                f"configure_optimizers returns {len(self.optimizers)} optimizers, but DeepSpeed's engine steps one. "
+                "Return one, with parameter groups where settings differ, or use shard_fsdp."
+            )
+        self._config = deepspeed_config(self._fields, run_facts(self, trainer))
+        kept = masters.keep(module, self.policy.compute)
+        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
+        shapes = {fqn: parameter.shape for fqn, parameter in module.named_parameters() if not parameter.requires_grad}
+        self._running = zero.start(module, optimizer=self.optimizers[0], config=self._config, names=names)
+        masters.put(self._running.groups, kept)
+        self._frozen = masters.frozen(
+            kept, {n: s for n, s in shapes.items() if n in kept}, rank=self.global_rank, size=self.world_size
+        )
+
+    # Steps
+
+    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running is None:
+            return super()._run(step, *args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training and not self.lightning_module.automatic_optimization:
+            # Which of the step's backward passes is the last is known when the optimizer steps.
+            zero.set_boundary(self._running, False)
+        self._in_step = True
+        try:
+            return zero.run(self._running, step, *args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _engine_backward(self, loss: Tensor, module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        assert self._running is not None
+        if is_overridden("backward", module):
+            module.backward(loss, *args, **kwargs)
+            self._running.pending = True
+        else:
+            zero.backward(self._running, loss, inside_forward=self._in_step, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Tell DeepSpeed that this micro-batch is not the last of an accumulation."""
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        if self._running is not None:
+            zero.set_boundary(self._running, enabled)
+
+    def _finish_gradients(self) -> None:
+        assert self.lightning_module is not None
+        if self._running is not None and not self.lightning_module.automatic_optimization:
+            with self._watching_collectives():
+                zero.finish_accumulation(self._running)
+
+    def _engine_step(self, optimizer: Optimizer) -> None:
+        assert self._running is not None
+        zero.step(self._running, skip=self.precision_plugin.step_skipped)
+
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        assert self._running is not None
+        if self._stage == 0:
+            return super()._gradients(optimizer)
+        return layout.gradients(self._running.zero) if self._running.pending else []
+
+    @property
+    def _gradient_pieces(self) -> DeviceMesh | None:
+        return None if self._stage == 0 else self.device_mesh
+
+    def _stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        if self._running is None or self._stage == 0:
+            return None
+        return [
+            (member.fqn, group.flat) for group in self._running.groups for member in group.members if member.stepped
+        ]
+
+    def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        if self._running is None or self._stage == 0:
+            return super()._live_gradient(fqn, parameter)
+        return layout.gradient(self._running.zero, self._running.groups, fqn) if self._running.pending else None
+
+    def _held_gradients(self) -> list[tuple[str, Tensor]]:
+        return []
+
+    def _follow_freezing(self) -> None:
+        raise ConfigurationError(
+            "Parameters were frozen or thawed after the fit began, but DeepSpeed steps those that were trainable then. "
+            "Freeze before the fit, or use shard_fsdp."
+        )
+
+    # Checkpoints
+
+    def _optimizer_states(self) -> Sequence[AnyOptimizer]:
+        if self._running is None or self._stage == 0:
+            return super()._optimizer_states()
+        return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
+
+    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+        if self._running is None:
+            return {}
+        assert self.lightning_module is not None
+        cut = {n: layout.cut(p) for n, p in self.lightning_module.named_parameters() if layout.is_cut(p)}
+        return {**cut, **layout.masters(self._running.groups), **self._frozen}
+
+    def _after_reading_tensors(self) -> None:
+        if self._running is not None and self._running.groups:
+            zero.refresh(self._running)
+
+    def teardown(self) -> None:
+        """Take DeepSpeed off the module and give the process back as it was."""
+        self._stop_ledger()
+        if self._running is not None:
+            zero.stop(self._running)
+            self._running = None
+        while self._undo:
+            self._undo.pop()()
+        super().teardown()
+        if self._disconnect is not None:
+            self._disconnect()
+            self._disconnect = None
