@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_shard  # noqa: F401  (registers the strategy names)
+from lightning_shard import full_tensor
 
 VOCAB = 37
 
@@ -141,3 +141,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in module.named_parameters()}
+
+
+def all_parameters(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """What the optimizer steps of each parameter, or the parameter, whole, on every engine. All ranks call it."""
+    return {name: full_tensor(trainer, name) for name, _ in trainer.lightning_module.named_parameters()}
+
+
+class Final(pl.Callback):
+    """Keeps the whole parameters and optimizer state of a fit's end, before the engine lets go of them."""
+
+    SLOTS = ("step", "exp_avg", "exp_avg_sq")
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.parameters = all_parameters(trainer)
+        state = {f"{n}.{slot}": full_tensor(trainer, n, slot) for n in self.parameters for slot in self.SLOTS}
+        self.optimizer = {key: value for key, value in state.items() if value is not None}

@@ -18,8 +18,8 @@ from lightning_shard import LossScaling, ShardPrecision
 from lightning_shard.errors import DataError, PrecisionError
 from tests import test_resume
 from tests.harness import DistributedError, run_distributed
-from tests.models import TinyLM, loader, quiet_trainer, whole, whole_parameters
-from tests.test_parity import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences, whole_state
+from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer, whole
+from tests.test_parity import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences
 
 STEPS = 20
 # Far too large at first, and it grows again after every three good steps: overflows at the start and later.
@@ -54,7 +54,7 @@ class Record(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self.batches.append(batch)
         scale = trainer.precision_plugin.loss_scale  # type: ignore[attr-defined]
-        self._before = trainer.global_step, whole_parameters(module), scale
+        self._before = trainer.global_step, all_parameters(trainer), scale
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
         assert self._before is not None
@@ -66,7 +66,7 @@ class Record(pl.Callback):
             {
                 "scale": scale,
                 "skipped": trainer.precision_plugin.step_skipped,  # type: ignore[attr-defined]
-                "unchanged": differences(parameters, whole_parameters(module)) == {},
+                "unchanged": differences(parameters, all_parameters(trainer)) == {},
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
                 "logged_scale": logged["loss_scale"],
                 "norm": logged.get("grad_norm"),
@@ -76,19 +76,19 @@ class Record(pl.Callback):
 
 def fit(engine: str, precision: str, strategy: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    module, record = Seen(), Record()
+    module, record, final = Seen(), Record(), Final()
     loop = quiet_trainer(
         strategy=ENGINES[engine](**{"aligned": True, **strategy}),
         plugins=[ShardPrecision(precision, loss_scale=SCALING)],  # type: ignore[arg-type]
         max_steps=STEPS,
-        callbacks=[record],
+        callbacks=[record, final],
         **trainer,
     )
     loop.fit(module, DataLoader(Mapped(), batch_size=BATCH, shuffle=True))
     assert loop.global_step == STEPS == len(record.steps)
     return {
-        "parameters": whole_parameters(module),
-        "optimizer": whole_state(module, loop.optimizers[0]),
+        "parameters": final.parameters,
+        "optimizer": final.optimizer,
         "steps": record.steps,
         "batches": record.batches,
         "losses": module.losses,

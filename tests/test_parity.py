@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,19 +17,21 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import full_tensor
+from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
-from tests.models import VOCAB, TinyLM, quiet_trainer, whole
+from tests.models import VOCAB, Final, TinyLM, all_parameters, quiet_trainer, whole
 
 STEPS = 20
 BATCH = 4
 # Below the norms and the largest elements of the gradients of all steps, which `check` asserts.
 NORM_LIMIT, VALUE_LIMIT = 0.05, 0.002
 
+HOST = OptimizerOffload(device="cpu")
 ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "ddp": ShardDDPStrategy,
     "full": ShardFSDPStrategy,
@@ -37,12 +40,15 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "hybrid_2x1": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=1), **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
     "hybrid_2x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=2), **kwargs),
-    "zero_1": lambda **kwargs: ShardDeepSpeedStrategy(stage=1, **kwargs),
-    "zero_2": lambda **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
-    "zero_3": lambda **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
+    **{f"zero_{stage}": partial(ShardDeepSpeedStrategy, stage=stage) for stage in (0, 1, 2, 3)},
+    **{f"zero_{s}_offload": partial(ShardDeepSpeedStrategy, stage=s, offload_optimizer=HOST) for s in (1, 2)},
+    "zero_3_offload_optimizer": partial(ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST),
+    "zero_3_offload": partial(
+        ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST, offload_parameters=ParameterOffload(device="cpu")
+    ),
     "ddp_plain": lambda **kwargs: ShardDDPStrategy(**{**kwargs, "aligned": False}),
 }
-ZERO = ["zero_1", "zero_2", "zero_3"]
+ZERO = [name for name in ENGINES if name.startswith("zero")]
 AT_2 = ["ddp", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload"]
 AT_3 = ["full", "grad_op", "offload", "ddp"]
 AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp"]
@@ -72,8 +78,7 @@ class Watch(pl.Callback):
         self.steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.names = [name for name, _ in module.named_parameters()]
-        self.start = self.parameters(trainer)
+        self.start = all_parameters(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self.batches.append(batch)
@@ -82,15 +87,6 @@ class Watch(pl.Callback):
         trainable = [n for n, p in module.named_parameters() if p.requires_grad]
         gradients = [full_tensor(trainer, name, "gradient") for name in trainable]
         self.largest.append(max(gradient.abs().max().item() for gradient in gradients))
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.end = self.parameters(trainer)
-        slots = [(n, slot) for n in self.names for slot in ("step", "exp_avg", "exp_avg_sq")]
-        state = {f"{name}.{slot}": full_tensor(trainer, name, slot) for name, slot in slots}
-        self.state = {key: value for key, value in state.items() if value is not None}
-
-    def parameters(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        return {name: full_tensor(trainer, name) for name in self.names}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step > self.steps and "grad_norm" in trainer.callback_metrics:
@@ -103,12 +99,12 @@ def fit(
 ) -> dict[str, Any]:
     """One run; parameters and optimizer state come back whole."""
     pl.seed_everything(1, verbose=False)
-    module, watch = TinyLM(**model), Watch()
+    module, watch, final = TinyLM(**model), Watch(), Final()
     loop = quiet_trainer(
         strategy=ENGINES[engine](**{"aligned": True, **strategy}),
         precision=precision,
         max_steps=STEPS,
-        callbacks=[watch],
+        callbacks=[watch, final],
         **trainer,
     )
     loop.fit(module, DataLoader(Mapped(), batch_size=BATCH, shuffle=True))
@@ -118,8 +114,8 @@ def fit(
         cut = any(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in module.parameters())
         assert cut == (loop.strategy.device_mesh["shard"].size() > 1)
     return {
-        "parameters": watch.end,
-        "optimizer": watch.state,
+        "parameters": final.parameters,
+        "optimizer": final.optimizer,
         "start": watch.start,
         "batches": watch.batches,
         "norms": watch.norms,

@@ -38,7 +38,7 @@ from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
 from lightning_shard.strategies.deepspeed_facts import run_facts
 
 
@@ -60,6 +60,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
         mesh: MeshConfig | None = None,
+        accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
@@ -81,6 +82,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
                 are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
             mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
+            accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``, which the stage decides:
+                once at the "boundary" in stages 0 and 1, after each "micro_batch" in 2 and 3. "auto" is that.
             log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
@@ -105,7 +108,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         super().__init__(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
-            accumulate_sync="boundary" if self._stage < 2 else "micro_batch",
+            accumulate_sync=self._accumulation(accumulate_sync),
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
@@ -117,6 +120,17 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._disconnect: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
+
+    def _accumulation(self, asked: AccumulateSync) -> AccumulateSync:
+        own: AccumulateSync = "boundary" if self._stage < 2 else "micro_batch"
+        if asked in ("boundary", "micro_batch") and asked != own:
+            stages = "0 and 1" if asked == "boundary" else "2 and 3"
+            raise ConfigurationError(
+                f"accumulate_sync is {asked!r}, but ZeRO stage {self._stage} reduces accumulated gradients "
+                f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use stages {stages}, or "
+                "accumulate_sync: auto."
+            )
+        return own if asked == "auto" else asked
 
     # Precision
 

@@ -176,6 +176,8 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
         return
     running.overflow = skip
     running.engine.step()
+    if skip:
+        layout.forget_gradients(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)
 

@@ -159,6 +159,13 @@ def gradient(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | N
     return None
 
 
+def forget_gradients(zero: Any) -> None:
+    """Drop what a skipped step left: under offload, stages 1 and 2 would add the next gradients to it."""
+    if kind(zero) == STAGES_1_2:
+        for index in zero.averaged_gradients:
+            zero.averaged_gradients[index] = None
+
+
 def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]:
     """The pieces of a member in tensors that lie behind one another as the flat tensor does."""
     begin = 0
