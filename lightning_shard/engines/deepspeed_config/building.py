@@ -20,6 +20,9 @@ CONTRADICTS = (
 BUCKET = 500_000_000
 """DeepSpeed's default for both buckets, in elements."""
 
+NVME_BUFFER = 100_000_000
+"""DeepSpeed's default for one buffer of parameters from NVMe, in elements."""
+
 
 def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumulation: bool = True) -> dict[str, Any]:
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
@@ -181,10 +184,14 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
             "stage3_param_persistence_threshold": 10 * hidden,
         }
         zero.update({key: value for key, value in by_hidden.items() if zero.get(key) == AUTO})
-    bucket = max(1, min(BUCKET, facts.number_of_parameters or BUCKET))
+    # These are allocated whole, 1 to 2 GB at DeepSpeed's defaults, however small the model.
+    elements = facts.number_of_parameters or BUCKET
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if zero.get(key, AUTO) == AUTO:
-            zero[key] = bucket
+            zero[key] = min(BUCKET, elements)
+    parameters = zero.get("offload_param", {})
+    if parameters.get("device") == "nvme" and parameters.get("buffer_size", AUTO) == AUTO:
+        parameters["buffer_size"] = min(NVME_BUFFER, elements)
     zero.setdefault("ignore_unused_parameters", True)
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key, {})

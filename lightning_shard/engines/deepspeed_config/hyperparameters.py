@@ -17,8 +17,8 @@ ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "tor
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adam": (*ADAM, "fp32_optimizer_states"),
     "adamw": (*ADAM, "fp32_optimizer_states"),
-    "adagrad": ("lr", "eps", "weight_decay", "amsgrad"),
-    "lion": ("lr", "betas", "weight_decay"),
+    "adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad"),
+    "lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states"),
     "lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "max_coeff", "min_coeff"),
     "muon": (*ADAM, "momentum", "muon_lr", "adam_lr", "ns_method", "fp32_optimizer_states"),
     "muadam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
@@ -132,8 +132,8 @@ def _read_params(params: Mapping[str, Any], known: tuple[str, ...], path: str, p
 
 
 def _read_betas(value: Any, where: str, problems: list[str]) -> list[float]:
-    if not isinstance(value, list | tuple):
-        problems.append(f"{where} is {value!r}, but must be a list of numbers")
+    if not isinstance(value, list | tuple) or AUTO in value:
+        problems.append(f"{where} is {value!r}, but must be 'auto' or a list of numbers")
         return []
     return [understood(beta, "float", f"{where}[{i}]", problems) for i, beta in enumerate(value)]
 
@@ -151,6 +151,8 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
             each good step, a minimum that is no power of two.
     """
     given = {key: value for key, value in fp16.items() if value != AUTO}
+    if given.get("enabled") is False:
+        return None
     if given.get("consecutive_hysteresis"):
         raise ConfigurationError(
             "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis is refilled only when the scale "
