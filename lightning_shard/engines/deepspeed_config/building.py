@@ -194,9 +194,8 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
         parameters["buffer_size"] = min(NVME_BUFFER, elements)
     zero.setdefault("ignore_unused_parameters", True)
     for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key, {})
-        if facts.device_type == "cpu" and section.get("device") == "cpu":
-            section.setdefault("pin_memory", False)
+        if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
+            zero[key]["pin_memory"] = False
     hpz = zero.get("zero_hpz_partition_size", AUTO)
     if hpz not in (AUTO, 0, 1) and facts.world_size % hpz != 0:
         problems.append(
