@@ -255,6 +255,18 @@ def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
             {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}},
             "clipping is the Trainer's: set gradient_cl",
         ),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is None, but this type needs it: write a value"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto"}}},
+            "cycle_min_lr is 'auto', but this type",
+        ),
+        (
+            {"scheduler": {"type": "StepLR", "params": {"gamma": 0.5}}},
+            "params.step_size is None, but this type needs it",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, "but must be 'log' or 'linear'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "is 0, but must be 1 or more"),
+        ({1: 2}, "1 is no key of DeepSpeed's"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bf16 is given twice, as {'enabled': True} and"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is false, but the strategy sets it"),
@@ -319,6 +331,16 @@ def test_sections_without_a_place_here_are_refused_unless_they_are_off(key: str)
         fields = DeepSpeedFields(config={key: off})
         check_fields(fields, aligned=True)
         assert key not in deepspeed_config(fields, _facts())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_parallel_size", 1), ("data_parallel_size", 1), ("tensor_parallel", {"autotp_size": 1})],
+)
+def test_axes_of_size_1_are_no_axes(key: str, value: Any) -> None:
+    check_fields(DeepSpeedFields(config={key: value}), aligned=True)
+    larger = {"autotp_size": 2} if isinstance(value, dict) else 2
+    assert f"{key} can't be used: " in _refusal({key: larger})
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
@@ -817,15 +839,18 @@ def test_the_batch_keys_always_multiply(
             {"total_steps": None},
             "total_num_steps is 'auto', but the Trainer's number of optimizer steps is not known: write a number",
         ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-            {"warmup_steps": None},
-            "warmup_num_steps is 'auto', but the run's number of warm-up steps is not known: write a number",
-        ),
     ],
 )
 def test_auto_values_that_nobody_knows(config: dict[str, Any], facts: dict[str, Any], text: str) -> None:
     assert text in _contradiction(config, _facts(**facts))
+
+
+@pytest.mark.parametrize(("known", "expected"), [(None, 1), (0, 1), (1, 1), (7, 7)])
+def test_warm_up_steps(known: int | None, expected: int) -> None:
+    # DeepSpeed takes no warm-up of 0 steps.
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    result = deepspeed_config(DeepSpeedFields(config=config), _facts(warmup_steps=known))
+    assert result["scheduler"]["params"] == {"warmup_num_steps": expected}
 
 
 def test_hyperparameters_fall_back_to_each_other() -> None:
@@ -833,10 +858,31 @@ def test_hyperparameters_fall_back_to_each_other() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "eps": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     }
-    result = deepspeed_config(DeepSpeedFields(config=config), _facts(optimizer=None, warmup_steps=0))
-    # What no one knows is the optimizer's own default, and DeepSpeed takes no warm-up of 0 steps.
+    result = deepspeed_config(DeepSpeedFields(config=config), _facts(optimizer=None, warmup_steps=5))
+    # What no one knows is the optimizer's own default.
     assert result["optimizer"]["params"] == {"lr": 0.25}
-    assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 1}
+    assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("precision", "aligned", "given", "expected"),
+    [
+        ("bf16-mixed", False, {}, {}),
+        ("bf16-mixed", True, {}, {"torch_adam": True}),
+        ("bf16-mixed", True, {"bias_correction": True}, {"torch_adam": True}),
+        ("bf16-mixed", True, {"bias_correction": False}, {"bias_correction": False}),
+        ("bf16-mixed", True, {"torch_adam": False}, {"torch_adam": False}),
+        ("bf16-true", False, {}, {"fp32_optimizer_states": False}),
+        ("bf16-true", False, {"torch_adam": True}, {"torch_adam": True}),
+        ("bf16-true", True, {}, {"torch_adam": True}),
+    ],
+)
+def test_which_adam_deepspeed_builds(
+    precision: str, aligned: bool, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.5, **given}}}
+    result = deepspeed_config(DeepSpeedFields(config=config), _facts(precision, aligned=aligned, optimizer=None))
+    assert result["optimizer"]["params"] == {"lr": 0.5, **expected}
 
 
 def test_buffers_are_no_larger_than_the_model() -> None:
@@ -872,6 +918,17 @@ def test_the_engine_says_who_counts_micro_batches() -> None:
     for managed in (True, False):
         config = deepspeed_config(DeepSpeedFields(), _facts(), managed_accumulation=managed)
         assert _accepted(config).managed_gradient_accumulation is managed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overlap_needs_stage_2_where_the_strategy_counts(stage: Any) -> None:
+    fields = DeepSpeedFields(stage=stage, buckets=ZeroBuckets(overlap_comm=True))
+    assert deepspeed_config(fields, _facts())[ZERO]["overlap_comm"] is True
+    if stage >= 2:
+        assert deepspeed_config(fields, _facts(), managed_accumulation=False)[ZERO]["overlap_comm"] is True
+    else:
+        with pytest.raises(ConfigurationError, match=f"overlap_comm is true with stage {stage}, but where"):
+            deepspeed_config(fields, _facts(), managed_accumulation=False)
 
 
 def test_the_result_is_the_same_in_every_call_and_any_order() -> None:

@@ -48,6 +48,12 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumu
     _precision(config, facts, problems)
     resolve_hyperparameters(config, facts, problems)
     _zero(config, facts, problems)
+    if not managed_accumulation and config[ZERO]["stage"] < 2 and config[ZERO].get("overlap_comm") is True:
+        # DeepSpeedEngine._do_sanity_check asserts it.
+        problems.append(
+            f"{ZERO}.overlap_comm is true with stage {config[ZERO]['stage']}, but where the strategy says when to step "
+            "DeepSpeed overlaps in stages 2 and 3 only: remove it"
+        )
     raise_problems(problems, CONTRADICTS)
     if facts.aligned:
         _pin_contract(config)

@@ -197,7 +197,7 @@ class RunFacts:
     """Optimizer steps of the whole fit, where they are known."""
 
     warmup_steps: int | None = None
-    """Warm-up steps, where they are known."""
+    """Warm-up steps, where they are known; None resolves "auto" to no warm-up, as Hugging Face's default does."""
 
     hidden_size: int | None = None
     """The model's hidden size, the largest of several, where its configuration says it."""
