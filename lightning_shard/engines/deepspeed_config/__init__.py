@@ -17,6 +17,7 @@ from lightning_shard.engines.deepspeed_config.fields import (
     ZeroPlusPlus,
 )
 from lightning_shard.engines.deepspeed_config.merging import Effective, effective
+from lightning_shard.engines.deepspeed_config.reading import read_config
 
 __all__ = [
     "DeepSpeedFields",
@@ -33,4 +34,5 @@ __all__ = [
     "dump_config",
     "effective",
     "loss_scaling_from",
+    "read_config",
 ]

@@ -20,6 +20,9 @@ CONTRADICTS = (
 BUCKET = 500_000_000
 """DeepSpeed's default for both buckets, in elements."""
 
+NVME_BUFFER = 100_000_000
+"""DeepSpeed's default for one buffer of parameters from NVMe, in elements."""
+
 
 def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumulation: bool = True) -> dict[str, Any]:
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
@@ -45,6 +48,12 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumu
     _precision(config, facts, problems)
     resolve_hyperparameters(config, facts, problems)
     _zero(config, facts, problems)
+    if not managed_accumulation and config[ZERO]["stage"] < 2 and config[ZERO].get("overlap_comm") is True:
+        # DeepSpeedEngine._do_sanity_check asserts it.
+        problems.append(
+            f"{ZERO}.overlap_comm is true with stage {config[ZERO]['stage']}, but where the strategy says when to step "
+            "DeepSpeed overlaps in stages 2 and 3 only: remove it"
+        )
     raise_problems(problems, CONTRADICTS)
     if facts.aligned:
         _pin_contract(config)
@@ -181,17 +190,20 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
             "stage3_param_persistence_threshold": 10 * hidden,
         }
         zero.update({key: value for key, value in by_hidden.items() if zero.get(key) == AUTO})
-    bucket = max(2, min(BUCKET, facts.number_of_parameters or BUCKET))
-    # DeepSpeed asserts that the gathering one is even, for the alignment of 16-bit buffers.
-    bucket += bucket % 2
+    # These are allocated whole, 1 to 2 GB at DeepSpeed's defaults, however small the model. DeepSpeed asserts that the
+    # gathering one is even, for the alignment of 16-bit buffers.
+    elements = facts.number_of_parameters or BUCKET
+    elements += elements % 2
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if zero.get(key, AUTO) == AUTO:
-            zero[key] = bucket
+            zero[key] = min(BUCKET, elements)
+    parameters = zero.get("offload_param", {})
+    if parameters.get("device") == "nvme" and parameters.get("buffer_size", AUTO) == AUTO:
+        parameters["buffer_size"] = min(NVME_BUFFER, elements)
     zero.setdefault("ignore_unused_parameters", True)
     for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key, {})
-        if facts.device_type == "cpu" and section.get("device") == "cpu":
-            section.setdefault("pin_memory", False)
+        if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
+            zero[key]["pin_memory"] = False
     hpz = zero.get("zero_hpz_partition_size", AUTO)
     if hpz not in (AUTO, 0, 1) and facts.world_size % hpz != 0:
         problems.append(

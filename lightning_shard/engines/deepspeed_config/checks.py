@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields
-from lightning_shard.engines.deepspeed_config.hyperparameters import loss_scaling_of
 from lightning_shard.engines.deepspeed_config.keys import Section, known_keys
 from lightning_shard.engines.deepspeed_config.merging import ZERO, effective_of, get, merge, raise_problems
 from lightning_shard.engines.deepspeed_config.reading import AUTO, canonical, read_config
+from lightning_shard.engines.deepspeed_config.scaling import loss_scaling_of
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PrecisionPolicy, short
@@ -62,9 +62,9 @@ def _check_by_models(content: dict[str, Any], section: Section, path: str, probl
         section.model(**plain)
     except ValidationError as error:
         for detail in error.errors():
-            key = ".".join(map(str, detail["loc"]))
-            value = f" is {content.get(key)!r}, but DeepSpeed says" if key else ""
-            problems.append(f"{path}{key}{value}: {detail['msg']}")
+            key = ".".join(map(str, detail["loc"][:1]))
+            where = f"{path}{key} is {content.get(key)!r}" if key else f"{path.rstrip('.')} does not fit"
+            problems.append(f"{where}, but DeepSpeed's rule is: {detail['msg']}")
 
 
 def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
@@ -113,14 +113,22 @@ def _check_trainer_owned(merged: dict[str, Any], problems: list[str]) -> None:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
         problems.append("fp16.enabled and bf16.enabled are both true, but a run computes in one of them")
-    clip = merged.get("gradient_clipping")
-    if isinstance(clip, int | float) and clip < 0:
-        problems.append(f"gradient_clipping is {clip:g}, but must be 0, for none, or more")
+    for path, least in _LEAST.items():
+        value = merged.get(path, AUTO)
+        if value != AUTO and value < least:
+            problems.append(f"{path} is {value:g}, but must be {least} or more")
     for path, allowed in _WORDS.items():
         value = get(merged, path)
         if isinstance(value, str) and value != AUTO and value.lower() not in allowed:
             problems.append(f"{path} is {value!r}, but must be one of {', '.join(allowed)}")
 
+
+_LEAST = {
+    "gradient_clipping": 0,
+    "train_batch_size": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+}
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _DTYPE_WORDS = (*_DTYPES, "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16", "half")
@@ -151,7 +159,7 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
     "bf16.bf16_optimizer_states": ((False,), "optimizer state is fp32"),
     "bf16.check_grad_overflow": ((False,), "no engine skips a step in bf16"),
-    "gradient_predivide_factor": ((1,), "gradients are summed, then divided"),
+    "gradient_predivide_factor": ((1.0,), "gradients are summed, then divided"),
     "prescale_gradients": ((False,), "gradients are summed, then divided"),
     "gradient_allreduce_op": (("mean",), "gradients are averaged"),
     "torch_autocast.enabled": ((False,), "modules are cast whole on every engine"),

@@ -23,7 +23,7 @@ class OptimizerOffload:
     """Directory of the files, for "nvme"."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, which has no such copies."""
+    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
 
     buffer_count: int | None = None
     """Buffers for reading state from NVMe, one per tensor that a parameter has in the optimizer. DeepSpeed's: 4."""
@@ -46,7 +46,7 @@ class ParameterOffload:
     """Directory of the files, for "nvme"."""
 
     pin_memory: bool | None = None
-    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, which has no such copies."""
+    """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
 
     buffer_count: int | None = None
     """Buffers for reading parameters from NVMe. DeepSpeed's: 5."""
@@ -152,7 +152,7 @@ class DeepSpeedFields:
     """Gathering of parameters in stage 3."""
 
     zero_plus_plus: ZeroPlusPlus = field(default_factory=ZeroPlusPlus)
-    """ZeRO++."""
+    """ZeRO++: less traffic in stage 3."""
 
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype in which gradients cross the network. None: the precision policy's."""
@@ -197,7 +197,7 @@ class RunFacts:
     """Optimizer steps of the whole fit, where they are known."""
 
     warmup_steps: int | None = None
-    """Warm-up steps, where they are known."""
+    """Warm-up steps, where they are known; None resolves "auto" to no warm-up, as Hugging Face's default does."""
 
     hidden_size: int | None = None
     """The model's hidden size, the largest of several, where its configuration says it."""

@@ -1,24 +1,21 @@
-"""The ``optimizer``, ``scheduler`` and ``fp16`` sections: hyperparameters by their type, and the loss scale."""
+"""The ``optimizer`` and ``scheduler`` sections: hyperparameters by their type."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.deepspeed_config.reading import AUTO, understood
-from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.precision.loss_scale import LossScaling
 
 ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach")
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adam": (*ADAM, "fp32_optimizer_states"),
     "adamw": (*ADAM, "fp32_optimizer_states"),
-    "adagrad": ("lr", "eps", "weight_decay", "amsgrad"),
-    "lion": ("lr", "betas", "weight_decay"),
+    "adagrad": ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "amsgrad"),
+    "lion": ("lr", "betas", "weight_decay", "fp32_optimizer_states"),
     "lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "max_coeff", "min_coeff"),
     "muon": (*ADAM, "momentum", "muon_lr", "adam_lr", "ns_method", "fp32_optimizer_states"),
     "muadam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
@@ -79,17 +76,17 @@ def read_sections(config: dict[str, Any], problems: list[str]) -> None:
         section["params"] = _read_params(params, known, f"{name}.params", problems)
 
 
-def _optimizer_params(kind: str) -> tuple[str, ...] | None:
+def _optimizer_params(kind: str) -> dict[str, bool] | None:
     import torch
 
     if kind.lower() in OPTIMIZERS:
-        return OPTIMIZERS[kind.lower()]
+        return dict.fromkeys(OPTIMIZERS[kind.lower()], False)
     cls = getattr(torch.optim, kind, None)
     known = inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
     return _arguments(cls) if known else None
 
 
-def _scheduler_params(kind: str) -> tuple[str, ...] | None:
+def _scheduler_params(kind: str) -> dict[str, bool] | None:
     if kind in SCHEDULERS:
         from deepspeed.runtime import lr_schedules
 
@@ -100,8 +97,10 @@ def _scheduler_params(kind: str) -> tuple[str, ...] | None:
     return _arguments(cls) if inspect.isclass(cls) else None
 
 
-def _arguments(cls: Any) -> tuple[str, ...]:
-    return tuple(n for n in inspect.signature(cls).parameters if n not in ("params", "optimizer"))
+def _arguments(cls: Any) -> dict[str, bool]:
+    """Names of the constructor's arguments, and whether each must be given."""
+    arguments = inspect.signature(cls).parameters.values()
+    return {a.name: a.default is a.empty for a in arguments if a.name not in ("params", "optimizer")}
 
 
 def _near_type(name: str, kind: str) -> str:
@@ -110,14 +109,19 @@ def _near_type(name: str, kind: str) -> str:
     return f": the nearest is {near[0]!r}" if near else ""
 
 
-def _read_params(params: Mapping[str, Any], known: tuple[str, ...], path: str, problems: list[str]) -> dict[str, Any]:
+def _read_params(
+    params: Mapping[str, Any], known: Mapping[str, bool], path: str, problems: list[str]
+) -> dict[str, Any]:
     result: dict[str, Any] = {}
+    for key in (key for key, required in known.items() if required):
+        if params.get(key) is None or (params[key] == AUTO and key != "total_num_steps"):
+            problems.append(f"{path}.{key} is {params.get(key)!r}, but this type needs it: write a value")
     for key, value in params.items():
         where = f"{path}.{key}"
         if key == "max_grad_norm":
             problems.append(f"{where} is {value!r}, but clipping is the Trainer's: set gradient_clip_val and remove it")
         elif key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(known)}"
             problems.append(f"{where} is no hyperparameter of this type: {hint}")
         elif key == "betas" and value != AUTO:
@@ -128,50 +132,17 @@ def _read_params(params: Mapping[str, Any], known: tuple[str, ...], path: str, p
             read = understood(value, kind, where, problems)
             if read is not None:
                 result[key] = read
+    # DeepSpeed takes any other word for "log", and refuses 0 steps when it is too late.
+    if result.get("warmup_type", AUTO) not in (AUTO, "log", "linear"):
+        problems.append(f"{path}.warmup_type is {result['warmup_type']!r}, but must be 'log' or 'linear'")
+    steps = result.get("warmup_num_steps", AUTO)
+    if steps != AUTO and steps < 1:
+        problems.append(f"{path}.warmup_num_steps is {steps}, but must be 1 or more")
     return result
 
 
 def _read_betas(value: Any, where: str, problems: list[str]) -> list[float]:
-    if not isinstance(value, list | tuple):
-        problems.append(f"{where} is {value!r}, but must be a list of numbers")
+    if not isinstance(value, list | tuple) or AUTO in value:
+        problems.append(f"{where} is {value!r}, but must be 'auto' or a list of numbers")
         return []
     return [understood(beta, "float", f"{where}[{i}]", problems) for i, beta in enumerate(value)]
-
-
-SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-
-
-def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
-    """The loss scale that an ``fp16`` section in canonical form asks for; None: it says nothing about it.
-
-    DeepSpeed's own defaults hold for what a section that says something leaves out (``DeepSpeedFP16Config``).
-
-    Raises:
-        ConfigurationError: what this package's loss scale can't do: a static scale, a hysteresis that is refilled by
-            each good step, a minimum that is no power of two.
-    """
-    given = {key: value for key, value in fp16.items() if value != AUTO}
-    if given.get("consecutive_hysteresis"):
-        raise ConfigurationError(
-            "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis is refilled only when the scale "
-            "grows. Remove it."
-        )
-    static = given.get("loss_scale", 0)
-    if static != 0:
-        power = max(0, round(math.log2(static))) if static > 0 else 16
-        raise ConfigurationError(
-            f"fp16.loss_scale is {static:g}, a static scale, but the scale is dynamic on every engine here. Set "
-            f"fp16.loss_scale to 0 and fp16.initial_scale_power to {power}, to begin at {2.0**power:g}."
-        )
-    if not any(key in given for key in SCALE_KEYS):
-        return None
-    try:
-        return LossScaling(
-            initial=math.ldexp(1.0, given.get("initial_scale_power", 16)),
-            growth_interval=given.get("loss_scale_window", 1000),
-            hysteresis=given.get("hysteresis", 2),
-            minimum=float(given.get("min_loss_scale", 1)),
-        )
-    except (PrecisionError, OverflowError) as error:
-        shown = ", ".join(f"{key} {given[key]!r}" for key in SCALE_KEYS if key in given)
-        raise ConfigurationError(f"The fp16 section ({shown}) can't be used: {error}") from error

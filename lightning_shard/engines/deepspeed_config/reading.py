@@ -70,14 +70,18 @@ def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     for key in list(config):
         if key in REMOVED or key in FOREIGN:
             reason = REMOVED.get(key) or FOREIGN[key]
-            if not _is_off(config.pop(key)):
+            if not _is_off(config.pop(key), key):
                 problems.append(f"{key} can't be used: {reason}. Remove it")
     config = _zero_without_old_keys(config, problems)
     return _section(config, known_keys(), "", problems)
 
 
-def _is_off(value: Any) -> bool:
-    """Whether a section of a removed feature asks for nothing."""
+def _is_off(value: Any, key: str = "") -> bool:
+    """Whether the setting of a feature that there is not asks for nothing."""
+    if key in ("sequence_parallel_size", "data_parallel_size") and value == 1:
+        return True
+    if key == "tensor_parallel" and isinstance(value, Mapping) and set(value) == {"autotp_size"}:
+        return value["autotp_size"] in (0, 1)
     if isinstance(value, Mapping):
         return not value or _is_off(value.get("enabled", "on"))
     return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
@@ -113,6 +117,7 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
 def _section(content: Mapping[str, Any], section: Section, path: str, problems: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in content.items():
+        key = str(key)
         name = section.aliases.get(key, key)
         where = f"{path}{name}"
         if name not in section.keys:

@@ -24,6 +24,7 @@ def resolve_hyperparameters(config: dict[str, Any], facts: RunFacts, problems: l
     known = {} if facts.optimizer is None else _plain(facts.optimizer)
     if "optimizer" in config:
         _optimizer(config, known, problems)
+        _adam(config["optimizer"], facts)
     if "scheduler" in config:
         _scheduler(config, facts, known, problems)
 
@@ -52,6 +53,23 @@ def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str
         )
 
 
+def _adam(section: dict[str, Any], facts: RunFacts) -> None:
+    """Which of its three Adams DeepSpeed builds, where the section does not say.
+
+    Under the contract torch's, whose numbers FSDP and DDP have too: DeepSpeed's fused and CPU kernels round otherwise.
+    In low memory the CPU's with moments in the masters' dtype, not in fp32.
+    """
+    if section["type"].lower() not in ("adam", "adamw"):
+        return
+    params = section["params"]
+    if facts.aligned and params.get("bias_correction", True) in (True, AUTO):
+        # torch's has no such argument, and always does it.
+        params.pop("bias_correction", None)
+        params.setdefault("torch_adam", True)
+    if facts.policy.is_low_memory and not params.get("torch_adam"):
+        params.setdefault("fp32_optimizer_states", False)
+
+
 def _same_type(kind: str, existing: str) -> bool:
     """Whether a class may stand for DeepSpeed's type, whose Adam is AdamW unless ``adam_w_mode`` is off."""
     kind, existing = kind.lower(), existing.lower()
@@ -62,6 +80,8 @@ def _scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], p
     rate = known.get("lr", get(config, "optimizer.params.lr"))
     # DeepSpeed refuses 0 warm-up steps.
     warmup = None if facts.warmup_steps is None else max(1, facts.warmup_steps)
+    if warmup is None and get(config, "scheduler.params.warmup_num_steps") == AUTO:
+        put(config, "scheduler.params.warmup_num_steps", 1)
     sources = {
         "total_num_steps": (facts.total_steps, "the Trainer's number of optimizer steps"),
         "warmup_num_steps": (warmup, "the run's number of warm-up steps"),
