@@ -104,6 +104,8 @@ def load_each(form: str, folder: str) -> list[tuple[dict[str, Tensor], dict[str,
     for writer, ranks in WRITERS:
         run = build(form, 1, lr=0.5).step(1)
         slots = live_slots(run)
+        for value in slots.values():
+            value.detach().fill_(torch.nan)  # padding too
         assert load_run(run, f"{folder}/{writer} {ranks}.ckpt") == LoadReport()
         now = live_slots(run)
         run.steps = BEFORE
@@ -294,6 +296,30 @@ def test_a_parameter_that_was_not_stepped_is_missing(tmp_path):
     for message, unchanged, _ in run_distributed(try_to_load, 2, "stage 3", path, True):
         assert "missing in the checkpoint (1): optimizer.0.kernel\n" in message
         assert unchanged
+
+
+def save_thawed(path: str) -> None:
+    run = build("whole", 0)
+    run.net.frozen.requires_grad_()
+    run.net.frozen.grad = torch.ones_like(run.net.frozen)
+    torch_optimizer(run.optimizer).step()
+    save_run(run, path)
+
+
+def load_frozen(path: str) -> tuple[str, tuple[str, ...]]:
+    run = build("stage 3", 1)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_run(run, path)
+    return str(caught.value), load_run(run, path, strict=False).unexpected
+
+
+def test_saved_state_of_a_parameter_that_is_frozen_now_is_unexpected(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_thawed, 1, path)
+    keys = tuple(f"optimizer.0.frozen.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))
+    for message, unexpected in run_distributed(load_frozen, 2, path):
+        assert f"unexpected in the checkpoint (3): {', '.join(keys)}" in message
+        assert unexpected == keys
 
 
 def test_no_state_at_all_drops_the_live_state(tmp_path):

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, OPTIMIZER_PREFIX, FileEntry
 from lightning_shard.errors import CheckpointError
 
@@ -120,7 +121,7 @@ class TensorSavePlanner(DefaultSavePlanner):
 
     def _is_same_everywhere(self, key: str) -> bool:
         # Buffers may differ between ranks (running statistics): there rank 0's count, as they do in DDP.
-        return isinstance(self.state_dict.get(key), nn.Parameter) or key.startswith(OPTIMIZER_PREFIX)
+        return isinstance(self.state_dict.get(key), (nn.Parameter, FlatTensor)) or key.startswith(OPTIMIZER_PREFIX)
 
 
 def _incomplete(metadata: Metadata, keys: Iterable[str]) -> list[str]:
