@@ -10,13 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.fit import LoadReport
+from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
+from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember, FlatOptimizer, torch_optimizer
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.strategies.ddp import ShardDDPStrategy
 from tests.flat import FORMS, Net, Run, build, flat_with, masters_of, padding
 from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
 INFO = CheckpointInfo(engine="test", policy="fp32")
 BEFORE, AFTER = 3, 2
@@ -397,6 +401,74 @@ def test_weights_alone_go_to_the_masters_and_not_to_the_copies_of_the_module(wri
         assert kept
         models = {key for key in before if key.startswith("model.")}
         assert_same({key: values[key] for key in models}, {key: before[key] for key in models})
+
+
+class Vectors(TinyLM):
+    """Steps its vectors alone, which are flat tensors as they are."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad and p.ndim == 1], lr=self.lr)
+
+
+class PartlyFlat(ShardDDPStrategy):
+    """DDP with the checkpoint of an engine that keeps a rank's rows of the head in flat memory."""
+
+    rows: Tensor
+
+    def _before_reading_parameters(self) -> None:
+        super()._before_reading_parameters()
+        self.rows = self._my_rows().flatten().clone()
+
+    def _my_rows(self) -> Tensor:
+        weight = self.lightning_module.head.weight.detach()
+        return weight[: len(weight) // 2] if self.global_rank == 0 else weight[len(weight) // 2 :]
+
+    def _model_tensors(self) -> dict[str, FlatTensor]:
+        weight = self.lightning_module.head.weight
+        start = weight.shape[1] * (len(weight) // 2) * self.global_rank
+        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatPiece(self.rows, start)])}
+
+    def _after_reading_tensors(self) -> None:
+        weight = self.lightning_module.head.weight.detach()
+        self._my_rows().copy_(self.rows.view_as(self._my_rows()))
+        for rank, rows in enumerate((weight[: len(weight) // 2], weight[len(weight) // 2 :])):
+            dist.broadcast(rows, rank)
+
+    def _optimizer_states(self) -> list[FlatOptimizer]:
+        names = fqns(self.lightning_module)
+        optimizer = self.optimizers[0]
+        group = optimizer.param_groups[0]
+        groups = [
+            FlatGroup(
+                flat=flat,
+                members=(FlatMember(fqn=names.of(flat), shape=flat.shape, length=len(flat)),),
+                group=group,
+            )
+            for flat in group["params"]
+        ]
+        return [FlatOptimizer(optimizer=optimizer, groups=groups)]
+
+
+def fit(strategy: type[ShardDDPStrategy], steps: int, save_to: str, resume: str | None) -> dict[str, Tensor]:
+    module = Vectors(seed=7 if resume is None else 8)
+    trainer = quiet_trainer(strategy=strategy(), max_steps=steps)
+    trainer.fit(module, loader(), ckpt_path=resume)
+    trainer.save_checkpoint(save_to)
+    return whole_parameters(module)
+
+
+def test_a_strategy_says_what_its_flat_memory_stands_for(tmp_path):
+    ends = {}
+    for writer, reader in ((ShardDDPStrategy, PartlyFlat), (PartlyFlat, ShardDDPStrategy)):
+        first, last = str(tmp_path / f"{writer.__name__}.ckpt"), str(tmp_path / f"{writer.__name__} end.ckpt")
+        run_distributed(fit, 2, writer, 2, first, None)
+        ends[writer] = run_distributed(fit, 2, reader, 4, last, first)
+        assert_same(ends[writer][0], ends[writer][1])
+    assert_same(stored(f"{tmp_path}/PartlyFlat.ckpt"), stored(f"{tmp_path}/ShardDDPStrategy.ckpt"))
+    whole_run = run_distributed(fit, 2, ShardDDPStrategy, 4, str(tmp_path / "whole.ckpt"), None)
+    for end in ends.values():
+        assert_same(end[0], whole_run[0])
+    assert_same(stored(f"{tmp_path}/PartlyFlat end.ckpt"), stored(f"{tmp_path}/whole.ckpt"))
 
 
 @pytest.mark.parametrize(
