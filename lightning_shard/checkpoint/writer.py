@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -30,11 +31,12 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 
+from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, OPTIMIZER_PREFIX, FileEntry
 from lightning_shard.errors import CheckpointError
 
@@ -104,7 +106,7 @@ class TensorSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On rank 0: who writes what, and the checkpoint's metadata."""
         plans, metadata = create_default_global_save_plan(_write_once(all_plans, self._is_same_everywhere))
-        errors = _validate_global_plan(plans, metadata)
+        errors = _validate_global_plan(plans, metadata) or _incomplete(metadata, self.state_dict)
         if errors:
             raise CheckpointError(f"the ranks' tensors do not make up whole ones: {'; '.join(errors[:5])}")
         return plans, metadata
@@ -119,7 +121,21 @@ class TensorSavePlanner(DefaultSavePlanner):
 
     def _is_same_everywhere(self, key: str) -> bool:
         # Buffers may differ between ranks (running statistics): there rank 0's count, as they do in DDP.
-        return isinstance(self.state_dict.get(key), nn.Parameter) or key.startswith(OPTIMIZER_PREFIX)
+        return isinstance(self.state_dict.get(key), (nn.Parameter, FlatTensor)) or key.startswith(OPTIMIZER_PREFIX)
+
+
+def _incomplete(metadata: Metadata, keys: Iterable[str]) -> list[str]:
+    # torch looks neither for tensors that no rank has a part of, nor at the volume of scalars or on one rank.
+    incomplete = []
+    for key in keys:
+        entry = metadata.state_dict_metadata.get(key)
+        if entry is None:
+            incomplete.append(f"no rank has a part of {key}")
+        elif isinstance(entry, TensorStorageMetadata):
+            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if held != math.prod(entry.size):
+                incomplete.append(f"the ranks have {held} elements of {key} of shape {tuple(entry.size)}")
+    return incomplete
 
 
 def _write_once(plans: list[SavePlan], may_spread: Callable[[str], bool]) -> list[SavePlan]:

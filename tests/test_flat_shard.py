@@ -1,0 +1,146 @@
+"""Ranges of flat memory as boxes, and tensors that are made of such ranges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lightning_shard.checkpoint.flat_shard import Box, FlatPiece, FlatTensor, boxes
+from lightning_shard.checkpoint.load import load_tensors, read_manifest
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    """A shape of 0 to 4 dimensions, some of length 0 or 1, and a range in it, empty or not."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    start = draw(st.integers(0, math.prod(shape)))
+    return shape, start, draw(st.integers(0, math.prod(shape) - start))
+
+
+@given(ranges())
+@example(((), 0, 1))
+@example(((3, 0, 2), 0, 0))
+@example(((1, 1, 1, 1), 0, 1))
+@example(((5, 5, 5, 5), 1, 623))
+def test_boxes_are_the_range_once_in_order_and_few(case):
+    shape, start, length = case
+    found = boxes(shape, start, length)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    indices = torch.arange(math.prod(shape)).view(shape)
+    covered = []
+    for box in found:
+        assert len(box.offsets) == len(box.sizes) == len(shape)
+        assert box.length > 0
+        part = indices
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        elements = part.flatten().tolist()
+        assert elements == list(range(start + box.start, start + box.start + box.length)), "one run of the flat range"
+        covered += elements
+    assert covered == list(range(start, start + length)), "every element once"
+
+
+def test_whole_rows_are_one_box():
+    assert boxes((4, 3, 2), 0, 24) == [Box(offsets=(0, 0, 0), sizes=(4, 3, 2), start=0)]
+    assert boxes((4, 3, 2), 6, 12) == [Box(offsets=(1, 0, 0), sizes=(2, 3, 2), start=0)]
+    assert boxes((7,), 2, 3) == [Box(offsets=(2,), sizes=(3,), start=0)]
+    assert boxes((), 0, 0) == []
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (5, 2), (0, 7), (0, -1)])
+def test_a_range_outside_of_the_tensor_is_refused(start, length):
+    with pytest.raises(ValueError, match=r"not all in a tensor of shape \(2, 3\)"):
+        boxes((2, 3), start, length)
+
+
+@given(ranges(), st.data())
+def test_views_lie_in_the_flat_memory(case, data):
+    """Writing through every view fills the range, and nothing beside it."""
+    shape, start, length = case
+    before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    flat = torch.zeros(before + length + after)
+    tensor = FlatTensor(shape, flat.dtype, [FlatPiece(flat[before : before + length], start)])
+    values = torch.arange(1.0, math.prod(shape) + 1).view(shape)
+    for chunk in tensor.__create_chunk_list__():
+        slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        view = tensor.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
+        assert view.shape == chunk.sizes
+        view.copy_(values[slices])
+    assert flat.tolist() == [0.0] * before + list(range(start + 1, start + length + 1)) + [0.0] * after
+
+
+def cut(tensor: torch.Tensor, bounds: list[int]) -> list[FlatPiece]:
+    """A copy of the tensor in pieces of memory of their own."""
+    flat = tensor.flatten()
+    return [FlatPiece(flat[a:b].clone(), a) for a, b in itertools.pairwise([0, *bounds, flat.numel()])]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (9,), (5, 3), (3, 4, 2), (2, 1, 3, 3), (0, 4), (3, 0)])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shape, source):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(source)
+    size = values.numel()
+    written = FlatTensor(shape, source, cut(values, sorted({size // 3, size // 2})))
+    save(tmp_path / "a.ckpt", tensors={"model.w": written}, trainer_state={}, info=INFO)
+    entry = read_manifest(tmp_path / "a.ckpt").tensors["model.w"]
+    assert (entry.shape, entry.dtype) == (shape, str(source).removeprefix("torch."))
+    whole = torch.empty(shape, dtype=source)
+    load_tensors(tmp_path / "a.ckpt", {"model.w": whole})
+    assert torch.equal(whole, values)
+    pieces = cut(torch.full(shape, torch.nan, dtype=torch.float32), [size // 4])
+    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor(shape, torch.float32, pieces)})
+    assert torch.equal(torch.cat([piece.data for piece in pieces]).view(shape), values.float()), "cast to fp32"
+
+
+def test_a_part_alone_is_filled(tmp_path):
+    save(tmp_path / "a.ckpt", tensors={"model.w": torch.arange(20.0).view(4, 5)}, trainer_state={}, info=INFO)
+    flat = torch.full((9,), -1.0)
+    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatPiece(flat[1:8], 8)])})
+    assert flat.tolist() == [-1.0, *range(8, 15), -1.0]
+    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
+
+
+def test_another_shape_is_told(tmp_path):
+    save(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(4, 5)}, trainer_state={}, info=INFO)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.w \(4, 5\) there, \(5, 4\) here"):
+        load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((5, 4), torch.float32, [])})
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces", "message"),
+    [
+        ((4, 2), [(3, 0)], "the ranks have 3 elements of model.w of shape"),
+        ((4, 2), [], "no rank has a part of model.w"),
+        ((), [], "no rank has a part of model.w"),
+    ],
+)
+def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, message):
+    tensor = FlatTensor(shape, torch.float32, [FlatPiece(torch.ones(length), start) for length, start in pieces])
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, info=INFO)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([FlatPiece(torch.ones(2, 2), 0)], r"1-D.*not of shape \(2, 2\)"),
+        ([FlatPiece(torch.ones(4)[::2], 0)], r"contiguous.*strides \(2,\)"),
+        ([FlatPiece(torch.ones(2, dtype=torch.float64), 0)], "flat torch.float32 tensor.*torch.float64"),
+        ([FlatPiece(torch.ones(3), 0), FlatPiece(torch.ones(2), 2)], "one begins at 2, the one before ends at 3"),
+        ([FlatPiece(torch.ones(3), 4)], r"\[4, 7\) are not all in a tensor of shape \(2, 3\)"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(pieces, message):
+    with pytest.raises(ValueError, match=message):
+        FlatTensor((2, 3), torch.float32, pieces)
