@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
@@ -29,7 +30,15 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
+from lightning_shard.resume import (
+    agreeing,
+    check_lengths,
+    check_some,
+    gather_states,
+    order_warning,
+    place_batches,
+    prepare_loader,
+)
 from lightning_shard.strategies.ledgering import LedgerStrategy
 from lightning_shard.strategies.reading import canonical, own_or, slot_of
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
@@ -45,8 +54,39 @@ def _evaluating() -> Generator[None, None, None]:
         yield
 
 
+def refuse_cut_by_zero(module: nn.Module, strategy: str) -> None:
+    """Refuse a module whose parameters ZeRO-3 has cut.
+
+    Raises:
+        ConfigurationError: with what to do.
+    """
+    # The mark that DeepSpeed leaves on a parameter, asked for without importing it.
+    if any(hasattr(p, "ds_tensor") for p in module.parameters()):
+        raise ConfigurationError(
+            f"{strategy} needs a module with whole parameters, but those of this one were cut by ZeRO-3, in an earlier "
+            "run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with ckpt_path; "
+            "or use shard_deepspeed_stage_3."
+        )
+
+
+def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
+    """Refuse a module that FSDP2 has sharded.
+
+    Raises:
+        ConfigurationError: with what to do.
+    """
+    if any(isinstance(m, FSDPModule) for m in module.modules()):
+        raise ConfigurationError(
+            f"{strategy} needs a module with whole parameters, but this one was sharded with FSDP2, by an earlier run "
+            "or in configure_model. Build a new module, or use shard_fsdp."
+        )
+
+
 class ShardStrategy(LedgerStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
+
+    _predictions_left = 0
+    _idle_predictions = 0
 
     def __init__(
         self,
@@ -288,10 +328,26 @@ class ShardStrategy(LedgerStrategy):
             return self._run(self.lightning_module.test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step`` under the engine's hooks, never in inference mode."""
+        """The module's ``predict_step`` under the engine's hooks, never in inference mode.
+
+        A rank that has no more batches repeats its last one, without using the result, as often as the longest
+        rank's gathers need it.
+        """
+        output = self._predict(*args, **kwargs)
+        self._predictions_left -= 1
+        if self._predictions_left == 0:
+            for _ in range(self._idle_predictions):
+                self._predict(*args, **kwargs)
+        return output
+
+    def _predict(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision_plugin.predict_step_context(), _evaluating():
             return self._run(self.lightning_module.predict_step, *args, **kwargs)
+
+    def _gathers_in_forward(self) -> bool:
+        """Whether a forward pass of one rank needs all others to run one too."""
+        return False
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
@@ -440,8 +496,13 @@ class ShardStrategy(LedgerStrategy):
     on_test_start = on_validation_start
 
     def on_predict_start(self) -> None:
-        """Predict with rank 0's buffers, on every engine alike."""
+        """Find out how many batches the other ranks have: prediction repeats no sample to even them out."""
         self._synchronize_buffers()
+        if not self._gathers_in_forward():
+            return
+        assert self.lightning_module is not None
+        self._predictions_left = _lightning.prediction_batches(self.lightning_module.trainer)
+        self._idle_predictions = max(gather_states(self._predictions_left)) - self._predictions_left
 
     def _before_reading_parameters(self) -> None:
         self._synchronize_buffers()

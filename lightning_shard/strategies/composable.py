@@ -8,15 +8,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_shard import _lightning
 from lightning_shard.engines import forward, fsdp
 from lightning_shard.engines.replicas import average_gradients
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.resume import gather_states
-from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.base import ShardStrategy, refuse_cut_by_zero
 
 FORWARD_METHODS = ("encode", "generate")
 """Methods that run a model without ``forward``, by the names that are common."""
@@ -30,8 +27,6 @@ class ComposableStrategy(ShardStrategy):
     """Base of what runs on FSDP2's machinery, sharded or replicated."""
 
     _sharded: fsdp.ShardedModule | None = None
-    _predictions_left = 0
-    _idle_predictions = 0
 
     @abstractmethod
     def _sharding_options(self) -> fsdp.ShardingOptions:
@@ -44,6 +39,7 @@ class ComposableStrategy(ShardStrategy):
     def _shard(self, module: LightningModule) -> None:
         options = self._sharding_options()
         earlier = _sharded_before(module)
+        refuse_cut_by_zero(module, type(self).__name__)
         if earlier is not None:
             self._adopt(earlier, options)
             return
@@ -72,37 +68,12 @@ class ComposableStrategy(ShardStrategy):
         self._sharded = earlier
         fsdp.reshard(earlier.root)
 
-    def _refuse_foreign(self, module: nn.Module) -> None:
-        """Refuse a sharded module where whole parameters are needed."""
-        if any(isinstance(m, FSDPModule) for m in module.modules()):
-            raise ConfigurationError(
-                f"{type(self).__name__} needs a module with whole parameters, but this one was sharded with FSDP2, by "
-                "an earlier run or in configure_model. Build a new module, or use shard_fsdp."
-            )
+    def _gathers_in_forward(self) -> bool:
+        return True
 
     def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         return forward.run(self.lightning_module, step, *args, **kwargs)
-
-    def on_predict_start(self) -> None:
-        """Find out how many batches the other ranks have: prediction repeats no sample to even them out."""
-        super().on_predict_start()
-        assert self.lightning_module is not None
-        self._predictions_left = _lightning.prediction_batches(self.lightning_module.trainer)
-        self._idle_predictions = max(gather_states(self._predictions_left)) - self._predictions_left
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step`` under the engine's hooks.
-
-        A rank that has no more batches repeats its last one, without using the result, as often as the longest
-        rank's gathers need it.
-        """
-        output = super().predict_step(*args, **kwargs)
-        self._predictions_left -= 1
-        if self._predictions_left == 0:
-            for _ in range(self._idle_predictions):
-                super().predict_step(*args, **kwargs)
-        return output
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """In manual optimization backward starts inside the step, before FSDP saw the step's output."""

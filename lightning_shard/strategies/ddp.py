@@ -16,7 +16,7 @@ from lightning_shard.engines import ddp, fsdp
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.strategies.base import AccumulateSync
+from lightning_shard.strategies.base import AccumulateSync, refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.composable import ComposableStrategy
 
 
@@ -143,7 +143,8 @@ class ShardDDPStrategy(ComposableStrategy):
                 # Lightning hands a state dict back to the main process, whose module is whole and plain.
                 module.register_state_dict_post_hook(_plain_values)
             return module
-        self._refuse_foreign(module)
+        refuse_cut_by_fsdp(module, type(self).__name__)
+        refuse_cut_by_zero(module, type(self).__name__)
         ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
         self._warn_upcast(cast_trainable_parameters(module, self.policy.master))
         return self._wrap(module) if fitting else module

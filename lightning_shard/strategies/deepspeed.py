@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
-from lightning_shard.engines import ddp
+from lightning_shard.engines import ddp, transforms
 from lightning_shard.engines.deepspeed_config import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -31,15 +31,19 @@ from lightning_shard.engines.deepspeed_config import (
     loss_scaling_from,
 )
 from lightning_shard.engines.whole import LiveTensor
+from lightning_shard.engines.zero import cutting, layout, masters, process
 from lightning_shard.engines.zero import engine as zero
-from lightning_shard.engines.zero import layout, masters, process
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
+from lightning_shard.strategies.base import AccumulateSync, ShardStrategy, refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import run_facts
+from lightning_shard.wrapping import find_units
+
+_MASTERS = "_shard_zero_masters"
+"""Where a module that stage 3 has cut keeps this rank's masters between runs."""
 
 
 class ShardDeepSpeedStrategy(ShardStrategy):
@@ -59,6 +63,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         zero_plus_plus: ZeroPlusPlus | None = None,
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
+        activation_checkpointing: Literal["units"] | int | list[str] | None = None,
         mesh: MeshConfig | None = None,
         accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
@@ -81,6 +86,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             communication_data_type: dtype in which gradients cross the network; default: the precision policy's.
             config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
                 are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
+            activation_checkpointing: recompute forward in backward: "units" for every repeated block, n for every n-th,
+                or a list of class names.
             mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
             accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``, which the stage decides:
                 once at the "boundary" in stages 0 and 1, after each "micro_batch" in 2 and 3. "auto" is that.
@@ -115,8 +122,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             process_group_backend=process_group_backend,
         )
         self._running: zero.ZeroEngine | None = None
+        self._activation_checkpointing = activation_checkpointing
         self._config: dict[str, Any] = {}
+        self._kept: masters.Kept = {}
         self._frozen: dict[str, FlatTensor] = {}
+        self._rounded: masters.Rounded | None = None
+        self._failed = False
         self._disconnect: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
@@ -170,28 +181,84 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         )
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
-        ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
-        if self.policy.compute != torch.float32:
-            self._undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
+        refuse_cut_by_fsdp(module, type(self).__name__)
+        if self._stage < 3:
+            refuse_cut_by_zero(module, f"{type(self).__name__}(stage={self._stage})")
+            ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
+        self._undo = self._add_transforms(module)
+        self._kept = module.__dict__.pop(_MASTERS, {})
+        if not fitting and self._stage == 3:
+            config = deepspeed_config(self._fields, run_facts(self, module.trainer))
+            # Evaluation steps nothing.
+            self._config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            self._cut(module)
+            self._running = zero.start(module, optimizer=None, config=self._config, names={})
+            self._keep_frozen(module)
+        elif not fitting and self.policy.compute != torch.float32:
+            self._rounded = masters.Rounded(module, self.policy.compute)
         return module
+
+    def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
+        checkpointed = transforms.checkpointed_modules(
+            module, find_units(module, "auto", with_children=False), self._activation_checkpointing
+        )
+        undo = []
+        # First, so that what checkpointing runs again in backward has the casts in it.
+        if self.policy.compute != torch.float32:
+            undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
+        return undo + [transforms.checkpoint_forward(part) for part in checkpointed]
 
     def _engage(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        optimizer = self._only_optimizer()
+        self._config = deepspeed_config(self._fields, run_facts(self, trainer))
+        trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
+        self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in self._kept})
+        if self._stage == 3:
+            self._cut(module)
+        else:
+            self._kept = masters.keep(module, self.policy.compute)
+        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
+        self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
+        masters.put(self._running.groups, self._kept)
+        self._keep_frozen(module)
+
+    def _only_optimizer(self) -> Optimizer | None:
+        """The optimizer that configure_optimizers made; None: the configuration describes one."""
         if len(self.optimizers) > 1:
             raise ConfigurationError(
                 f"configure_optimizers returns {len(self.optimizers)} optimizers, but DeepSpeed's engine steps one. "
                 "Return one, with parameter groups where settings differ, or use shard_fsdp."
             )
-        self._config = deepspeed_config(self._fields, run_facts(self, trainer))
-        kept = masters.keep(module, self.policy.compute)
-        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
-        shapes = {fqn: parameter.shape for fqn, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._running = zero.start(module, optimizer=self.optimizers[0], config=self._config, names=names)
-        masters.put(self._running.groups, kept)
-        self._frozen = masters.frozen(
-            kept, {n: s for n, s in shapes.items() if n in kept}, rank=self.global_rank, size=self.world_size
+        if isinstance(self.optimizers[0], LBFGS):
+            raise ConfigurationError(
+                "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
+                "engine steps without a closure. Use another optimizer, or shard_ddp."
+            )
+        return self.optimizers[0]
+
+    def _cut(self, module: LightningModule) -> None:
+        kept, made = cutting.cut(
+            module,
+            device=self.root_device,
+            compute=self.policy.compute,
+            seed=self._agreed_seed(),
+            config=self._config,
         )
+        self._kept = {**kept, **self._kept}
+        cutting.replace_parameters(self.optimizers, made)
+
+    def _keep_frozen(self, module: LightningModule) -> None:
+        """Of what DeepSpeed cast and nothing steps, hold the loaded values, cut, for checkpoints."""
+        assert self._running is not None
+        stepped = {member.fqn for group in self._running.groups for member in group.members if member.stepped}
+        shapes = {n: layout.true_shape(p) for n, p in module.named_parameters() if n in self._kept and n not in stepped}
+        self._frozen = masters.frozen(self._kept, shapes, rank=self.global_rank, size=self.world_size)
+        self._kept = {}
+
+    def _gathers_in_forward(self) -> bool:
+        return self._stage == 3
 
     # Steps
 
@@ -272,12 +339,19 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     # Checkpoints
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """FQN, tied ones too, to this rank's live tensor: masters where there are any, whole or a flat piece."""
+        own = super().lightning_module_state_dict()
+        return {**own, **self._model_tensors()}
+
     def _optimizer_states(self) -> Sequence[AnyOptimizer]:
         if self._running is None or self._stage == 0:
             return super()._optimizer_states()
         return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
 
     def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+        if self._rounded is not None:
+            return self._rounded.values()
         if self._running is None:
             return {}
         assert self.lightning_module is not None
@@ -285,18 +359,46 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         return {**cut, **layout.masters(self._running.groups), **self._frozen}
 
     def _after_reading_tensors(self) -> None:
-        if self._running is not None and self._running.groups:
-            zero.refresh(self._running)
+        if self._rounded is not None:
+            self._rounded.refresh()
+        if self._running is None or self._stage == 0:
+            return
+        assert self.lightning_module is not None
+        parameters = dict(self.lightning_module.named_parameters())
+        for fqn, live in self._frozen.items():
+            masters.show(live, parameters[fqn], device=self.root_device)
+        zero.refresh(self._running)
+
+    # End
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Communicate no more: other ranks may be anywhere."""
+        self._failed = True
+        super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Take DeepSpeed off the module and give the process back as it was."""
+        """Take DeepSpeed off the module and give the process back as it was.
+
+        Parameters that are whole get their masters' values; cut ones stay cut, and another run with stage 3 goes on
+        with them.
+        """
         self._stop_ledger()
-        if self._running is not None:
+        module = self.lightning_module
+        if self._running is not None and module is not None:
+            if self._stage == 3:
+                module.__dict__[_MASTERS] = masters.pieces_of(self._running.groups)
+            elif not self._failed:
+                zero.make_whole(self._running, dict(module.named_parameters()), device=self.root_device)
             zero.stop(self._running)
             self._running = None
+        if self._rounded is not None:
+            self._rounded.undo()
+            self._rounded = None
         while self._undo:
             self._undo.pop()()
         super().teardown()
+        if module is not None and self._stage < 3:
+            module.cpu()
         if self._disconnect is not None:
             self._disconnect()
             self._disconnect = None

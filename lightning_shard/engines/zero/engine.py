@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.stepped import FlatGroup
+from lightning_shard.engines.whole import gather
 from lightning_shard.engines.zero import layout
 from lightning_shard.errors import ConfigurationError
 
@@ -184,21 +185,31 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
 
 @torch.no_grad()
 def refresh(running: ZeroEngine) -> None:
-    """Let forward see masters that were changed from outside. All ranks call it."""
+    """Let forward see masters, or cut parameters, that were changed from outside. All ranks call it."""
     zero = running.zero
-    if layout.kind(zero) != layout.STAGE_3:
+    if running.stage < 3:
         zero.update_lp_params()
         return
-    zero._partition_all_parameters()
-    for index in range(len(running.groups)):
-        zero._reassign_or_swap_out_partitioned_parameters(index)
+    if running.groups:
+        zero._partition_all_parameters()
+        for index in range(len(running.groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+    else:
+        zero.partition_all_parameters()
     if zero.persistent_parameters:
         # They stay gathered.
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
+@torch.no_grad()
+def make_whole(running: ZeroEngine, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
+    """Give parameters that are not cut the masters' whole values, on the host. All ranks call it, stages 1 and 2."""
+    for fqn, live in layout.masters(running.groups).items():
+        parameters[fqn].data = gather(live, device=device).cpu()
+
+
 def stop(running: ZeroEngine) -> None:
-    """Take DeepSpeed's hooks off the module and its parameters."""
+    """Take DeepSpeed's hooks off the module and its parameters. No communication."""
     if running.optimizer is not None:
         vars(running.optimizer).pop("zero_grad", None)
     running.engine.destroy()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.stepped import FlatGroup
+from lightning_shard.engines.whole import gather, scatter
 from lightning_shard.engines.zero import layout
 
 Kept = dict[str, tuple[Tensor, int]]
@@ -24,8 +25,37 @@ def keep(module: nn.Module, compute: torch.dtype) -> Kept:
     return {
         fqn: (parameter.detach().flatten(), 0)
         for fqn, parameter in module.named_parameters()
-        if parameter.is_floating_point() and torch.promote_types(parameter.dtype, compute) != compute
+        if is_rounded(parameter, compute)
     }
+
+
+def is_rounded(parameter: Tensor, compute: torch.dtype) -> bool:
+    """Whether casting ``parameter`` to ``compute`` may change values."""
+    return parameter.is_floating_point() and torch.promote_types(parameter.dtype, compute) != compute
+
+
+class Rounded:
+    """Casts the parameters of a module for evaluation, and puts them back."""
+
+    def __init__(self, module: nn.Module, compute: torch.dtype) -> None:
+        """Cast what is floating to ``compute``."""
+        self._compute = compute
+        self._parameters = [(fqn, p, p.data) for fqn, p in module.named_parameters() if p.is_floating_point()]
+        self.refresh()
+
+    def values(self) -> dict[str, Tensor]:
+        """FQN to the values before the cast, live."""
+        return {fqn: data for fqn, _, data in self._parameters}
+
+    def refresh(self) -> None:
+        """Cast again, after the values were changed."""
+        for _, parameter, data in self._parameters:
+            parameter.data = data.to(self._compute)
+
+    def undo(self) -> None:
+        """Give the parameters their values back."""
+        for _, parameter, data in self._parameters:
+            parameter.data = data
 
 
 @torch.no_grad()
@@ -35,6 +65,11 @@ def put(groups: Sequence[FlatGroup], kept: Kept) -> None:
         if member.fqn in kept:
             values, start = kept[member.fqn]
             part.copy_(values.narrow(0, member.start - start, member.length))
+
+
+def pieces_of(groups: Sequence[FlatGroup]) -> Kept:
+    """Copies of the masters that this rank has, to go on with in a later run."""
+    return {member.fqn: (part.clone(), member.start) for member, part in layout.pieces(groups) if member.stepped}
 
 
 def frozen(kept: Kept, shapes: Mapping[str, Sequence[int]], *, rank: int, size: int) -> dict[str, FlatTensor]:
@@ -48,3 +83,12 @@ def frozen(kept: Kept, shapes: Mapping[str, Sequence[int]], *, rank: int, size: 
             values = values[start : start + share]
         shares[fqn] = FlatTensor(shape, values.dtype, [FlatPiece(data=values.cpu().clone(), start=start)])
     return shares
+
+
+@torch.no_grad()
+def show(live: FlatTensor, parameter: nn.Parameter, *, device: torch.device) -> None:
+    """Let forward see the held values of a parameter that nothing steps. All ranks call it."""
+    if layout.is_cut(parameter):
+        scatter(gather(live, device=device), layout.cut(parameter))
+    else:
+        parameter.copy_(gather(live, device=device))
