@@ -612,6 +612,7 @@ def test_settings_that_break_the_contract_are_named(path: str) -> None:
 
 def test_the_contract_is_pinned_not_left_to_defaults() -> None:
     config = deepspeed_config(DeepSpeedFields(stage=3), _facts(aligned=True))
+    assert config[ZERO]["ignore_unused_parameters"] is True
     assert config[ZERO]["memory_efficient_linear"] is False
     assert config[ZERO]["round_robin_gradients"] is False
     assert config["bf16"]["check_grad_overflow"] is False
@@ -660,6 +661,10 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
     assert taken.gradient_clipping == 0.0
     assert taken.zero_allow_untested_optimizer is True
     assert taken.zero_force_ds_cpu_optimizer is False
+    explicit = {"zero_force_ds_cpu_optimizer": True, ZERO: {"stage": stage, "ignore_unused_parameters": False}}
+    taken = _accepted(deepspeed_config(replace(fields, config=explicit), facts))
+    assert taken.zero_force_ds_cpu_optimizer is True
+    assert taken.zero_config.ignore_unused_parameters is False
 
 
 def test_a_precision_is_refused_before_the_run_is_known() -> None:
