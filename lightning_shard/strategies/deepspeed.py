@@ -125,7 +125,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._config: dict[str, Any] = {}
         self._kept: masters.Kept = {}
-        self._frozen: dict[str, FlatTensor] = {}
+        self._frozen: masters.Kept = {}
         self._rounded: masters.Rounded | None = None
         self._failed = False
         self._disconnect: Callable[[], None] | None = None
@@ -253,8 +253,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Of what DeepSpeed cast and nothing steps, hold the loaded values, cut, for checkpoints."""
         assert self._running is not None
         stepped = {member.fqn for group in self._running.groups for member in group.members if member.stepped}
-        shapes = {n: layout.true_shape(p) for n, p in module.named_parameters() if n in self._kept and n not in stepped}
-        self._frozen = masters.frozen(self._kept, shapes, rank=self.global_rank, size=self.world_size)
+        rest = {n: p for n, p in module.named_parameters() if n in self._kept and n not in stepped}
+        self._frozen = masters.shares(self._kept, rest, rank=self.global_rank, size=self.world_size)
         self._kept = {}
 
     def _gathers_in_forward(self) -> bool:
@@ -355,8 +355,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if self._running is None:
             return {}
         assert self.lightning_module is not None
-        cut = {n: layout.cut(p) for n, p in self.lightning_module.named_parameters() if layout.is_cut(p)}
-        return {**cut, **layout.masters(self._running.groups), **self._frozen}
+        parameters = dict(self.lightning_module.named_parameters())
+        cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
+        return {**cut, **layout.masters(self._running.groups), **masters.flat(self._frozen, parameters)}
 
     def _after_reading_tensors(self) -> None:
         if self._rounded is not None:
@@ -364,9 +365,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if self._running is None or self._stage == 0:
             return
         assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
-        for fqn, live in self._frozen.items():
-            masters.show(live, parameters[fqn], device=self.root_device)
+        masters.show(self._frozen, dict(self.lightning_module.named_parameters()), device=self.root_device)
         zero.refresh(self._running)
 
     # End
@@ -386,7 +385,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         module = self.lightning_module
         if self._running is not None and module is not None:
             if self._stage == 3:
-                module.__dict__[_MASTERS] = masters.pieces_of(self._running.groups)
+                module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(self._running.groups)}
             elif not self._failed:
                 zero.make_whole(self._running, dict(module.named_parameters()), device=self.root_device)
             zero.stop(self._running)

@@ -7,13 +7,14 @@ rounded. A parameter's own memory outlives the cast here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.stepped import FlatGroup
-from lightning_shard.engines.whole import gather, scatter
+from lightning_shard.engines.whole import gather
 from lightning_shard.engines.zero import layout
 
 Kept = dict[str, tuple[Tensor, int]]
@@ -72,23 +73,34 @@ def pieces_of(groups: Sequence[FlatGroup]) -> Kept:
     return {member.fqn: (part.clone(), member.start) for member, part in layout.pieces(groups) if member.stepped}
 
 
-def frozen(kept: Kept, shapes: Mapping[str, Sequence[int]], *, rank: int, size: int) -> dict[str, FlatTensor]:
-    """This rank's share of each kept parameter in ``shapes``, on the host, in its own dtype."""
-    shares = {}
-    for fqn, shape in shapes.items():
+def shares(kept: Kept, parameters: Mapping[str, nn.Parameter], *, rank: int, size: int) -> Kept:
+    """This rank's share of the kept values of ``parameters``, on the host: of a cut parameter, the piece it has."""
+    found: Kept = {}
+    for fqn, parameter in parameters.items():
         values, start = kept[fqn]
-        if start == 0 and values.numel() == torch.Size(shape).numel():
+        if not layout.is_cut(parameter):
             share = -(-values.numel() // size)
             start = min(rank * share, values.numel())
             values = values[start : start + share]
-        shares[fqn] = FlatTensor(shape, values.dtype, [FlatPiece(data=values.cpu().clone(), start=start)])
-    return shares
+        found[fqn] = values.cpu().clone(), start
+    return found
+
+
+def flat(kept: Kept, parameters: Mapping[str, nn.Parameter]) -> dict[str, FlatTensor]:
+    """The shares as parts of their parameters, in place."""
+    return {
+        fqn: FlatTensor(layout.true_shape(parameters[fqn]), values.dtype, [FlatPiece(values, start)])
+        for fqn, (values, start) in kept.items()
+    }
 
 
 @torch.no_grad()
-def show(live: FlatTensor, parameter: nn.Parameter, *, device: torch.device) -> None:
-    """Let forward see the held values of a parameter that nothing steps. All ranks call it."""
-    if layout.is_cut(parameter):
-        scatter(gather(live, device=device), layout.cut(parameter))
-    else:
-        parameter.copy_(gather(live, device=device))
+def show(kept: Kept, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
+    """Let forward see the shares. All ranks call it."""
+    whole = flat(kept, parameters)
+    for fqn, (values, _) in kept.items():
+        parameter: Any = parameters[fqn]
+        if layout.is_cut(parameter):
+            parameter.ds_tensor.detach()[: values.numel()].copy_(values)
+        else:
+            parameter.copy_(gather(whole[fqn], device=device))
