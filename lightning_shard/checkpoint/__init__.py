@@ -3,8 +3,9 @@
 - `save` writes a directory, whole or not at all, from live tensors (`save_training_state` from a module and its
   optimizers); `load` reads one into live tensors, however they are cut.
 - `layout`, `manifest` are what a directory looks like; `commit` puts one in place, replaces and removes it.
-- `state`, `optimizer`, `optimizer_load`, `optimizer_fill`, `trainer_state` give what is in it names that no engine
-  changes; `stepped` says what optimizers step, `flat_shard` lets flat memory stand for parts of tensors.
+- `state`, `optimizer`, `trainer_state` give what is in it names that no engine changes; `stepped` says what optimizers
+  step, `flat_shard` lets flat memory stand for parts of tensors.
+- `optimizer_saved`, `optimizer_load`, `optimizer_fill`: what was saved, how it fits live optimizers, giving it to them.
 - `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
 - `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
 """

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, model_key, optimizer_key, torch_dtype
+from lightning_shard.checkpoint.layout import OPTIMIZER_PREFIX, optimizer_key, torch_dtype
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry
 from lightning_shard.checkpoint.optimizer import Values, hyperparameters, uncut
+from lightning_shard.checkpoint.optimizer_saved import SavedOptimizer, entries_by_parameter, saved_names
 from lightning_shard.checkpoint.state import Names
 from lightning_shard.checkpoint.stepped import AnyOptimizer, Group, Stepped, groups_of, torch_optimizer
 
@@ -73,43 +74,6 @@ class OptimizerPlan:
     """What can't be loaded even in part."""
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What one optimizer's state is in the checkpoint."""
-
-    index: int
-    manifest: Manifest
-    entries: Mapping[str, Mapping[str, TensorEntry]]
-    """FQN as stored to slot to entry."""
-
-    values: Mapping[str, Values]
-    """FQN as stored to slots that are no tensors."""
-
-    homes: Mapping[str, Values]
-    """FQN as stored to its group."""
-
-    other_names: Mapping[str, list[str]]
-    """Live FQN to the names under which its state may be, where that is not its own alone."""
-
-    def name_of(self, fqn: str) -> str | None:
-        """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
-        return next((name for name in self.other_names.get(fqn, [fqn]) if name in self.homes), None)
-
-    def weights(self, stored: str) -> TensorEntry | None:
-        """The saved parameter itself."""
-        key = model_key(stored)
-        return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
-
-    def scalars(self) -> set[str]:
-        """Names of slots that are seen to be scalars beside a parameter that is none."""
-        found = set()
-        for stored, slots in self.entries.items():
-            weights = self.weights(stored)
-            if weights is not None and weights.shape != ():
-                found |= {slot for slot, entry in slots.items() if entry.shape == ()}
-        return found
-
-
 def plan_optimizers(
     optimizers: Sequence[AnyOptimizer], names: Names, manifest: Manifest, saved: Sequence[Mapping[str, Any]]
 ) -> OptimizerPlan:
@@ -121,11 +85,11 @@ def plan_optimizers(
     if len(saved) != len(optimizers):
         plan.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
         return plan
-    entries = _entries_by_parameter(manifest)
-    other_names = _saved_names(names, manifest)
+    entries = entries_by_parameter(manifest)
+    other_names = saved_names(names, manifest)
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         homes = {fqn: group for group in described["groups"] for fqn in group["params"]}
-        source = _Saved(index, manifest, entries.get(index, {}), described["slots"], homes, other_names)
+        source = SavedOptimizer(index, manifest, entries.get(index, {}), described["slots"], homes, other_names)
         scalars = source.scalars()
         taken: set[str] = set()
         for position, group in enumerate(groups_of(index, optimizer, names)):
@@ -146,7 +110,7 @@ def _plan_slots(
     part: Stepped,
     group: Group,
     found: Mapping[str, str],
-    source: _Saved,
+    source: SavedOptimizer,
     scalars: set[str],
 ) -> None:
     """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
@@ -185,7 +149,7 @@ def _new_tensor(
     slot: str,
     held: Mapping[str, TensorEntry],
     found: Mapping[str, str],
-    source: _Saved,
+    source: SavedOptimizer,
     scalars: set[str],
 ) -> NewTensor:
     dtypes = []
@@ -241,40 +205,6 @@ def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str,
             return
     if values:
         plan.groups.append((group, values[0]))
-
-
-def _entries_by_parameter(manifest: Manifest) -> dict[int, dict[str, dict[str, TensorEntry]]]:
-    """Optimizer index to FQN as stored to slot to entry."""
-    names = {key.removeprefix(MODEL_PREFIX) for key in manifest.tensors if key.startswith(MODEL_PREFIX)}
-    found: dict[int, dict[str, dict[str, TensorEntry]]] = {}
-    for key, entry in manifest.tensors.items():
-        if not key.startswith(OPTIMIZER_PREFIX):
-            continue
-        _, index, rest = key.split(".", 2)
-        # No parameter's name is the beginning of another's at a dot, so that one split at most fits.
-        parts = rest.split(".")
-        for end in range(len(parts) - 1, 0, -1):
-            if ".".join(parts[:end]) in names:
-                slots = found.setdefault(int(index), {}).setdefault(".".join(parts[:end]), {})
-                slots[".".join(parts[end:])] = entry
-                break
-    return found
-
-
-def _saved_names(names: Names, manifest: Manifest) -> dict[str, list[str]]:
-    """Live FQN to the names under which its state may be saved, where tying is involved on either side."""
-    candidates: dict[str, list[str]] = {}
-    for alias, fqn in names.aliases.items():
-        candidates.setdefault(fqn, [fqn]).append(alias)
-    stored = {
-        alias.removeprefix(MODEL_PREFIX): key.removeprefix(MODEL_PREFIX) for alias, key in manifest.aliases.items()
-    }
-    for fqn in names.tensors:
-        known = candidates.get(fqn, [fqn])
-        extra = [stored[name] for name in known if name in stored]
-        if extra:
-            candidates[fqn] = known + extra
-    return candidates
 
 
 def _equal(one: Any, other: Any) -> bool:
