@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard.errors import CheckpointError, DataError
 from tests.harness import DistributedError, run_distributed
-from tests.models import TinyLM, Tokens, loader, quiet_trainer, whole, whole_parameters
+from tests.models import Final, TinyLM, Tokens, loader, quiet_trainer, whole
 
 STEPS = 14
 EPOCH = 8  # batches per rank at 2 processes: 64 samples in batches of 4
@@ -32,8 +32,8 @@ def _fit(
     **kwargs: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    module = TinyLM(dropout=0.1)
-    callbacks = []
+    module, final = TinyLM(dropout=0.1), Final()
+    callbacks: list[pl.Callback] = [final]
     if folder is not None:
         callbacks.append(
             ModelCheckpoint(
@@ -49,18 +49,14 @@ def _fit(
         max_steps=steps,
         precision=precision,
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=folder is not None,
         **kwargs,
     )
     trainer.fit(module, loader(batch_size, count=64), loader(4, count=16, shuffle=False), ckpt_path=resume)
     optimizer = trainer.optimizers[0]
     return {
-        "parameters": whole_parameters(module),
-        "slots": {
-            (index, slot): whole(value)
-            for index, state in enumerate(optimizer.state.values())
-            for slot, value in state.items()
-        },
+        "parameters": final.parameters,
+        "slots": final.optimizer,
         "lr": optimizer.param_groups[0]["lr"],
         "losses": module.losses,
         "seen": module.seen,
