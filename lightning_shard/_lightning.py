@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
@@ -32,8 +33,11 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_shard._results import restore_training_results, training_results_state
 
@@ -46,6 +50,7 @@ __all__ = [
     "hold_schedulers",
     "init_process_group",
     "is_initialized",
+    "is_missing_optimizer",
     "layer_sync",
     "prepare_for_backward",
     "prediction_batches",
@@ -53,7 +58,9 @@ __all__ = [
     "set_device",
     "set_device_mesh",
     "set_rank",
+    "share_zero_grad",
     "should_accumulate",
+    "step_scheduler",
     "sync_reduce",
     "train_batch_size",
     "training_results_state",
@@ -121,6 +128,22 @@ def prediction_batches(trainer: Trainer) -> int:
     """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
     batches = sum(trainer.predict_loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
+
+
+def is_missing_optimizer(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` stands for none, which Lightning puts where ``configure_optimizers`` returned None."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
+def share_zero_grad(strategy: Strategy) -> None:
+    """Let the optimizers that users see in manual optimization zero gradients as those that they wrap do now."""
+    for wrapper in strategy._lightning_optimizers:
+        vars(wrapper)["zero_grad"] = wrapper.optimizer.zero_grad
+
+
+def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
+    """A scheduler as Lightning steps it: after every optimizer step."""
+    return LRSchedulerConfig(scheduler=scheduler, interval="step")
 
 
 def train_batch_size(trainer: Trainer) -> int | None:

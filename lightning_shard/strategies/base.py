@@ -540,6 +540,14 @@ class ShardStrategy(LedgerStrategy):
         assert self.lightning_module is not None
         place_batches(self.lightning_module.trainer.fit_loop)
 
+    def _release(self) -> None:
+        """Let go of the run's resources, without Lightning's move of the module, which may be cut, to the host."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
     # Collectives
 
     def barrier(self, name: str | None = None) -> None:

@@ -128,11 +128,7 @@ class ComposableStrategy(ShardStrategy):
         """Let go of the run's resources; the module stays sharded, so that it can be evaluated or fitted again."""
         self._stop_ledger()
         self._reshard()
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        self._release()
 
 
 def _sharded_before(module: nn.Module) -> fsdp.ShardedModule | None:

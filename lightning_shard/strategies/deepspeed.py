@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
+from lightning_shard import _lightning
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
 from lightning_shard.engines import ddp, transforms
@@ -29,6 +30,7 @@ from lightning_shard.engines.deepspeed_config import (
     deepspeed_config,
     effective,
     loss_scaling_from,
+    read_config,
 )
 from lightning_shard.engines.whole import LiveTensor
 from lightning_shard.engines.zero import cutting, layout, masters, process
@@ -221,8 +223,18 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self._kept = masters.keep(module, self.policy.compute)
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
         self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
+        assert self._running.optimizer is not None
+        self.optimizers = [self._running.optimizer]
+        if self._running.scheduler is not None:
+            self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
         masters.put(self._running.groups, self._kept)
         self._keep_frozen(module)
+
+    def setup_precision_plugin(self) -> None:
+        """Connect the precision plugin, upon which Lightning wraps the optimizers anew."""
+        super().setup_precision_plugin()
+        if self._running is not None:
+            _lightning.share_zero_grad(self)
 
     def _only_optimizer(self) -> Optimizer | None:
         """The optimizer that configure_optimizers made; None: the configuration describes one."""
@@ -236,7 +248,16 @@ class ShardDeepSpeedStrategy(ShardStrategy):
                 "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
                 "engine steps without a closure. Use another optimizer, or shard_ddp."
             )
-        return self.optimizers[0]
+        if not _lightning.is_missing_optimizer(self.optimizers[0]):
+            return self.optimizers[0]
+        if "optimizer" not in read_config(self._fields.config):
+            raise ConfigurationError(
+                "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
+                "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
+            )
+        # Not a fact about the run.
+        self.optimizers = []
+        return None
 
     def _cut(self, module: LightningModule) -> None:
         kept, made = cutting.cut(
@@ -395,8 +416,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self._rounded = None
         while self._undo:
             self._undo.pop()()
-        super().teardown()
-        if module is not None and self._stage < 3:
+        self._release()
+        if module is not None and self._stage < 3 and not self._failed:
             module.cpu()
         if self._disconnect is not None:
             self._disconnect()

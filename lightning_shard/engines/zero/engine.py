@@ -50,8 +50,14 @@ class ZeroEngine:
     groups: list[FlatGroup] = field(default_factory=list)
     """What this rank steps; empty without an optimizer."""
 
+    scheduler: Any = None
+    """The learning rate schedule that the configuration describes, to be stepped by the caller."""
+
     pending: bool = False
     """Whether a backward pass ran since the last step."""
+
+    complete: bool = True
+    """Whether the gradients are reduced and ready to be stepped on."""
 
     overflow: bool = False
     """Whether the step to come is to be skipped, the same on every rank."""
@@ -86,7 +92,8 @@ def start(
         dist_init_required=False,
     )
     stage = int(config["zero_optimization"]["stage"])
-    running = ZeroEngine(engine=engine, stage=stage)
+    running = ZeroEngine(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
+    engine.lr_scheduler = None
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
         _leave_gradients_to_engine(running)
@@ -156,11 +163,14 @@ def backward(running: ZeroEngine, loss: Tensor, *, inside_forward: bool, **kwarg
 
 def set_boundary(running: ZeroEngine, enabled: bool) -> None:
     """Say whether the backward pass to come ends an accumulation."""
+    running.complete = enabled
     running.engine.set_gradient_accumulation_boundary(enabled)
 
 
 def finish_accumulation(running: ZeroEngine) -> None:
     """Complete gradients of backward passes of which none was said to be the last. All ranks call it."""
+    if running.complete or not running.pending:
+        return
     set_boundary(running, True)
     if running.stage >= 2:
         running.zero.finalize_gradient_accumulation_boundary()

@@ -63,7 +63,7 @@ class Rounded:
 def put(groups: Sequence[FlatGroup], kept: Kept) -> None:
     """Write the kept values into the masters, where this rank has them."""
     for member, part in layout.pieces(groups):
-        if member.fqn in kept:
+        if member.fqn in kept and member.length > 0:
             values, start = kept[member.fqn]
             part.copy_(values.narrow(0, member.start - start, member.length))
 
