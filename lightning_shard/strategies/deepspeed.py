@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +36,7 @@ from lightning_shard.engines.deepspeed_config import (
 from lightning_shard.engines.whole import LiveTensor
 from lightning_shard.engines.zero import cutting, layout, masters, process
 from lightning_shard.engines.zero import engine as zero
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
@@ -130,7 +131,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._frozen: masters.Kept = {}
         self._rounded: masters.Rounded | None = None
         self._failed = False
-        self._disconnect: Callable[[], None] | None = None
+        self._connection: process.Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
 
@@ -160,6 +161,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     def _check_configuration(self) -> None:
         super()._check_configuration()
         check_policy(self._fields, self.policy, self.aligned)
+        if self._stage == 0 and self.policy.compute != torch.float32:
+            raise PrecisionError(
+                f"precision is {self.precision_plugin.precision!r} with DeepSpeed stage 0, which sums and reduces "
+                "gradients in 16 bits there. Use shard_ddp, which replicates everything as well and runs every "
+                "precision, or '32-true'."
+            )
 
     def _mesh_shape(self) -> tuple[int, int]:
         replicas, pieces = super()._mesh_shape()
@@ -176,7 +183,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     def setup_environment(self) -> None:
         """Connect the processes, and DeepSpeed to them. All ranks call it."""
         super().setup_environment()
-        self._disconnect = process.connect(
+        self._connection = process.connect(
             self.root_device,
             backend=torch.distributed.get_backend(),
             local_size=self.num_processes,
@@ -260,6 +267,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         return None
 
     def _cut(self, module: LightningModule) -> None:
+        if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
+            # A zero.Init of the user's in configure_model has replaced them.
+            self._connection.restore_functions()
         kept, made = cutting.cut(
             module,
             device=self.root_device,
@@ -360,6 +370,17 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     # Checkpoints
 
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The whole configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
+        return self._config
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save DeepSpeed's configuration, for people to read, with what the parent's saves."""
+        super().save_checkpoint({**checkpoint, "deepspeed_config": self._config}, filepath, storage_options)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """FQN, tied ones too, to this rank's live tensor: masters where there are any, whole or a flat piece."""
         own = super().lightning_module_state_dict()
@@ -419,6 +440,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._release()
         if module is not None and self._stage < 3 and not self._failed:
             module.cpu()
-        if self._disconnect is not None:
-            self._disconnect()
-            self._disconnect = None
+        if self._connection is not None:
+            self._connection.undo()
+            self._connection = None

@@ -44,7 +44,9 @@ def slot_of(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: str, slo
 def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | None:
     for group in optimizer.groups:
         for member in group.members:
-            value = optimizer.optimizer.state.get(group.flat, {}).get(slot) if member.fqn == fqn else None
+            if member.fqn != fqn or not member.stepped:
+                continue
+            value = optimizer.optimizer.state.get(group.flat, {}).get(slot)
             if value is not None and isinstance(value, Tensor) and value.shape == group.flat.shape:
                 part = value.detach().narrow(0, member.offset, member.length)
                 return FlatTensor(member.shape, value.dtype, [FlatPiece(part, member.start)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +32,28 @@ def require_tested_version() -> None:
         )
 
 
-def connect(device: torch.device, *, backend: str, local_size: int) -> Callable[[], None]:
-    """Let DeepSpeed use the process group that is there. All ranks call it; returns what undoes it.
+@dataclass(frozen=True)
+class Connection:
+    """What DeepSpeed may change in the process, as it was before."""
+
+    functions: tuple[Callable[[], None], ...]
+    others: tuple[Callable[[], None], ...]
+
+    def restore_functions(self) -> None:
+        """Put ``torch.nn.functional``'s own functions back in their place: those that DeepSpeed's ``zero.Init`` puts
+        there, and leaves there, round otherwise.
+        """
+        for restore in self.functions:
+            restore()
+
+    def undo(self) -> None:
+        """Give the process back as it was."""
+        for restore in (*self.functions, *self.others):
+            restore()
+
+
+def connect(device: torch.device, *, backend: str, local_size: int) -> Connection:
+    """Let DeepSpeed use the process group that is there. All ranks call it.
 
     DeepSpeed keeps its communication backend, the groups that it made and its accelerator in globals. Those of an
     earlier process group are dropped; they would name groups that are gone.
@@ -46,15 +67,16 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Callable[
     from deepspeed.comm import comm
     from deepspeed.utils import groups, logger
 
-    restore = [
-        _restoring(functional, "linear"),
-        _restoring(functional, "embedding"),
-        _restoring_environment("LOCAL_SIZE"),
-        _restoring_environment("LOCAL_RANK"),
-        _restoring_modules_in_forward(),
-    ]
     level = logger.level
-    restore.append(lambda: logger.setLevel(level))
+    connection = Connection(
+        functions=(_restoring(functional, "linear"), _restoring(functional, "embedding")),
+        others=(
+            _restoring_environment("LOCAL_SIZE"),
+            _restoring_environment("LOCAL_RANK"),
+            _restoring_modules_in_forward(),
+            lambda: logger.setLevel(level),
+        ),
+    )
     # DeepSpeed tells of every buffer that it makes.
     logger.setLevel(logging.WARNING)
     os.environ["LOCAL_SIZE"] = str(local_size)
@@ -65,12 +87,7 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Callable[
         comm.cdb = None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     _connected["group"] = dist.group.WORLD
-
-    def undo() -> None:
-        for step in restore:
-            step()
-
-    return undo
+    return connection
 
 
 _connected: dict[str, object] = {}
