@@ -6,6 +6,7 @@ Tested with Lightning 2.6; a name that another version lacks fails here, on impo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -34,6 +36,7 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +49,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "callbacks",
+    "count_cut_parameters",
     "default_backend",
     "hold_schedulers",
     "init_process_group",
@@ -128,6 +132,21 @@ def prediction_batches(trainer: Trainer) -> int:
     """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
     batches = sum(trainer.predict_loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
+
+
+def count_cut_parameters(trainer: Trainer) -> None:
+    """Let ``ModelSummary`` callbacks count parameters that ZeRO-3 has cut as whole ones, and show each rank's part.
+
+    Lightning does so for its own DeepSpeed strategy alone.
+    """
+
+    def summary(depth: int, trainer: Trainer, module: LightningModule) -> Any:
+        cut = any(hasattr(p, "ds_numel") for p in module.parameters())
+        return (DeepSpeedSummary if cut else summarize)(module, max_depth=depth)
+
+    for callback in callbacks(trainer):
+        if isinstance(callback, ModelSummary):
+            vars(callback)["_summary"] = partial(summary, callback._max_depth)
 
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import lightning
 import torch
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -128,7 +128,8 @@ class ShardCLI(LightningCLI):
             raise cause from None
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's parser with ``--traceback``."""
+        """Lightning's parser with ``--traceback``, whose help has the texts below the fields of dataclasses."""
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
         parser = super().init_parser(**kwargs)
         parser.add_argument("--traceback", action="store_true", help="Show the stack of frames of a mistake too.")
         return parser

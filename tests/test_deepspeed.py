@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -189,6 +190,13 @@ def test_the_ledger_shows_the_masters() -> None:
             assert entry.column(stage) == {torch.float32}, (engine, stage, entry.stages)
         assert entry.column("forward") == {torch.bfloat16}
         assert run["reductions"] == {torch.float32}
+
+
+def test_a_plain_name_reduces_in_the_dtype_that_it_is_told() -> None:
+    strategy = {"aligned": False, "communication_data_type": "bf16"}
+    [rank, _] = run_distributed(fit_all, 2, STAGES, TinyLM, "bf16-mixed", strategy, {}, timeout=120)
+    for stage in STAGES:
+        assert rank[stage]["reductions"] == {torch.bfloat16}, stage
 
 
 def test_a_parameter_that_no_loss_uses_decays() -> None:
@@ -421,6 +429,24 @@ def test_whole_tensors_are_read_and_written_alike(ranks: int, precision: str) ->
         # At three ranks the order of a sum depends on the engine.
         for part in ("parameters", "optimizer") if ranks == 2 else ():
             assert differences(run[part], first["full"][part]) == {}, engine
+
+
+def summarized() -> tuple[int, int]:
+    summary = ModelSummary()
+    trainer = quiet_trainer(
+        strategy=ShardDeepSpeedStrategy(stage=3), max_steps=1, callbacks=[summary], enable_model_summary=True
+    )
+    module = TinyLM()
+    trainer.fit(module, loader())
+    found = summary._summary(trainer, module)
+    return found.total_parameters, found.trainable_parameters
+
+
+def test_a_cut_models_parameters_are_counted_whole() -> None:
+    module = TinyLM()
+    module.configure_model()
+    count = sum(p.numel() for p in module.parameters())
+    assert run_distributed(summarized, 2) == [(count, count - 12)] * 2
 
 
 # Refusals, on every rank alike

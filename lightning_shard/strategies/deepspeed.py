@@ -40,7 +40,7 @@ from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
-from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy, refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import run_facts
 from lightning_shard.wrapping import find_units
@@ -153,6 +153,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _policy_of(self, plugin: ShardPrecision) -> PrecisionPolicy:
         policy = super()._policy_of(plugin)
+        communicated = effective(self._fields).communication_data_type
+        if communicated is not None:
+            policy = replace(policy, reduce=DTYPES[communicated])
         given = loss_scaling_from(self._fields.config)
         if policy.loss_scale is None or given is None or plugin.sets_loss_scale:
             return policy
@@ -226,6 +229,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in self._kept})
         if self._stage == 3:
             self._cut(module)
+            _lightning.count_cut_parameters(trainer)
         else:
             self._kept = masters.keep(module, self.policy.compute)
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
