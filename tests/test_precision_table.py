@@ -103,6 +103,8 @@ def check_row(name: str, precision: str) -> None:
     assert ranks[0]["losses"] != ranks[1]["losses"]
 
 
+# DeepSpeed's optimizer steps flat partitions, and its rows are of another shape: see test_deepspeed.py.
+NAMES = [name for name in registry.PRESETS if "deepspeed" not in name]
 SAMPLE = [
     ("shard_ddp", "32-true"),
     ("shard_fsdp", "bf16-mixed"),
@@ -115,7 +117,7 @@ SAMPLE = [
 
 def test_the_sample_has_each_row_and_each_class() -> None:
     assert {precision for _, precision in SAMPLE} == set(PRECISIONS)
-    assert {registry.PRESETS[n].class_path for n, _ in SAMPLE} == {p.class_path for p in registry.PRESETS.values()}
+    assert {registry.PRESETS[n].class_path for n, _ in SAMPLE} == {registry.PRESETS[n].class_path for n in NAMES}
 
 
 @pytest.mark.parametrize(("name", "precision"), SAMPLE)
@@ -125,7 +127,7 @@ def test_a_sample_of_the_table(name: str, precision: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", registry.PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_table(name: str, precision: str) -> None:
     check_row(name, precision)
 

@@ -10,14 +10,35 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardFSDPStrategy, registry
+from lightning_shard import (
+    ConfigurationError,
+    ShardDDPStrategy,
+    ShardDeepSpeedStrategy,
+    ShardFSDPStrategy,
+    registry,
+)
 
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
 PLAIN: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "shard_ddp": (ShardDDPStrategy, {}),
     "shard_fsdp": (ShardFSDPStrategy, {}),
     "shard_fsdp_grad_op": (ShardFSDPStrategy, {"reshard_after_forward": False}),
     "shard_fsdp_hybrid": (ShardFSDPStrategy, {"mesh": {"replicate": "auto", "shard": "auto"}}),
     "shard_fsdp_offload": (ShardFSDPStrategy, {"cpu_offload": True}),
+    "shard_deepspeed_stage_0": (ShardDeepSpeedStrategy, {"stage": 0}),
+    "shard_deepspeed_stage_1": (ShardDeepSpeedStrategy, {"stage": 1}),
+    "shard_deepspeed_stage_2": (ShardDeepSpeedStrategy, {"stage": 2}),
+    "shard_deepspeed_stage_2_offload": (ShardDeepSpeedStrategy, {"stage": 2, "offload_optimizer": CPU}),
+    "shard_deepspeed_stage_3": (ShardDeepSpeedStrategy, {"stage": 3}),
+    "shard_deepspeed_stage_3_offload": (
+        ShardDeepSpeedStrategy,
+        {"stage": 3, "offload_optimizer": CPU, "offload_parameters": CPU},
+    ),
+    "shard_deepspeed_stage_3_offload_nvme": (
+        ShardDeepSpeedStrategy,
+        {"stage": 3, "offload_optimizer": NVME, "offload_parameters": NVME},
+    ),
 }
 ALL = PLAIN | {f"{name}_aligned": (kind, {**args, "aligned": True}) for name, (kind, args) in PLAIN.items()}
 
