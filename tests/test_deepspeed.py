@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_shard import full_tensor, set_full_tensor
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, ZeroBuckets
+from lightning_shard.engines.deepspeed_config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.ledger.record import STATE
@@ -376,6 +376,33 @@ def test_bytes_are_those_of_the_zero_paper(ranks: int) -> None:
                 assert own <= found["parameters"] / 2 <= own + padding
             else:
                 assert found["parameters"] == 2 * count
+
+
+def second_copies() -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
+
+    class Look(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            for p in module.parameters():
+                if p.ds_secondary_tensor is not None:
+                    found.append((p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()))
+
+    strategy = ShardDeepSpeedStrategy(
+        stage=3,
+        zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2),
+        # Small parameters would stay whole, and need no copy.
+        stage3=Stage3Options(param_persistence_threshold=0),
+    )
+    quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look()]).fit(TinyLM(), loader())
+    return found
+
+
+def test_hpz_keeps_a_second_copy_of_the_parameters_that_fewer_ranks_share() -> None:
+    for found in run_distributed(second_copies, 4):
+        assert found
+        for whole, piece, second in found:
+            assert piece == -(-whole // 4)
+            assert second in (2 * piece, -(-whole // 2))
 
 
 # Whole tensors by name

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload
+from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy
@@ -46,13 +46,14 @@ ENGINES: dict[str, Callable[..., ShardStrategy]] = {
     "zero_3_offload": partial(
         ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST, offload_parameters=ParameterOffload(device="cpu")
     ),
+    "zero_3_hpz": partial(ShardDeepSpeedStrategy, stage=3, zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2)),
     "ddp_plain": lambda **kwargs: ShardDDPStrategy(**{**kwargs, "aligned": False}),
 }
 ZERO = [name for name in ENGINES if name.startswith("zero")]
 OFFLOADED = ["zero_1_offload", "zero_2_offload", "zero_3_offload_optimizer", "zero_3_offload"]
 AT_2 = ["ddp", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload"]
-AT_3 = ["full", "grad_op", "offload", "ddp"]
-AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp"]
+AT_3 = ["full", "grad_op", "offload", "ddp", "zero_2", "zero_3", "zero_3_offload"]
+AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp", "zero_2", "zero_3", "zero_3_hpz"]
 
 
 class Mapped(Dataset[tuple[Tensor, Tensor]]):
@@ -318,7 +319,7 @@ def check_summation_order(world_size: int, engines: list[str], precision: str, t
 
 
 def test_hybrid_agrees_to_summation_order_at_four_processes() -> None:
-    check_summation_order(4, ["full", "hybrid_2x2", "ddp"], "32-true", NORM)
+    check_summation_order(4, ["full", "hybrid_2x2", "ddp", "zero_1", "zero_2", "zero_3", "zero_3_hpz"], "32-true", NORM)
 
 
 @pytest.mark.matrix
