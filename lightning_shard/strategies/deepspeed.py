@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies import deepspeed_offload as offload
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy, refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import run_facts
 from lightning_shard.wrapping import find_units
@@ -124,6 +126,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._running: zero.ZeroEngine | None = None
         self._activation_checkpointing = activation_checkpointing
         self._config: dict[str, Any] = {}
+        self._folders: list[Path] = []
         self._kept: masters.Kept = {}
         self._frozen: masters.Kept = {}
         self._rounded: masters.Rounded | None = None
@@ -190,7 +193,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if not fitting and self._stage == 3:
             config = deepspeed_config(self._fields, run_facts(self, module.trainer))
             # Evaluation steps nothing.
-            self._config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            self._config, self._folders = offload.prepare(self, config, None)
             self._cut(module)
             self._running = zero.start(module, optimizer=None, config=self._config, names={})
             self._keep_frozen(module)
@@ -212,7 +216,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         module = self.lightning_module
         assert module is not None
         optimizer = self._only_optimizer()
-        self._config = deepspeed_config(self._fields, run_facts(self, trainer))
+        config = deepspeed_config(self._fields, run_facts(self, trainer))
+        self._config, self._folders = offload.prepare(self, config, optimizer)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in self._kept})
         if self._stage == 3:
@@ -390,6 +395,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
                 zero.make_whole(self._running, dict(module.named_parameters()), device=self.root_device)
             zero.stop(self._running)
             self._running = None
+        offload.clean_up(self, self._folders)
         if self._rounded is not None:
             self._rounded.undo()
             self._rounded = None
