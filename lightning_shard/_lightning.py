@@ -24,7 +24,9 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
@@ -34,6 +36,7 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_shard._results import restore_training_results, training_results_state
 
@@ -58,6 +61,7 @@ __all__ = [
     "train_batch_size",
     "training_results_state",
     "use_no_grad_in_evaluation",
+    "wrapped",
 ]
 
 
@@ -121,6 +125,19 @@ def prediction_batches(trainer: Trainer) -> int:
     """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
     batches = sum(trainer.predict_loop.max_batches)
     return 0 if batches == float("inf") else int(batches)
+
+
+def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOptimizer]:
+    """The optimizers as users see them.
+
+    A wrapper is of a class derived from the optimizer's, and finds its attributes. Of DeepSpeed's optimizers on the host it
+    would free the compiled state, by its number, when it is dropped (``DeepSpeedCPUAdam.__del__``): it gets none.
+    """
+    wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
+    for wrapper in wrappers:
+        if any(name.startswith("ds_opt_") for name in vars(wrapper.optimizer)):
+            vars(wrapper)["opt_id"] = -1
+    return wrappers
 
 
 def train_batch_size(trainer: Trainer) -> int | None:

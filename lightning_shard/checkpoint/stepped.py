@@ -61,7 +61,7 @@ class FlatGroup:
     in its list of parameters."""
 
     new_slot: Callable[[str], Tensor] | None = None
-    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: they are in memory."""
+    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory."""
 
     def __post_init__(self) -> None:
         if self.flat.ndim != 1:
