@@ -130,8 +130,9 @@ def prediction_batches(trainer: Trainer) -> int:
 def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOptimizer]:
     """The optimizers as users see them.
 
-    A wrapper is of a class derived from the optimizer's, and finds its attributes. Of DeepSpeed's optimizers on the host it
-    would free the compiled state, by its number, when it is dropped (``DeepSpeedCPUAdam.__del__``): it gets none.
+    A wrapper is of a class derived from the optimizer's, and finds its attributes. Of DeepSpeed's optimizers on the
+    host it would free the compiled state, by its number, when it is dropped (``DeepSpeedCPUAdam.__del__``): it gets
+    no number.
     """
     wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
     for wrapper in wrappers:

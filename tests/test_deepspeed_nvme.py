@@ -5,6 +5,7 @@ DeepSpeed puts into files what takes 1 MiB and more per rank, so that the models
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
 from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.engines.zero import kernels, swapping
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
@@ -144,8 +146,8 @@ def compare(engine: str, model: dict[str, Any], **kwargs: Any) -> None:
     # The two matrices; everything else is smaller than 1 MiB.
     assert runs[engine]["parameters_in_files"] == (2 if engine == "all" else 0)
     assert runs[engine]["left"] == []
-    assert len(runs["full"]["losses"]) == STEPS * kwargs.get("accumulate_grad_batches", 1)
-    assert runs["full"]["losses"][-1] < runs["full"]["losses"][0]
+    assert len(runs["full"]["losses"]) == kwargs.get("steps", STEPS) * kwargs.get("accumulate_grad_batches", 1)
+    assert len(set(runs["full"]["losses"])) == len(runs["full"]["losses"])
     if kwargs.get("gradient_clip_algorithm") == "value":
         assert min(runs["full"]["largest"]) > kwargs["gradient_clip_val"]
     elif "gradient_clip_val" in kwargs:

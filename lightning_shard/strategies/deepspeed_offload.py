@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import folder, kernels
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.resume import gather_states
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ def prepare(
 
     Raises:
         ConfigurationError: on every rank alike, with all that is wrong on any.
+        PrecisionError: as `check_low_memory`.
     """
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if optimizer is not None and strategy.policy.is_low_memory:
+        check_low_memory(optimizer, strategy.policy, offload.get("device", "none"))
     needed = kernels.required_kernels(config, optimizer)
     device = strategy.root_device.type
     _raise_alike([*kernels.lacking(needed, device), *_locks(needed)])
@@ -41,6 +46,35 @@ def prepare(
         clean_up(strategy, folders)
         raise
     return config, folders
+
+
+def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
+    """Refuse an optimizer that DeepSpeed does not step 16-bit masters with.
+
+    Args:
+        optimizer: from ``configure_optimizers``.
+        policy: with masters in 16 bits.
+        device: where the optimizer's state waits: "none" for the compute device, "cpu" or "nvme".
+
+    Raises:
+        PrecisionError: with what to return instead.
+    """
+    if device == "none":
+        return
+    name = short(policy.master)
+    if not any(c.__name__ == "DeepSpeedCPUAdam" for c in type(optimizer).__mro__):
+        found = f"configure_optimizers returns {type(optimizer).__name__}"
+    elif optimizer.fp32_optimizer_states and (name == "bf16" or device == "nvme"):  # type: ignore[attr-defined]
+        # In files everything of a sub-group has the masters' dtype: DeepSpeed would round the state without a word.
+        found = "configure_optimizers returns DeepSpeedCPUAdam with fp32_optimizer_states=True, its default"
+    else:
+        return
+    raise PrecisionError(
+        f"masters are {name} and the optimizer is offloaded to {device}, where DeepSpeed steps them with "
+        f"DeepSpeedCPUAdam and state in {name} alone, but {found}. Return "
+        "deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False), or use an _aligned name or "
+        f"precision '{'bf16' if name == 'bf16' else '16'}-mixed', where any optimizer runs."
+    )
 
 
 def clean_up(strategy: ShardDeepSpeedStrategy, folders: list[Path]) -> None:
