@@ -32,7 +32,7 @@ from lightning_shard.engines.deepspeed_config import (
     loss_scaling_from,
 )
 from lightning_shard.engines.whole import LiveTensor
-from lightning_shard.engines.zero import cutting, layout, masters, process
+from lightning_shard.engines.zero import cpu_adam, cutting, layout, masters, process
 from lightning_shard.engines.zero import engine as zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -363,6 +363,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
         return {**cut, **layout.masters(self._running.groups), **masters.flat(self._frozen, parameters)}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read the tensors, and let the optimizer go on from the step that they are of; see the parent's."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._running is not None and self._running.optimizer is not None:
+            cpu_adam.replay(self._running.optimizer, self._running.groups)
 
     def _after_reading_tensors(self) -> None:
         if self._rounded is not None:
