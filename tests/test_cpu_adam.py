@@ -12,12 +12,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import ShardPrecision, registry
-from lightning_shard.engines.zero import kernels
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.policy import PRECISIONS, policy_from
+from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
-from tests.test_deepspeed_nvme import missing_kernel as missing_nvme
 from tests.test_parity import differences, relative
 
 STEPS = 6
@@ -95,17 +94,8 @@ def rows(cases: list[tuple[str, str, str]]) -> None:
         assert len(set(run["losses"])) == STEPS
 
 
-def need(*names: str, request: pytest.FixtureRequest) -> None:
-    lacking = kernels.lacking(names, "cpu")
-    if lacking:
-        pytest.skip("; ".join(lacking))
-    compiled = all((kernels.lock(name).parent / f"{name}.so").exists() for name in names)
-    if not compiled and "matrix" not in request.config.option.markexpr:
-        pytest.skip(f"DeepSpeed's {', '.join(names)} is not compiled here: run `pytest -m matrix {__file__}` once")
-
-
 def test_a_sample_of_the_table(request: pytest.FixtureRequest) -> None:
-    need("cpu_adam", request=request)
+    need(request, "cpu_adam")
     cases = [("shard_deepspeed_stage_2_offload", "bf16-true", optimizer) for optimizer in OPTIMIZERS]
     cases += [
         ("shard_deepspeed_stage_3_offload", "16-true", "AdamW"),
@@ -119,9 +109,9 @@ def test_a_sample_of_the_table(request: pytest.FixtureRequest) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table(request: pytest.FixtureRequest, name: str) -> None:
-    need("cpu_adam", request=request)
-    if "nvme" in name and (reason := missing_nvme(compile_it=True)) is not None:
-        pytest.skip(reason)
+    need(request, "cpu_adam")
+    if "nvme" in name:
+        need(request, *NVME)
     cases = [(name, precision, optimizer) for precision, optimizer in itertools.product(PRECISIONS, OPTIMIZERS)]
     run_distributed(rows, 2, cases, timeout=600)
 
@@ -140,5 +130,5 @@ def beside_torch(folder: str) -> None:
 
 
 def test_cpu_adam_resumes_bitwise_and_steps_as_torchs_adamw(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    need("cpu_adam", request=request)
+    need(request, "cpu_adam")
     run_distributed(beside_torch, 2, str(tmp_path))
