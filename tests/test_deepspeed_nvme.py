@@ -58,6 +58,14 @@ def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
     )
 
 
+class Adapted(TinyLM):
+    """A large matrix is frozen, and so in a file without a master."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
 class Watch(pl.Callback):
     """Keeps the losses' norms, what is in files while a fit runs, and the largest gradient."""
 
@@ -89,11 +97,12 @@ def fit(
     save: str | None = None,
     resume: str | None = None,
     swap: str = "swap",
+    kind: type[TinyLM] = TinyLM,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """One run; parameters and optimizer state come back whole."""
     pl.seed_everything(1, verbose=False)
-    module, watch, final = TinyLM(lr=1e-3, **model), Watch(), Final()
+    module, watch, final = kind(lr=1e-3, **model), Watch(), Final()
     callbacks: list[pl.Callback] = [watch, final]
     if save is not None:
         callbacks.append(ModelCheckpoint(dirpath=save, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1))
@@ -191,6 +200,30 @@ def test_a_checkpoint_from_files_goes_on_with_fsdp_and_back(tmp_path: Path) -> N
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_checkpoints_in_every_combination(tmp_path: Path, precision: str, engine: str, model: dict[str, Any]) -> None:
     run_distributed(resumes, 2, precision, str(tmp_path), engine, model, timeout=600)
+
+
+def frozen_in_files(folder: str) -> None:
+    runs, losses = {}, []
+    for engine in ("full", "all"):
+        runs[engine] = fit(
+            engine, WIDE, precision="bf16-mixed", kind=Adapted, steps=4, save=f"{folder}/{engine}", **NORM
+        )
+    assert runs["all"]["parameters_in_files"] == 2
+    assert_equal(runs["full"], runs["all"])
+    assert not any(key.startswith("blocks.0.up.weight") for key in runs["all"]["optimizer"])
+    for writer, reader in (("full", "all"), ("all", "full"), ("all", "all")):
+        path = f"{folder}/{writer}/step={SAVED}.ckpt"
+        resumed = fit(reader, WIDE, precision="bf16-mixed", kind=Adapted, steps=4, resume=path, **NORM)
+        assert_equal(runs["full"], resumed, since=SAVED)
+        trainer = quiet_trainer(strategy=strategy_of(reader), precision="bf16-mixed")
+        module = Adapted(**WIDE, seed=8)
+        [result] = trainer.validate(module, loader(count=16, shuffle=False), ckpt_path=path, verbose=False)
+        losses.append(result["val_loss"])
+    assert losses == losses[:1] * 3
+
+
+def test_frozen_parameters_in_files(tmp_path: Path) -> None:
+    run_distributed(frozen_in_files, 2, str(tmp_path))
 
 
 class Change(pl.Callback):
