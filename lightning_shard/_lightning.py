@@ -26,8 +26,9 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
@@ -35,7 +36,6 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -62,13 +62,13 @@ __all__ = [
     "set_device",
     "set_device_mesh",
     "set_rank",
-    "share_zero_grad",
     "should_accumulate",
     "step_scheduler",
     "sync_reduce",
     "train_batch_size",
     "training_results_state",
     "use_no_grad_in_evaluation",
+    "wrapped",
 ]
 
 
@@ -154,15 +154,25 @@ def is_missing_optimizer(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
-def share_zero_grad(strategy: Strategy) -> None:
-    """Let the optimizers that users see in manual optimization zero gradients as those that they wrap do now."""
-    for wrapper in strategy._lightning_optimizers:
-        vars(wrapper)["zero_grad"] = wrapper.optimizer.zero_grad
-
-
 def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
     """A scheduler as Lightning steps it: after every optimizer step."""
     return LRSchedulerConfig(scheduler=scheduler, interval="step")
+
+
+def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOptimizer]:
+    """The optimizers as users see them, with what was replaced on the instances.
+
+    A wrapper is of a class derived from the optimizer's, and finds its attributes. Of DeepSpeed's optimizers on the
+    host it would free the compiled state, by its number, when it is dropped (``DeepSpeedCPUAdam.__del__``): it gets
+    no number.
+    """
+    wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
+    for wrapper in wrappers:
+        if "zero_grad" in vars(wrapper.optimizer):
+            vars(wrapper)["zero_grad"] = wrapper.optimizer.zero_grad
+        if any(name.startswith("ds_opt_") for name in vars(wrapper.optimizer)):
+            vars(wrapper)["opt_id"] = -1
+    return wrappers
 
 
 def train_batch_size(trainer: Trainer) -> int | None:

@@ -95,6 +95,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for group, (count, reason) in sorted(config.stash.get(_LEFT_OUT, {}).items()):
         terminalreporter.write_line(f"{count} tests of `{group}` not selected: {reason}")
+    for reason, count in sorted(Counter(r.longrepr[2] for r in terminalreporter.getreports("skipped")).items()):
+        terminalreporter.write_line(f"{count} tests left out: {reason.removeprefix('Skipped: ')}")
     for group in config.stash.get(_MISSING, []):
         terminalreporter.write_line(f"FAILED: `{group}` was required and ran no test", red=True)
 

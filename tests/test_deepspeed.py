@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_shard import full_tensor, set_full_tensor
+from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.engines.deepspeed_config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -22,6 +24,7 @@ from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import DistributedError, run_distributed
 from tests.models import VOCAB, Block, Final, TinyLM, all_parameters, loader, quiet_trainer
 from tests.test_parity import ENGINES, differences
+from tests.test_switch import stored
 
 STAGES = ["zero_1", "zero_2", "zero_3"]
 OFFLOADED = ["zero_2_offload", "zero_3_offload"]
@@ -283,6 +286,29 @@ def _plain_then_fsdp() -> None:
     assert seen != [linear]
     assert functional.linear is linear
     assert differences(fit("full", TinyLM, "32-true", {}, {})["parameters"], before["parameters"]) == {}
+
+
+def saved_after(engine: str, folder: str) -> None:
+    """What is saved in a fit's last step, and after the fit."""
+    last = ModelCheckpoint(dirpath=folder, filename=f"{engine}-in", every_n_train_steps=3)
+    trainer = quiet_trainer(
+        strategy=ENGINES[engine](aligned=True),
+        precision="bf16-mixed",
+        max_steps=3,
+        callbacks=[last],
+        enable_checkpointing=True,
+    )
+    trainer.fit(TinyLM(), loader())
+    trainer.save_checkpoint(f"{folder}/{engine}-after.ckpt")
+
+
+def test_a_checkpoint_is_saved_after_the_fit_too(tmp_path: Path) -> None:
+    for engine in ["full", *STAGES, *OFFLOADED]:
+        run_distributed(saved_after, 2, engine, str(tmp_path))
+        inside, after = (read_manifest(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after"))
+        assert inside.tensors == after.tensors
+        tensors = [stored(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after")]
+        assert differences(*tensors) == {}
 
 
 # Configuration in a run

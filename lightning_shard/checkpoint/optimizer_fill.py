@@ -119,6 +119,8 @@ def _tensor(slots: SlotsPlan, slot: str, live: Any, wanted: NewTensor) -> Tensor
         if slots.part.flat is not None:
             live.detach().zero_()
         return live
+    if is_alike and slots.part.new_slot is not None:
+        return slots.part.new_slot(slot)
     if is_alike:
         return torch.zeros_like(stepped.detach(), dtype=wanted.dtype, memory_format=torch.preserve_format)
     # As torch.optim does on load: a step count stays on the host unless a fused or captured step reads it.

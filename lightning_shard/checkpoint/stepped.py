@@ -7,7 +7,7 @@ DTensors) says which those are itself; of an optimizer over flat tensors its own
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,9 @@ class FlatGroup:
     """The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other
     in its list of parameters."""
 
+    new_slot: Callable[[str], Tensor] | None = None
+    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory."""
+
     def __post_init__(self) -> None:
         if self.flat.ndim != 1:
             raise ValueError(f"a flat tensor has one dimension, not shape {tuple(self.flat.shape)}")
@@ -105,6 +108,9 @@ class Stepped:
 
     flat: Mapping[str, FlatMember] | None
     """FQN to its part; None where the tensor is a parameter of the module, whole or a DTensor."""
+
+    new_slot: Callable[[str], Tensor] | None = None
+    """As `FlatGroup.new_slot`."""
 
     @property
     def is_cut(self) -> bool:
@@ -191,6 +197,7 @@ def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Gro
                 names=tuple(members),
                 shapes={fqn: tuple(member.shape) for fqn, member in stepped.items()},
                 flat=stepped,
+                new_slot=flat_group.new_slot,
             )
         )
     return list(groups.values())

@@ -187,6 +187,16 @@ class ShardStrategy(LedgerStrategy):
         """The dtypes of this run."""
         return self._policy_of(self.precision_plugin)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of a fit; Lightning wraps them anew whenever they are set."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lightning_optimizers = _lightning.wrapped(optimizers, self)
+
     # Launch and connect
 
     def _configure_launcher(self) -> None:

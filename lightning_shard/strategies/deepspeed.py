@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,13 +35,14 @@ from lightning_shard.engines.deepspeed_config import (
     read_config,
 )
 from lightning_shard.engines.whole import LiveTensor
-from lightning_shard.engines.zero import cutting, layout, masters, process
+from lightning_shard.engines.zero import cpu_adam, cutting, layout, masters, process
 from lightning_shard.engines.zero import engine as zero
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
+from lightning_shard.strategies import deepspeed_offload as offload
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy, refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import run_facts
 from lightning_shard.wrapping import find_units
@@ -127,10 +129,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._running: zero.ZeroEngine | None = None
         self._activation_checkpointing = activation_checkpointing
         self._config: dict[str, Any] = {}
+        self._folders: list[Path] = []
         self._kept: masters.Kept = {}
         self._frozen: masters.Kept = {}
         self._rounded: masters.Rounded | None = None
         self._failed = False
+        self._ended = False
         self._connection: process.Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
@@ -198,11 +202,13 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             refuse_cut_by_zero(module, f"{type(self).__name__}(stage={self._stage})")
             ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
         self._undo = self._add_transforms(module)
+        self._running, self._frozen, self._ended = None, {}, False
         self._kept = module.__dict__.pop(_MASTERS, {})
         if not fitting and self._stage == 3:
             config = deepspeed_config(self._fields, run_facts(self, module.trainer))
             # Evaluation steps nothing.
-            self._config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            self._config, self._folders = offload.prepare(self, config, None)
             self._cut(module)
             self._running = zero.start(module, optimizer=None, config=self._config, names={})
             self._keep_frozen(module)
@@ -224,7 +230,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         module = self.lightning_module
         assert module is not None
         optimizer = self._only_optimizer()
-        self._config = deepspeed_config(self._fields, run_facts(self, trainer))
+        config = deepspeed_config(self._fields, run_facts(self, trainer))
+        self._config, self._folders = offload.prepare(self, config, optimizer)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in self._kept})
         if self._stage == 3:
@@ -240,12 +247,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
         masters.put(self._running.groups, self._kept)
         self._keep_frozen(module)
-
-    def setup_precision_plugin(self) -> None:
-        """Connect the precision plugin, upon which Lightning wraps the optimizers anew."""
-        super().setup_precision_plugin()
-        if self._running is not None:
-            _lightning.share_zero_grad(self)
 
     def _only_optimizer(self) -> Optimizer | None:
         """The optimizer that configure_optimizers made; None: the configuration describes one."""
@@ -405,6 +406,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
         return {**cut, **layout.masters(self._running.groups), **masters.flat(self._frozen, parameters)}
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read the tensors, and let the optimizer go on from the step that they are of; see the parent's."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._running is not None and self._running.optimizer is not None:
+            cpu_adam.replay(self._running.optimizer, self._running.groups)
+
     def _after_reading_tensors(self) -> None:
         if self._rounded is not None:
             self._rounded.refresh()
@@ -429,13 +436,15 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """
         self._stop_ledger()
         module = self.lightning_module
-        if self._running is not None and module is not None:
+        if self._running is not None and module is not None and not self._ended:
             if self._stage == 3:
                 module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(self._running.groups)}
             elif not self._failed:
                 zero.make_whole(self._running, dict(module.named_parameters()), device=self.root_device)
+            # What it stepped stays, so that a checkpoint can be saved after the fit too.
             zero.stop(self._running)
-            self._running = None
+            self._ended = True
+        offload.clean_up(self, self._folders)
         if self._rounded is not None:
             self._rounded.undo()
             self._rounded = None

@@ -33,7 +33,8 @@ def run_facts(strategy: ShardDeepSpeedStrategy, trainer: Trainer) -> RunFacts:
         gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
         optimizer=_optimizer_facts(strategy.optimizers),
         hidden_size=hidden_size(module),
-        number_of_parameters=sum(p.numel() for p in module.parameters()),
+        # Of a module that an earlier run has cut, too.
+        number_of_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
     )
 
 

@@ -190,9 +190,9 @@ def check_policy(fields: DeepSpeedFields, policy: PrecisionPolicy, aligned: bool
             "gradients in the compute dtype. Use shard_ddp_aligned, which is the same without that, or '32-true'."
         )
     low_fp16 = policy.is_low_memory and short(policy.master) == "fp16"
-    if low_fp16 and asked.stage > 0 and asked.optimizer_device != "cpu":
+    if low_fp16 and asked.stage > 0 and asked.optimizer_device == "none":
         raise PrecisionError(
             f"masters are fp16 with DeepSpeed stage {asked.stage}, but DeepSpeed keeps fp16 masters only with the "
-            "optimizer offloaded to the CPU, under DeepSpeedCPUAdam. Use shard_deepspeed_stage_2_offload or "
+            "optimizer offloaded, under DeepSpeedCPUAdam. Use shard_deepspeed_stage_2_offload or "
             "_3_offload, an _aligned name, or '16-mixed'."
         )

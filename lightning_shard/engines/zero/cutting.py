@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
-from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.masters import Kept, is_rounded
 
 
@@ -69,7 +69,9 @@ def cut(
 @torch.no_grad()
 def _cut_parameter(parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, kept: Kept) -> None:
     if layout.is_cut(parameter):
+        swapping.bring(parameter)
         _cast_cut(parameter, fqn, compute, kept)
+        swapping.place(parameter, init.param_swapper)
         return
     parameter.data = parameter.data.to(device)
     broadcast_from_rank_0([parameter])

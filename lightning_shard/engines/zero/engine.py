@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.stepped import FlatGroup
 from lightning_shard.engines.whole import gather
-from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.errors import ConfigurationError
 
 
@@ -98,6 +98,7 @@ def start(
         running.optimizer = engine.basic_optimizer
         _leave_gradients_to_engine(running)
         if stage > 0:
+            swapping.show(engine.optimizer)
             running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
             _take_over_steps(running)
     return running
@@ -134,6 +135,7 @@ def _take_over_steps(running: ZeroEngine) -> None:
     zero.check_overflow = check_overflow
     if layout.kind(zero) == layout.STAGE_3:
         zero._get_norm_groups = lambda: [no_norm()]
+        swapping.take_over(zero)
     else:
         zero.scaled_global_norm = no_norm
 
@@ -189,6 +191,8 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
     running.engine.step()
     if skip:
         layout.forget_gradients(running.zero)
+    swapping.forget_gradients(running.zero)
+    swapping.show(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)
 
@@ -201,6 +205,7 @@ def refresh(running: ZeroEngine) -> None:
         zero.update_lp_params()
         return
     if running.groups:
+        swapping.notice_slots(zero)
         zero._partition_all_parameters()
         for index in range(len(running.groups)):
             zero._reassign_or_swap_out_partitioned_parameters(index)
@@ -222,4 +227,5 @@ def stop(running: ZeroEngine) -> None:
     """Take DeepSpeed's hooks off the module and its parameters. No communication."""
     if running.optimizer is not None:
         vars(running.optimizer).pop("zero_grad", None)
+    swapping.release(running.zero, running.engine.module.parameters())
     running.engine.destroy()

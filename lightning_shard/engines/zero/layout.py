@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember
+from lightning_shard.engines.zero import swapping
 
 STAGES_1_2 = "DeepSpeedZeroOptimizer"
 BF16 = "BF16_Optimizer"
@@ -105,7 +107,9 @@ def _stage_3(zero: Any, names: Mapping[Tensor, str]) -> Iterator[FlatGroup]:
             members.append(FlatMember(fqn=names[parameter], shape=shape, offset=offset, start=start, length=length))
             offset += parameter.partition_numel()
         group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
-        yield FlatGroup(flat=zero.fp32_partitioned_groups_flat[index], members=tuple(members), group=group)
+        flat = zero.fp32_partitioned_groups_flat[index]
+        new_slot = partial(swapping.new_slot, zero, index) if swapping.is_swapped(zero, index) else None
+        yield FlatGroup(flat=flat, members=tuple(members), group=group, new_slot=new_slot)
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
@@ -118,8 +122,8 @@ def own_range(parameter: Any) -> tuple[int, int]:
 def cut(parameter: Any) -> FlatTensor:
     """This rank's piece of a parameter that stage 3 has cut, in the dtype that forward sees."""
     start, length = own_range(parameter)
-    piece = FlatPiece(data=parameter.ds_tensor.detach().narrow(0, 0, length), start=start)
-    return FlatTensor(tuple(parameter.ds_shape), parameter.ds_tensor.dtype, [piece])
+    data = swapping.piece(parameter).narrow(0, 0, length)
+    return FlatTensor(tuple(parameter.ds_shape), data.dtype, [FlatPiece(data=data, start=start)])
 
 
 def is_cut(parameter: Tensor) -> bool:
@@ -189,6 +193,8 @@ def _flats(zero: Any) -> Sequence[Tensor]:
 def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
     if kind(zero) == BF16:
         return [zero.fp32_groups_gradient_flat_partition[index]]
+    if swapping.is_swapped(zero, index):
+        return [swapping.gradient(zero, index)]
     if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
         gradient = _flats(zero)[index].grad
         return [] if gradient is None else [gradient]

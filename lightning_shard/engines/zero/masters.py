@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.stepped import FlatGroup
 from lightning_shard.engines.whole import gather
-from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero import layout, swapping
 
 Kept = dict[str, tuple[Tensor, int]]
 """FQN to a 1-D part of the parameter and where it starts in its row-major order."""
@@ -69,8 +69,13 @@ def put(groups: Sequence[FlatGroup], kept: Kept) -> None:
 
 
 def pieces_of(groups: Sequence[FlatGroup]) -> Kept:
-    """Copies of the masters that this rank has, to go on with in a later run."""
-    return {member.fqn: (part.clone(), member.start) for member, part in layout.pieces(groups) if member.stepped}
+    """The masters that this rank has, to go on with in a later run: copies, or mapped from files as they are."""
+    in_files = {member.fqn for group in groups if group.new_slot is not None for member in group.members}
+    return {
+        member.fqn: (part if member.fqn in in_files else part.clone(), member.start)
+        for member, part in layout.pieces(groups)
+        if member.stepped
+    }
 
 
 def shares(kept: Kept, parameters: Mapping[str, nn.Parameter], *, rank: int, size: int) -> Kept:
@@ -101,6 +106,6 @@ def show(kept: Kept, parameters: Mapping[str, nn.Parameter], *, device: torch.de
     for fqn, (values, _) in kept.items():
         parameter: Any = parameters[fqn]
         if layout.is_cut(parameter):
-            parameter.ds_tensor.detach()[: values.numel()].copy_(values)
+            swapping.piece(parameter)[: values.numel()].copy_(values)
         else:
             parameter.copy_(gather(whole[fqn], device=device))

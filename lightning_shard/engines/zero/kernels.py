@@ -1,0 +1,222 @@
+"""The kernels that DeepSpeed compiles on first use: which a run needs, whether they can be built, and stale locks.
+
+DeepSpeed compiles them with torch (``torch.utils.cpp_extension.load``) into torch's cache of extensions, at any time
+between the optimizer's constructor and the first step. What is missing shows up there as an assertion or an endless
+wait; here it is known before.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+BY_OPTIMIZER = {
+    "DeepSpeedCPUAdam": "cpu_adam",
+    "DeepSpeedCPUAdagrad": "cpu_adagrad",
+    "DeepSpeedCPULion": "cpu_lion",
+    "FusedAdam": "fused_adam",
+    "FusedLamb": "fused_lamb",
+    "FusedLion": "fused_lion",
+}
+"""DeepSpeed's optimizers that compile a kernel in their constructor."""
+
+BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "gds": "GDSBuilder",
+    "quantizer": "QuantizerBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "fused_lion": "FusedLionBuilder",
+}
+"""Kernel to DeepSpeed's builder of it."""
+
+QUIET_SECONDS = 120.0
+"""A lock that no process here holds open is stale once nothing was written beside it for so long. Another machine
+may build in a cache that it shares with this one."""
+
+_POLL_SECONDS = 1.0
+
+
+def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
+    """The kernels that a run compiles or loads, sorted.
+
+    Args:
+        config: DeepSpeed's configuration.
+        optimizer: from ``configure_optimizers``; None: the one that the section ``optimizer`` describes, or none.
+    """
+    zero = config.get("zero_optimization", {})
+    devices = [(zero.get(section) or {}).get("device") for section in ("offload_optimizer", "offload_param")]
+    needed: set[str] = set()
+    if "nvme" in devices:
+        needed |= {"async_io", "pin_memory"}
+        if config.get("aio", {}).get("use_gds"):
+            needed.add("gds")
+    if any(zero.get(f"zero_quantized_{what}") for what in ("weights", "nontrainable_weights", "gradients")):
+        needed.add("quantizer")
+    if optimizer is not None:
+        needed |= {BY_OPTIMIZER[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in BY_OPTIMIZER}
+    elif config.get("optimizer"):
+        kernel = _of_section(config["optimizer"], offloads=devices[0] in ("cpu", "nvme"))
+        needed |= {kernel} - {None}  # type: ignore[arg-type]
+    return tuple(sorted(needed))
+
+
+def _of_section(section: Mapping[str, Any], *, offloads: bool) -> str | None:
+    """What ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``."""
+    kind, params = str(section.get("type", "")).lower(), section.get("params") or {}
+    if kind in ("adam", "adamw", "muon"):
+        return None if params.get("torch_adam") else "cpu_adam" if offloads else "fused_adam"
+    if kind == "adagrad":
+        return "cpu_adagrad" if offloads else None
+    if kind == "lion":
+        return "cpu_lion" if offloads else "fused_lion"
+    return "fused_lamb" if kind == "lamb" else None
+
+
+def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
+    """What is missing to build the kernels on this machine, with the names of Debian's packages."""
+    to_build = [name for name in needed if not _is_there(name)]
+    if unknown := [name for name in to_build if not _exists(name)]:
+        return [f"DeepSpeed has no kernel {', '.join(unknown)} for {device_type}: use another option or optimizer"]
+    if not to_build:
+        return []
+    what = f"DeepSpeed compiles {', '.join(to_build)}"
+    problems = []
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        problems.append(f"{what}, but there is no C++ compiler {compiler!r}: apt-get install g++")
+    if not _has_ninja():
+        problems.append(
+            f"{what}, but there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this "
+            f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
+        )
+    if "async_io" in to_build and not problems and not _links_libaio(compiler):
+        problems.append(f"{what}, but libaio can't be compiled against: apt-get install libaio-dev")
+    return problems
+
+
+def _builder(name: str) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().get_op_builder(BUILDERS[name])
+
+
+def _exists(name: str) -> bool:
+    builder = _builder(name)
+    return builder is not None and builder.__name__ != "NotImplementedBuilder"
+
+
+def _is_there(name: str) -> bool:
+    """Whether a kernel is loaded in this process, or was compiled when DeepSpeed was installed."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    return name in OpBuilder._loaded_ops or bool(installed_ops.get(name, False))
+
+
+def _has_ninja() -> bool:
+    from torch.utils.cpp_extension import is_ninja_available
+
+    return bool(is_ninja_available())
+
+
+def _links_libaio(compiler: str) -> bool:
+    flags = [*shlex.split(os.environ.get("CFLAGS", "")), *shlex.split(os.environ.get("LDFLAGS", ""))]
+    program = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "uses_libaio.cpp")
+        source.write_text(program)
+        command = [*shlex.split(compiler), str(source), *flags, "-laio", "-o", str(source.with_suffix(""))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+# Locks
+
+
+class LockState(enum.Enum):
+    """What is known of the lock in a kernel's build folder."""
+
+    FREE = "there is none"
+    IN_USE = "a build is going on, or may be"
+    STALE = "the build that made it is gone"
+
+
+def lock(name: str) -> Path | None:
+    """Where torch puts the lock of a kernel; None where it is not needed any more.
+
+    ``torch.utils.file_baton.FileBaton``: the builder creates the file ``lock`` and keeps it open until it removes it;
+    all others wait until the file is gone, without an end. A builder that was killed leaves the file.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return None if _is_there(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
+
+
+def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockState:
+    """Whether ``path`` is held by a build, on this machine or, as far as its traces show, on another."""
+    try:
+        made = path.stat()
+    except FileNotFoundError:
+        return LockState.FREE
+    if _is_open(made):
+        return LockState.IN_USE
+    written = [made.st_mtime]
+    for beside in path.parent.iterdir():
+        try:
+            written.append(beside.stat().st_mtime)
+        except FileNotFoundError:
+            continue
+    if time.time() - max(written) < quiet_seconds:
+        return LockState.IN_USE
+    # The builder may have ended between the two looks.
+    return LockState.STALE if path.exists() else LockState.FREE
+
+
+def _is_open(file: os.stat_result) -> bool:
+    """Whether a process that this user may look at has ``file`` open."""
+    for descriptor in _descriptors():
+        try:
+            found = os.stat(descriptor)
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino):
+            return True
+    return False
+
+
+def _descriptors() -> Iterator[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            yield from (entry.path for entry in os.scandir(process / "fd"))
+        except OSError:
+            # It has ended, or is another user's.
+            continue
+
+
+def stale_message(path: Path) -> str:
+    """What is wrong with a stale lock, and what to do."""
+    return (
+        f"{path} is the lock of a build that was killed: no process on this machine has it open, and nothing was "
+        f"written beside it for {QUIET_SECONDS:g} s, but DeepSpeed would wait for its end forever. If no other machine "
+        "is building there, delete it"
+    )
+
+
+def pause() -> None:
+    """Between two looks at a lock."""
+    time.sleep(_POLL_SECONDS)

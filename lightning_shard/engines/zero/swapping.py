@@ -1,0 +1,175 @@
+"""What ZeRO-Infinity keeps in files: masters, optimizer slots and parameters, as tensors mapped from them.
+
+DeepSpeed swaps one sub-group after the other into buffers for its step, and leaves the tensors of the others empty.
+Between steps those tensors are mapped from their files here (``torch.from_file``), so that everything that reads or
+writes masters and slots in place does so with files too; what it touches is the kernel's page cache, which needs no
+memory that the kernel can't take back. Sub-groups and parameters of less than 1 MiB per rank stay in memory: that is
+DeepSpeed's limit (``deepspeed/runtime/swap_tensor/utils.py``, ``MIN_AIO_BYTES``).
+
+Gradients are not swapped. DeepSpeed holds all of them in host memory anyway while it accumulates, and writes copies to
+files; here the step takes them from that memory, where they were unscaled and clipped in place.
+
+These are the only functions that know DeepSpeed's swappers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IN_FILES = "nvme"
+"""What DeepSpeed calls the final location of a parameter's piece that waits in a file."""
+
+
+def swaps(zero: Any) -> bool:
+    """Whether DeepSpeed's optimizer ``zero`` keeps optimizer state in files."""
+    return getattr(zero, "optimizer_swapper", None) is not None
+
+
+def swapped(zero: Any) -> Iterator[int]:
+    """The sub-groups whose masters and slots are in files."""
+    if swaps(zero):
+        yield from (i for i in range(len(zero.fp16_groups)) if zero._swappable_optimizer_subgroup(i))
+
+
+def is_swapped(zero: Any, index: int) -> bool:
+    """Whether masters and slots of a sub-group are in files."""
+    return swaps(zero) and bool(zero._swappable_optimizer_subgroup(index))
+
+
+def take_over(zero: Any) -> None:
+    """Let the steps of ``zero`` take gradients from memory, and have as many buffers as the optimizer has slots."""
+    if not swaps(zero):
+        return
+    to_file, prepare = zero._offload_grad_partition_at_boundary, zero._prepare_sub_group
+
+    def keep_gradient(parameter: Any, gradient: Tensor, *args: Any) -> None:
+        if not is_swapped(zero, zero.grad_position[zero.get_param_id(parameter)][0]):
+            to_file(parameter, gradient, *args)
+
+    def prepare_with_gradient(index: int, *args: Any) -> None:
+        if is_swapped(zero, index):
+            _have_buffers(zero.optimizer_swapper, _info(zero, index).num_tensors())
+        prepare(index, *args)
+        if is_swapped(zero, index):
+            flat = zero.fp32_partitioned_groups_flat[index]
+            flat.grad = gradient(zero, index).to(flat.dtype)
+
+    zero._offload_grad_partition_at_boundary = keep_gradient
+    zero._prepare_sub_group = prepare_with_gradient
+
+
+def _info(zero: Any, index: int) -> Any:
+    return zero.optimizer_swapper._get_param_swap_info(zero.fp32_partitioned_groups_flat[index])
+
+
+def _have_buffers(swapper: Any, used: int) -> None:
+    """One for each tensor of a sub-group, and one to write new slots through.
+
+    DeepSpeed asserts that ``buffer_count`` is enough, which nobody knows before the optimizer's first step.
+    """
+    manager = swapper.swap_buffer_manager
+    while len(manager.free_buffer_index) <= used:
+        example = torch.zeros(1, dtype=manager.dtype)
+        manager.free_buffer_index.append(len(manager.all_buffers))
+        manager.all_buffers.append(manager.aio_handle.new_cpu_locked_tensor(manager.num_elems, example).zero_())
+        manager.count += 1
+
+
+def gradient(zero: Any, index: int) -> Tensor:
+    """This rank's gradients of a swapped sub-group, where DeepSpeed accumulates them: 1-D, as the masters lie."""
+    sizes = zero.fp16_partitioned_groups_flat_numel
+    return zero.grad_partitions_flat_buffer.narrow(0, sum(sizes[:index]), sizes[index])
+
+
+def forget_gradients(zero: Any) -> None:
+    """Zero them, so that a parameter that the next backward does not reach is not stepped by the last gradient."""
+    for index in swapped(zero):
+        gradient(zero, index).zero_()
+
+
+def show(zero: Any) -> None:
+    """Map the masters and slots of all swapped sub-groups from their files, in place of the empty tensors."""
+    for index in swapped(zero):
+        info = _info(zero, index)
+        for context in info.tensors:
+            context.compute_tensor.data = _mapped(context.swap_path, info.numel(), zero.optimizer_swapper.dtype)
+
+
+def new_slot(zero: Any, index: int, slot: str) -> Tensor:
+    """A zero slot of a swapped sub-group, mapped from a new file that DeepSpeed finds when it swaps the slot in."""
+    swapper, flat = zero.optimizer_swapper, zero.fp32_partitioned_groups_flat[index]
+    path = os.path.join(swapper.swap_folder, f"{slot}-{flat.ds_id}.tensor.swp")
+    aligned = swapper._io_aligned_numel(flat.numel())
+    with open(path, "wb") as file:
+        file.truncate(aligned * swapper.swap_element_size)
+    return _mapped(path, flat.numel(), swapper.dtype)
+
+
+def notice_slots(zero: Any) -> None:
+    """Let DeepSpeed swap the slots that the optimizer has now, after they were made anew."""
+    if not swaps(zero):
+        return
+    zero.optimizer_swapper.purge_state()
+    for index in swapped(zero):
+        # Registers what is in the optimizer's state.
+        _info(zero, index)
+
+
+def piece(parameter: Any) -> Tensor:
+    """This rank's piece of a parameter that stage 3 has cut, with its padding, live: in memory, or in its file."""
+    if parameter.ds_tensor.final_location != IN_FILES:
+        return parameter.ds_tensor.detach()
+    swapper = parameter.nvme_swapper
+    return _mapped(swapper.get_path(parameter, True), parameter.ds_tensor.ds_numel, swapper.dtype)
+
+
+def bring(parameter: Any) -> None:
+    """Take a piece from DeepSpeed's swapper; what was in a file is mapped from it, and the file can be unlinked."""
+    parameter.ds_tensor.data, parameter.ds_tensor.status = piece(parameter), _available()
+    parameter.ds_tensor.final_location = None
+    parameter.nvme_swapper = None
+
+
+def place(parameter: Any, swapper: Any) -> None:
+    """Give a piece that is in memory to ``swapper``, in a file if it is large enough, as ``zero.Init`` does."""
+    parameter.nvme_swapper = swapper
+    tensor = parameter.ds_tensor
+    if swapper is None or not swapper.swappable_tensor(numel=tensor.ds_numel):
+        return
+    values = tensor.data
+    tensor.data = swapper.get_buffer(parameter, tensor.ds_numel)
+    tensor.copy_(values)
+    tensor.final_location = IN_FILES
+    swapper.swap_out_and_release([parameter])
+
+
+def release(zero: Any, parameters: Iterable[Any]) -> None:
+    """Take masters, slots and ``parameters`` from DeepSpeed; their files are then only mapped, and can be unlinked."""
+    show(zero)
+    swappers = {}
+    for parameter in parameters:
+        swapper = getattr(parameter, "nvme_swapper", None)
+        if swapper is None:
+            continue
+        swappers[id(swapper)] = swapper
+        bring(parameter)
+    for swapper in swappers.values():
+        # Locked memory of the process, which goes with nothing.
+        for buffer in (swapper.buffers, swapper.partitioned_swap_buffer):
+            if buffer is not None:
+                swapper.aio_read_handle.free_cpu_locked_tensor(buffer)
+
+
+def _available() -> Any:
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return PartitionedParamStatus.AVAILABLE
+
+
+def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.from_file(path, shared=True, size=numel, dtype=dtype)

@@ -1,0 +1,110 @@
+"""What a strategy does around DeepSpeed's offload: kernels and folders before a run, files after it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lightning_shard.engines.zero import folder, kernels
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.precision.policy import PrecisionPolicy, short
+from lightning_shard.resume import gather_states
+
+if TYPE_CHECKING:
+    from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+
+
+def prepare(
+    strategy: ShardDeepSpeedStrategy, config: Mapping[str, Any], optimizer: Optimizer | None
+) -> tuple[dict[str, Any], list[Path]]:
+    """Check that the kernels which DeepSpeed will build can be built, and make this run's folders for NVMe.
+
+    All ranks call it, before the module is touched.
+
+    Returns:
+        The configuration with this run's folders in it, and the folders, which `clean_up` removes.
+
+    Raises:
+        ConfigurationError: on every rank alike, with all that is wrong on any.
+        PrecisionError: as `check_low_memory`.
+    """
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if optimizer is not None and strategy.policy.is_low_memory:
+        check_low_memory(optimizer, strategy.policy, offload.get("device", "none"))
+    needed = kernels.required_kernels(config, optimizer)
+    device = strategy.root_device.type
+    _raise_alike([*kernels.lacking(needed, device), *_locks(needed)])
+    config, folders = folder.in_run_folder(config, strategy.broadcast(uuid.uuid4().hex[:12]))
+    found = [folder.problem_with(path, rank=strategy.global_rank) for path in folders]
+    try:
+        _raise_alike([problem for problem in found if problem is not None])
+    except ConfigurationError:
+        clean_up(strategy, folders)
+        raise
+    return config, folders
+
+
+def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
+    """Refuse an optimizer that DeepSpeed does not step 16-bit masters with.
+
+    Args:
+        optimizer: from ``configure_optimizers``.
+        policy: with masters in 16 bits.
+        device: where the optimizer's state waits: "none" for the compute device, "cpu" or "nvme".
+
+    Raises:
+        PrecisionError: with what to return instead.
+    """
+    if device == "none":
+        return
+    name = short(policy.master)
+    if not any(c.__name__ == "DeepSpeedCPUAdam" for c in type(optimizer).__mro__):
+        found = f"configure_optimizers returns {type(optimizer).__name__}"
+    elif optimizer.fp32_optimizer_states and (name == "bf16" or device == "nvme"):  # type: ignore[attr-defined]
+        # In files everything of a sub-group has the masters' dtype: DeepSpeed would round the state without a word.
+        found = "configure_optimizers returns DeepSpeedCPUAdam with fp32_optimizer_states=True, its default"
+    else:
+        return
+    raise PrecisionError(
+        f"masters are {name} and the optimizer is offloaded to {device}, where DeepSpeed steps them with "
+        f"DeepSpeedCPUAdam and state in {name} alone, but {found}. Return "
+        "deepspeed.ops.adam.DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False), or use an _aligned name or "
+        f"precision '{'bf16' if name == 'bf16' else '16'}-mixed', where any optimizer runs."
+    )
+
+
+def clean_up(strategy: ShardDeepSpeedStrategy, folders: list[Path]) -> None:
+    """Remove this rank's files, after the engine has let go of them."""
+    while folders:
+        folder.remove(folders.pop(), rank=strategy.global_rank)
+
+
+def _locks(needed: tuple[str, ...]) -> list[str]:
+    """Wait for builds that are going on; the locks of those that were killed."""
+    problems: list[str] = []
+    waiting = {path for name in needed if (path := kernels.lock(name)) is not None}
+    while any(gather_states(bool(waiting))):
+        for path in sorted(waiting):
+            state = kernels.state_of_lock(path)
+            if state is kernels.LockState.STALE:
+                problems.append(kernels.stale_message(path))
+            if state is not kernels.LockState.IN_USE:
+                waiting.remove(path)
+        if waiting:
+            kernels.pause()
+    return problems
+
+
+def _raise_alike(own: list[str]) -> None:
+    # What is installed may differ between nodes.
+    problems = list(dict.fromkeys(problem for rank in gather_states(own) for problem in rank))
+    if len(problems) == 1:
+        raise ConfigurationError(f"DeepSpeed can't run with these settings: {problems[0]}.")
+    if problems:
+        raise ConfigurationError(
+            "DeepSpeed can't run with these settings:" + "".join(f"\n  - {problem}." for problem in problems)
+        )

@@ -1,0 +1,33 @@
+"""Which of DeepSpeed's kernels tests can use here: compiling one takes minutes, which the default tests do not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_shard.engines.zero import kernels
+
+NVME = ("async_io", "pin_memory")
+
+
+def need(request: pytest.FixtureRequest, *names: str) -> None:
+    """Skip the test where a kernel can't be compiled, and in the default tests also where it was not."""
+    lacking = kernels.lacking(names, "cpu")
+    if lacking:
+        pytest.skip("; ".join(lacking))
+    waiting = [name for name in names if not _is_compiled(name)]
+    if waiting and "matrix" not in request.config.option.markexpr:
+        pytest.skip(f"DeepSpeed's {', '.join(waiting)} is not compiled here; `pytest -m matrix` does it")
+
+
+def _is_compiled(name: str) -> bool:
+    import deepspeed
+
+    lock = kernels.lock(name)
+    if lock is None:
+        return True
+    commands = lock.parent / "build.ninja"
+    # Another environment's DeepSpeed has its sources elsewhere, so that all would be compiled again.
+    here = str(Path(deepspeed.__file__).parent)
+    return (lock.parent / f"{name}.so").exists() and commands.exists() and here in commands.read_text()

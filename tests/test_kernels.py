@@ -1,0 +1,237 @@
+"""Which kernels a run needs, what is missing to build them, and locks that a killed build has left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.cpp_extension import _get_build_directory
+from torch.utils.file_baton import FileBaton
+
+from lightning_shard.engines.deepspeed_config import OptimizerOffload
+from lightning_shard.engines.zero import kernels
+from lightning_shard.engines.zero.kernels import LockState, required_kernels, state_of_lock
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+LONG_AGO = time.time() - 1e6
+
+
+def zero(**sections: Any) -> dict[str, Any]:
+    return {"zero_optimization": sections}
+
+
+NVME, CPU = {"device": "nvme"}, {"device": "cpu"}
+
+
+class DeepSpeedCPUAdam(torch.optim.SGD):
+    """Only the name counts; DeepSpeed's own would be compiled."""
+
+
+class Derived(DeepSpeedCPUAdam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "expected"),
+    [
+        (zero(), None, ()),
+        (zero(offload_optimizer=CPU, offload_param=None), torch.optim.AdamW, ()),
+        (zero(offload_optimizer=NVME), torch.optim.AdamW, ("async_io", "pin_memory")),
+        (zero(offload_param=NVME), None, ("async_io", "pin_memory")),
+        ({**zero(offload_param=NVME), "aio": {"use_gds": True}}, None, ("async_io", "gds", "pin_memory")),
+        (zero(zero_quantized_weights=True), None, ("quantizer",)),
+        (zero(zero_quantized_gradients=False), None, ()),
+        (zero(), Derived, ("cpu_adam",)),
+        (zero(offload_optimizer=NVME), DeepSpeedCPUAdam, ("async_io", "cpu_adam", "pin_memory")),
+    ],
+)
+def test_which_kernels_are_needed(config: dict[str, Any], optimizer: Any, expected: tuple[str, ...]) -> None:
+    made = None if optimizer is None else optimizer([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert required_kernels(config, made) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "on_device", "offloaded"),
+    [
+        ({"type": "Adam"}, ("fused_adam",), ("cpu_adam",)),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, (), ()),
+        ({"type": "Adagrad"}, (), ("cpu_adagrad",)),
+        ({"type": "Lion"}, ("fused_lion",), ("cpu_lion",)),
+        ({"type": "Lamb"}, ("fused_lamb",), ("fused_lamb",)),
+        ({"type": "SGD"}, (), ()),
+    ],
+)
+def test_kernels_of_the_optimizer_section(
+    section: dict[str, Any], on_device: tuple[str, ...], offloaded: tuple[str, ...]
+) -> None:
+    assert required_kernels({**zero(), "optimizer": section}, None) == on_device
+    assert required_kernels({**zero(offload_optimizer=CPU), "optimizer": section}, None) == offloaded
+    # An optimizer from configure_optimizers takes the section's place.
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert required_kernels({**zero(), "optimizer": section}, sgd) == ()
+
+
+def test_the_kernels_are_those_that_deepspeed_builds() -> None:
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    names = {builder.name: type(builder).__name__ for builder in ALL_OPS.values()}
+    own = {name: builder for name, builder in kernels.BUILDERS.items() if name in names}
+    assert own == {name: names[name] for name in own}
+    assert {"async_io", "cpu_adam"} <= own.keys()
+
+
+# What is missing
+
+
+def path_with(folder: Path, *commands: str) -> str:
+    """A PATH on which there are these commands and nothing else."""
+    folder.mkdir()
+    for command in commands:
+        (folder / command).symlink_to("/bin/true")
+    return str(folder)
+
+
+def test_each_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
+    monkeypatch.setenv("PATH", path_with(tmp_path / "none"))
+    problems = kernels.lacking(("cpu_adam",), "cpu")
+    assert len(problems) == 2
+    assert "DeepSpeed compiles cpu_adam, but there is no C++ compiler 'c++': apt-get install g++" in problems[0]
+    assert "no ninja on PATH: apt-get install ninja-build, or" in problems[1]
+    assert str(Path(sys.executable).parent) in problems[1]
+
+    monkeypatch.setenv("PATH", path_with(tmp_path / "ninja", "ninja", "c++"))
+    assert kernels.lacking(("cpu_adam",), "cpu") == []
+    # This c++ does whatever it is told to, and one that fails finds no libaio.
+    assert kernels.lacking(("async_io",), "cpu") == []
+    monkeypatch.setenv("CXX", "/bin/false")
+    [problem] = kernels.lacking(("async_io", "pin_memory"), "cpu")
+    assert "compiles async_io, pin_memory, but libaio can't be compiled against: apt-get install libaio-dev" in problem
+
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": 1, "pin_memory": 1})
+    assert kernels.lacking(("async_io", "pin_memory"), "cpu") == []
+
+
+def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
+    [problem] = kernels.lacking(("fused_lamb",), "cpu")
+    assert problem == "DeepSpeed has no kernel fused_lamb for cpu: use another option or optimizer"
+
+
+@contextmanager
+def nothing_loaded() -> Iterator[None]:
+    """Forget the kernels that earlier tests have loaded into this process."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    loaded = dict(OpBuilder._loaded_ops)
+    OpBuilder._loaded_ops.clear()
+    try:
+        yield
+    finally:
+        OpBuilder._loaded_ops.update(loaded)
+
+
+def fit_with_nvme() -> str:
+    """The error of a run that needs async_io."""
+    strategy = ShardDeepSpeedStrategy(stage=3, offload_optimizer=OptimizerOffload(device="nvme", nvme_path="swap"))
+    with nothing_loaded(), pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(strategy=strategy, max_steps=1).fit(TinyLM(), loader())
+    return str(caught.value)
+
+
+def fit_without_tools(rank_without: int) -> str:
+    if torch.distributed.get_rank() == rank_without:
+        os.environ["CXX"] = "no-such-compiler"
+    return fit_with_nvme()
+
+
+# Locks
+
+
+@contextmanager
+def builder(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds torch's lock in ``folder``, as one that compiles does."""
+    program = (
+        "import importlib.util, sys, time; "
+        "spec = importlib.util.spec_from_file_location('file_baton', sys.argv[1]); "
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
+        "assert module.FileBaton(sys.argv[2]).try_acquire(); print('held', flush=True); time.sleep(600)"
+    )
+    source = sys.modules[FileBaton.__module__].__file__
+    command = [sys.executable, "-c", program, str(source), str(folder / "lock")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def age(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def test_a_build_that_goes_on_is_no_stale_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert state_of_lock(lock) is LockState.FREE
+    with builder(tmp_path) as process:
+        # However long it takes.
+        age(tmp_path)
+        assert state_of_lock(lock) is LockState.IN_USE
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert lock.exists()
+        assert state_of_lock(lock) is LockState.STALE
+        # Another machine may be compiling into a shared folder.
+        (tmp_path / "cpu_adam.o").touch()
+        assert state_of_lock(lock) is LockState.IN_USE
+        age(tmp_path)
+        assert state_of_lock(lock) is LockState.STALE
+
+
+def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {"async_io": object()})
+    assert (
+        kernels.lock("cpu_adam")
+        == tmp_path / "cpu_adam" / "lock"
+        == Path(_get_build_directory("cpu_adam", False), "lock")
+    )
+    assert kernels.lock("async_io") is None
+
+
+def fit_beside_a_lock(folder: str) -> str:
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    return fit_with_nvme()
+
+
+def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:
+    for error in run_distributed(fit_without_tools, 2, 1):
+        assert "DeepSpeed compiles async_io, pin_memory, but there is no C++ compiler 'no-such-compiler'" in error
+
+
+def test_a_fit_reports_a_stale_lock_and_does_not_wait_for_it(tmp_path: Path) -> None:
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    age(lock.parent)
+    for error in run_distributed(fit_beside_a_lock, 2, str(tmp_path)):
+        assert f"{lock} is the lock of a build that was killed" in error
+    assert lock.exists()
