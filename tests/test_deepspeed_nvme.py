@@ -327,6 +327,12 @@ def test_runs_in_one_folder_do_not_touch_each_other() -> None:
     run_distributed(side_by_side, 2)
 
 
+def test_pipelined_swapping_is_refused() -> None:
+    section = {"device": "nvme", "nvme_path": "swap", "pipeline_write": True}
+    with pytest.raises(ConfigurationError, match=r"offload_optimizer\.pipeline_write is true, but state in files"):
+        ShardDeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "offload_optimizer": section}})
+
+
 def unwritable() -> str:
     if torch.distributed.get_rank() == 1:
         Path("a_file").write_text("no directory")

@@ -88,6 +88,10 @@ def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
             problems.append(f"{name} is 'nvme' with stage {stage}, but NVMe needs stage 3. Set stage: 3 or device: cpu")
         if section.get("nvme_path") in (None, AUTO):
             problems.append(f"{name} is 'nvme' without nvme_path. Set {name}.nvme_path to a directory")
+        for pipeline in ("pipeline_read", "pipeline_write"):
+            if section.get(pipeline) is True:
+                # DeepSpeed's other swapper writes while the next sub-group is stepped; state is read between steps.
+                problems.append(f"{ZERO}.{key}.{pipeline} is true, but state in files is used between steps. Remove it")
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if zero.get(key) is True and stage < 3:
             problems.append(f"{ZERO}.{key} is true with stage {stage}, but ZeRO++ needs stage 3. Set stage: 3")

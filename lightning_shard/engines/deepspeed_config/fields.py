@@ -20,13 +20,14 @@ class OptimizerOffload:
     """"cpu": host memory, stages 1 to 3. "nvme": files, stage 3 only."""
 
     nvme_path: str | None = None
-    """Directory of the files, for "nvme"."""
+    """Directory for "nvme", on each node; a run keeps its files in a folder of its own there, and removes it."""
 
     pin_memory: bool | None = None
     """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
 
     buffer_count: int | None = None
-    """Buffers for reading state from NVMe, one per tensor that a parameter has in the optimizer. DeepSpeed's: 4."""
+    """Buffers for state from NVMe, each as large as a sub-group; more are made if the optimizer has more tensors.
+    DeepSpeed's: 4."""
 
     fast_init: bool | None = None
     """Faster set-up of state on NVMe. DeepSpeed's: false."""
@@ -43,7 +44,7 @@ class ParameterOffload:
     """"cpu": host memory. "nvme": files."""
 
     nvme_path: str | None = None
-    """Directory of the files, for "nvme"."""
+    """Directory for "nvme", on each node; a run keeps its files in a folder of its own there, and removes it."""
 
     pin_memory: bool | None = None
     """Page-locked host memory, for faster copies; None: true on CUDA, and false on CPU, where nothing is copied."""
