@@ -27,6 +27,7 @@ from lightning_shard.registry import register
 
 if TYPE_CHECKING:
     from lightning_shard.cli import ShardCLI
+    from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.plugins.precision import ShardPrecision
     from lightning_shard.precision.loss_scale import LossScaling
@@ -57,6 +58,7 @@ __all__ = [
     "ShardPrecision",
     "WrappingError",
     "__version__",
+    "load_from_checkpoint",
 ]
 
 # Public names whose modules import engines or jsonargparse.
@@ -68,6 +70,7 @@ _LAZY = {
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.plugins.precision",
+    "load_from_checkpoint": "lightning_shard.loading",
 }
 
 

@@ -23,7 +23,7 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "cli", "explain", "mistakes", "registry"},
+    {"", "__main__", "checkpoint_commands", "cli", "explain", "loading", "mistakes", "registry"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = LAYERS[0] | LAYERS[1] | LAYERS[2]
@@ -56,6 +56,7 @@ def test_exact_public_names() -> None:
         "ShardPrecision",
         "WrappingError",
         "__version__",
+        "load_from_checkpoint",
     ]
     assert lightning_shard.__all__ == sorted(lightning_shard.__all__)
     for name in lightning_shard.__all__:

@@ -5,5 +5,8 @@
 - `layout`, `manifest` are what a directory looks like; `commit` puts one in place, replaces and removes it.
 - `state`, `optimizer`, `optimizer_load`, `trainer_state` give what is in it names that no engine changes.
 - `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
+- `stored` is a checkpoint whose tensors are read one at a time, `forms` opens one of any form as that, `full`,
+  `lightning_file` and `archive` write and read one stock Lightning file, `export` writes safetensors, `inspect` tells
+  what is in a checkpoint and whether it is whole.
 - `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
 """
