@@ -6,7 +6,7 @@
 - `state`, `optimizer`, `optimizer_load`, `trainer_state` give what is in it names that no engine changes.
 - `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
 - `stored` is a checkpoint whose tensors are read one at a time, `forms` opens one of any form as that, `full`,
-  `lightning_file` and `archive` write and read one stock Lightning file, `export` writes safetensors, `inspect` tells
-  what is in a checkpoint and whether it is whole.
+  `lightning_file` and `archive` write and read one stock Lightning file, `stock_fsdp` and `stock_deepspeed` read the
+  directories of others, `export` writes safetensors, `inspect` tells what is in a checkpoint and whether it is whole.
 - `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
 """

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.layout import OPTIMIZER_PREFIX
+from lightning_shard.checkpoint.layout import MANIFEST, OPTIMIZER_PREFIX
 from lightning_shard.checkpoint.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES
+from lightning_shard.checkpoint.stock_deepspeed import deepspeed_folder, open_deepspeed
+from lightning_shard.checkpoint.stock_fsdp import is_stock_fsdp, open_stock_fsdp
 from lightning_shard.checkpoint.stored import Stored, open_portable
 
 
@@ -18,24 +21,31 @@ def is_stock(path: str | os.PathLike[str]) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
     path = Path(path)
     commit.recover(path)
-    return path.is_file()
+    if not path.is_dir():
+        return path.is_file()
+    return not (path / MANIFEST).exists() and (is_stock_fsdp(path) or deepspeed_folder(path) is not None)
 
 
 def open_any(
     path: str | os.PathLike[str],
-    names: ModuleNames | None = None,
+    names: Callable[[], ModuleNames] | None = None,
     *,
     optimizers: Literal["named", "numbered", "none"] = "named",
 ) -> Stored:
     """The checkpoint at ``path``, of whatever form; no tensor of the model or an optimizer is read yet.
 
-    ``names``: those of the live module, for forms that number an optimizer's parameters. ``optimizers``: whether
-    such numbers are refused without ``names`` or kept (to look at), or all optimizer state is left out.
+    ``names``: asked for those of the live module, by forms that number an optimizer's parameters. ``optimizers``:
+    whether such numbers are refused without ``names`` or kept (to look at), or all optimizer state is left out.
 
     Raises CheckpointError.
     """
     path = Path(path)
-    stored = open_full(path, names, number=optimizers != "named") if is_stock(path) else open_portable(path)
+    if not is_stock(path):
+        stored = open_portable(path)
+    elif path.is_file():
+        stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
+    else:
+        stored = open_stock_fsdp(path) if is_stock_fsdp(path) else open_deepspeed(path)
     return without_optimizers(stored) if optimizers == "none" else stored
 
 

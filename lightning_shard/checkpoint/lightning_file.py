@@ -117,7 +117,10 @@ def _named(
     path: str | os.PathLike[str], states: Sequence[Mapping[str, Any]], names: ModuleNames | None, number: bool
 ) -> Sequence[Sequence[str]]:
     """Names by optimizer, in the order of the groups, checked against how many parameters the file has."""
-    if names is None and number:
+    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
+    if names is not None and [len(stepped) for stepped in names.optimizers] == counts:
+        return names.optimizers
+    if number:
         return [[f"#{n}" for group in state["param_groups"] for n in group["params"]] for state in states]
     if names is None:
         raise CheckpointMismatchError(
@@ -125,14 +128,10 @@ def _named(
             "knows their names. Resume from it with ckpt_path=, save there, and convert that; or leave the optimizer "
             "state out (weights only)."
         )
-    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
-    here = [len(stepped) for stepped in names.optimizers]
-    if counts != here:
-        raise CheckpointMismatchError(
-            f"{path} has optimizers that step {counts} parameters, here they step {here}: build the same optimizers, "
-            "or load the weights only"
-        )
-    return names.optimizers
+    raise CheckpointMismatchError(
+        f"{path} has optimizers that step {counts} parameters, here they step "
+        f"{[len(stepped) for stepped in names.optimizers]}: build the same optimizers, or load the weights only"
+    )
 
 
 def _portable_optimizer(

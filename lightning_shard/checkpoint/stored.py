@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from lightning_shard.checkpoint.layout import torch_dtype
 from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.checkpoint.metadata import read_metadata
-from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
+from lightning_shard.checkpoint.reader import CheckedReader, read_whole
 from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 
@@ -98,15 +98,8 @@ def open_portable(path: str | os.PathLike[str]) -> Stored:
     manifest = read_manifest(directory)
     reader = CheckedReader(directory, read_metadata(directory, manifest))
 
-    def read(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        planner = TensorLoadPlanner()
-        planner.set_up_planner({key: tensor}, reader.metadata)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        return tensor
-
     def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read(key, shape, dtype))
+        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_whole(reader, key, shape, dtype))
 
     return Stored(
         form=PORTABLE,
