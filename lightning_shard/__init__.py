@@ -26,6 +26,7 @@ from lightning_shard.errors import (
 from lightning_shard.registry import register
 
 if TYPE_CHECKING:
+    from lightning_shard.checkpoint.pretrained import load_pretrained
     from lightning_shard.cli import ShardCLI
     from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
@@ -59,6 +60,7 @@ __all__ = [
     "WrappingError",
     "__version__",
     "load_from_checkpoint",
+    "load_pretrained",
 ]
 
 # Public names whose modules import engines or jsonargparse.
@@ -71,6 +73,7 @@ _LAZY = {
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.plugins.precision",
     "load_from_checkpoint": "lightning_shard.loading",
+    "load_pretrained": "lightning_shard.checkpoint.pretrained",
 }
 
 

@@ -57,6 +57,7 @@ def test_exact_public_names() -> None:
         "WrappingError",
         "__version__",
         "load_from_checkpoint",
+        "load_pretrained",
     ]
     assert lightning_shard.__all__ == sorted(lightning_shard.__all__)
     for name in lightning_shard.__all__:

@@ -8,5 +8,6 @@
 - `stored` is a checkpoint whose tensors are read one at a time, `forms` opens one of any form as that, `full`,
   `lightning_file` and `archive` write and read one stock Lightning file, `stock_fsdp` and `stock_deepspeed` read the
   directories of others, `export` writes safetensors, `inspect` tells what is in a checkpoint and whether it is whole.
+- `pretrained` fills modules from safetensors files, which `safetensors` reads in slices.
 - `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
 """
