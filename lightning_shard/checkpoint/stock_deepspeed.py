@@ -1,8 +1,8 @@
 """Reading the directory of a DeepSpeed ZeRO checkpoint, stages 1 to 3, as DeepSpeed or stock Lightning writes it.
 
 ZeRO keeps flat fp32 partitions without names, one list per rank. Where a parameter lies in them follows from
-``param_shapes``, as DeepSpeed's own ``deepspeed/utils/zero_to_fp32.py`` has it; the optimizer's slots lie in the same
-way. Each tensor is put together from the ranks' files when it is asked for. DeepSpeed is not imported.
+``param_shapes`` (see `zero_layout`); the optimizer's slots lie in the same way. Each tensor is put together from the
+ranks' files when it is asked for. DeepSpeed is not imported.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_shard.checkpoint.archive import ArchivedTensor, materialize, read_archive
 from lightning_shard.checkpoint.layout import check_relative, model_key, optimizer_key
 from lightning_shard.checkpoint.optimizer import hyperparameters
 from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import Stored, StoredTensor
+from lightning_shard.checkpoint.zero_layout import Place, flat_tensor, frozen_tensor, places_of
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 _MODEL, _OPTIM = "_model_states.pt", "_optim_states.pt"
@@ -91,15 +90,6 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a parameter lies: in ``group`` of the flat lists, from ``offset`` on."""
-
-    group: int
-    offset: int
-    shape: tuple[int, ...]
-
-
 def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, Any]]) -> Stored:
     first, world = states[0], len(states)
     counts = first["partition_count"]
@@ -113,29 +103,19 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
     )
     if not isinstance(first[base_key], dict):
         raise CheckpointError(f"{folder} is an elastic checkpoint of ZeRO; save it with elastic_checkpoint: false")
-    places = _places(models[0]["param_shapes"], first.get("param_alignment_paddings"), world if stage == 3 else 0)
+    places = places_of(models[0]["param_shapes"], first.get("param_alignment_paddings"), world if stage == 3 else 0)
     bases = [state[base_key] for state in states]
     flats = [state[flat_key] for state in states]
 
     tensors = {
-        model_key(_clean(name)): _flat_tensor([groups[place.group] for groups in flats], place, stage)
+        model_key(_clean(name)): flat_tensor([groups[place.group] for groups in flats], place, stage)
         for name, place in places.items()
     }
     described, slots = _optimizer(bases, places, stage)
     tensors |= slots
-    module = models[0]["module"]
-    extra: dict[str, Any] = {}
     shared = dict(models[0].get("shared_params") or {})
-    for name, value in module.items():
-        if name in places or name in shared:
-            continue
-        if name in (models[0].get("frozen_param_shapes") or {}) and stage == 3:
-            fragments = [model["frozen_param_fragments"][name] for model in models]
-            tensors[model_key(_clean(name))] = _frozen(fragments, tuple(models[0]["frozen_param_shapes"][name]))
-        elif isinstance(value, StoredTensor):
-            tensors[model_key(_clean(name))] = value
-        else:
-            extra[_clean(name)] = value
+    rest, extra = _rest_of_module(models, stage, {*places, *shared})
+    tensors |= rest
     return Stored(
         form=f"DeepSpeed ZeRO-{stage}",
         tensors=tensors,
@@ -146,6 +126,29 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
         world_size=world,
         versions={"deepspeed": str(models[0].get("ds_version", "unknown"))},
     )
+
+
+def _rest_of_module(
+    models: Sequence[Mapping[str, Any]], stage: int, known: Collection[str]
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Frozen parameters and buffers by key, and what is neither by name."""
+    tensors: dict[str, StoredTensor] = {}
+    extra: dict[str, Any] = {}
+    frozen = dict(models[0].get("frozen_param_shapes") or {}) if stage == 3 else {}
+    for name, value in models[0]["module"].items():
+        key = model_key(_clean(name))
+        if name in known:
+            continue
+        if name in frozen:
+            tensors[key] = frozen_tensor(
+                [model["frozen_param_fragments"][name] for model in models], tuple(frozen[name])
+            )
+        elif not isinstance(value, StoredTensor):
+            extra[_clean(name)] = value
+        elif stage < 3 or value.shape != (0,) or name in models[0]["buffer_names"]:
+            tensors[key] = value
+        # Else trainable, but stepped by no optimizer: stage 3 saves the values of such parameters nowhere.
+    return tensors, extra
 
 
 def _trainer_state(model: dict[str, Any]) -> dict[str, Any]:
@@ -165,64 +168,8 @@ def _clean(name: str) -> str:
     return name.removeprefix("_forward_module.").removeprefix("module.")
 
 
-def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> dict[str, _Place]:
-    """Name to place. ``world``: of stage 3, where every parameter is cut over the ranks on its own; else 0."""
-    found: dict[str, _Place] = {}
-    for group, named in enumerate(shapes):
-        offset = 0
-        for position, (name, size) in enumerate(named.items()):
-            shape = tuple(size)
-            found[name] = _Place(group=group, offset=offset, shape=shape)
-            numel = torch.Size(shape).numel()
-            offset += -(-numel // world) if world else numel
-            if paddings is not None and not world:
-                offset += paddings[group][position]
-    return found
-
-
-def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> StoredTensor:
-    """The parameter at ``place``, or a slot that lies like it; ``parts`` has each rank's flat tensor of its group."""
-    numel = torch.Size(place.shape).numel()
-    if stage == 3:
-        share = -(-numel // len(parts))
-        ranges = [(part, place.offset, place.offset + share) for part in parts]
-    else:
-        # Each rank has a stretch of the group as long as rank 0's; padding at the group's end is not stored.
-        size, end = parts[0].shape[0], place.offset + numel
-        ranges = [
-            (part, max(place.offset - rank * size, 0), min(end - rank * size, size))
-            for rank, part in enumerate(parts)
-            if place.offset < (rank + 1) * size and end > rank * size
-        ]
-    return _joined(ranges, place.shape)
-
-
-def _frozen(fragments: Sequence[ArchivedTensor], shape: tuple[int, ...]) -> StoredTensor:
-    """A frozen parameter of stage 3, of which each rank has an equal share, padded at the end."""
-    return _joined([(fragment, 0, fragment.shape[0]) for fragment in fragments], shape)
-
-
-def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int, ...]) -> StoredTensor:
-    """The values of 1-D ``ranges`` (tensor, first, last) one after the other, cut to ``shape``."""
-    numel = torch.Size(shape).numel()
-    if sum(last - first for _, first, last in ranges) < numel or any(last > t.shape[0] for t, _, last in ranges):
-        raise CheckpointCorruptError(f"the ranks' partitions are too short for a parameter of shape {shape}")
-    dtype = ranges[0][0].dtype if ranges else torch.float32
-
-    def read() -> Tensor:
-        whole = torch.empty(numel, dtype=dtype)
-        filled = 0
-        for tensor, first, last in ranges:
-            count = min(last - first, numel - filled)
-            whole[filled : filled + count] = tensor.elements(first, first + count)
-            filled += count
-        return whole.view(shape)
-
-    return StoredTensor(shape=shape, dtype=dtype, read=read)
-
-
 def _optimizer(
-    bases: Sequence[Mapping[str, Any]], places: Mapping[str, _Place], stage: int
+    bases: Sequence[Mapping[str, Any]], places: Mapping[str, Place], stage: int
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
@@ -245,7 +192,7 @@ def _optimizer(
                 if slot == "step":
                     tensors[key] = _scalar(value)
                 elif isinstance(value, ArchivedTensor) and len(value.shape) == 1:
-                    tensors[key] = _flat_tensor([state[slot] for state in states], place, stage)
+                    tensors[key] = flat_tensor([state[slot] for state in states], place, stage)
                 else:
                     plain.setdefault(_clean(name), {})[slot] = materialize(value)
     return {"class": "unknown", "groups": groups, "slots": plain}, tensors
