@@ -26,7 +26,9 @@ from lightning_shard.errors import (
 from lightning_shard.registry import register
 
 if TYPE_CHECKING:
+    from lightning_shard.checkpoint.pretrained import load_pretrained
     from lightning_shard.cli import ShardCLI
+    from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.plugins.precision import ShardPrecision
     from lightning_shard.precision.loss_scale import LossScaling
@@ -59,6 +61,8 @@ __all__ = [
     "WrappingError",
     "__version__",
     "full_tensor",
+    "load_from_checkpoint",
+    "load_pretrained",
     "set_full_tensor",
 ]
 
@@ -74,6 +78,8 @@ _LAZY = {
     "ShardPrecision": "lightning_shard.plugins.precision",
     "full_tensor": "lightning_shard.full_tensors",
     "set_full_tensor": "lightning_shard.full_tensors",
+    "load_from_checkpoint": "lightning_shard.loading",
+    "load_pretrained": "lightning_shard.checkpoint.pretrained",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-shard fit|validate|test|predict|strategies``, and :class:`ShardCLI` for own scripts.
+"""The command line: ``lightning-shard fit|validate|test|predict|strategies|checkpoint``, and :class:`ShardCLI`.
 
 A user's mistake ends in one message on stderr and exit code 2; a bug in the user's code keeps its traceback.
 """
@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import __version__, mistakes, registry
+from lightning_shard import __version__, checkpoint_commands, mistakes, registry
 from lightning_shard.explain import explain
 
 MISTAKE_EXIT_CODE = 2
@@ -70,7 +70,7 @@ class ShardArgumentParser(LightningArgumentParser):
         super().add_instantiator(keep_failure, *args, **kwargs)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the action, to add ``strategies`` after Lightning's own subcommands."""
+        """Keep the action, to add our own subcommands after Lightning's."""
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
@@ -80,6 +80,13 @@ class ShardArgumentParser(LightningArgumentParser):
         parser = type(self)(description=text)
         parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
         self.subcommands.add_subcommand("strategies", parser, help=text)
+
+    def add_checkpoint_subcommand(self) -> None:
+        """Add ``checkpoint inspect|verify|convert|export``."""
+        text = "Look into a checkpoint, check it, convert it, or export its weights."
+        parser = type(self)(description=text)
+        self.subcommands.add_subcommand("checkpoint", parser, help=text)
+        checkpoint_commands.add_to(parser)  # in this order, which jsonargparse wants
 
 
 class ShardCLI(LightningCLI):
@@ -135,13 +142,14 @@ class ShardCLI(LightningCLI):
         return parser
 
     def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
-        """Lightning's parsers and ``strategies``."""
+        """Lightning's parsers, ``strategies`` and ``checkpoint``."""
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
             self.parser.add_strategies_subcommand()
+            self.parser.add_checkpoint_subcommand()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse into ``self.config``; ``strategies`` prints and ends here."""
+        """Parse into ``self.config``; ``strategies`` and ``checkpoint`` print and end here."""
         super().parse_arguments(parser, args)
         for config in (self.config, self.config.get(str(self.config.get("subcommand")))):
             if config is not None:
@@ -149,6 +157,9 @@ class ShardCLI(LightningCLI):
         if self.config.get("subcommand") == "strategies":
             name = self.config["strategies"]["name"]
             print(registry.table() if name is None else registry.preset_yaml(name).rstrip())
+            raise SystemExit(0)
+        if self.config.get("subcommand") == "checkpoint":
+            print(checkpoint_commands.run(self.config["checkpoint"]))
             raise SystemExit(0)
         config = self.config.get(str(self.config.get("subcommand")), self.config)
         _check_strategy(config.get("trainer.strategy"))

@@ -23,7 +23,7 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "cli", "explain", "full_tensors", "mistakes", "registry"},
+    {"", "__main__", "checkpoint_commands", "cli", "explain", "full_tensors", "loading", "mistakes", "registry"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = LAYERS[0] | LAYERS[1] | LAYERS[2]
@@ -58,6 +58,8 @@ def test_exact_public_names() -> None:
         "WrappingError",
         "__version__",
         "full_tensor",
+        "load_from_checkpoint",
+        "load_pretrained",
         "set_full_tensor",
     ]
     assert lightning_shard.__all__ == sorted(lightning_shard.__all__)

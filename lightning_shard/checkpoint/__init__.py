@@ -7,5 +7,9 @@
   step, `flat_shard` lets flat memory stand for parts of tensors.
 - `optimizer_saved`, `optimizer_load`, `optimizer_fill`: what was saved, how it fits live optimizers, giving it to them.
 - `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
+- `stored` is a checkpoint whose tensors are read one at a time, `forms` opens one of any form as that, `full`,
+  `lightning_file` and `archive` write and read one stock Lightning file, `stock_fsdp` and `stock_deepspeed` read the
+  directories of others, `export` writes safetensors, `inspect` tells what is in a checkpoint and whether it is whole.
+- `pretrained` fills modules from safetensors files, which `safetensors` reads in slices.
 - `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
 """

@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning_shard.checkpoint.layout import (
     METADATA,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
+    FileEntry,
     check_relative,
     dtype_name,
     model_key,
@@ -49,6 +51,8 @@ _RECORDS = {
     (_DCP, "StorageMeta"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
+# What torch's own writer notes besides: items that are no tensors, and the path that was written to.
+_FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
 def read_metadata(path: str | os.PathLike[str], manifest: Manifest) -> Metadata:
@@ -78,13 +82,54 @@ def parse_metadata(data: bytes, manifest: Manifest, where: str | os.PathLike[str
         raise CheckpointCorruptError(f"{where} is no checkpoint metadata: {type(error).__name__}: {error}") from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForeignMetadata:
+    """A ``.metadata`` that another library wrote, in which not only tensors are described."""
+
+    tensors: Metadata
+    items: Mapping[str, _StorageInfo]
+    """Key to place of each item that is no tensor."""
+
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Key to where it was in the nested dictionary that was saved."""
+
+
+def parse_foreign_metadata(
+    data: bytes, files: Mapping[str, FileEntry], where: str | os.PathLike[str]
+) -> ForeignMetadata:
+    """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Trusted as little as ours.
+
+    Raises CheckpointCorruptError as `parse_metadata` does.
+    """
+    try:
+        root = _fields(_Unpickler(data, _FOREIGN_RECORDS).load(), "Metadata")
+        described: Mapping[str, Any] = root["state_dict_metadata"]
+        is_item = {key: type(value).__name__ == "BytesStorageMetadata" for key, value in described.items()}
+        entries = {key: _tensor(key, value) for key, value in described.items() if not is_item[key]}
+        stored, items = {}, {}
+        for record, value in root["storage_data"].items():
+            fqn = _fields(record, "MetadataIndex")["fqn"]
+            if is_item[fqn]:
+                items[fqn] = _location(value, files)
+            else:
+                stored[_index(record)] = _location(value, files)
+        paths = {key: tuple(root["planner_data"][key]) for key in described}
+        if not all(type(part) in (str, int) for path in paths.values() for part in path):
+            raise CheckpointCorruptError("a key's path is not made of names and numbers")
+        return ForeignMetadata(tensors=_whole(entries, stored), items=items, paths=paths)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{where}: {error}") from error
+    except Exception as error:  # a damaged pickle fails in any way there is
+        raise CheckpointCorruptError(f"{where} is no checkpoint metadata: {type(error).__name__}: {error}") from error
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, records: Iterable[tuple[str, str]] = _RECORDS) -> None:
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {
-            (module, name): type(name, (_Record,), {}) for module, name in _RECORDS
+            (module, name): type(name, (_Record,), {}) for module, name in records
         }
         # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
         self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
@@ -109,6 +154,9 @@ class _Unpickler(pickle.Unpickler):
 class _Record:
     state: Any = None
 
+    def __init__(self, *_: Any) -> None:
+        """Whatever it was built from is not looked at."""
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -122,12 +170,16 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 def _convert(records: Any, manifest: Manifest) -> Metadata:
     root = _fields(records, "Metadata")
     entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
-    stored = {_index(key): _location(value, manifest) for key, value in root["storage_data"].items()}
+    stored = {_index(key): _location(value, manifest.files) for key, value in root["storage_data"].items()}
     described = {key: (tuple(entry.size), dtype_name(entry.properties.dtype)) for key, entry in entries.items()}
     listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
     if described != listed:
         differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
         raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
+    return _whole(entries, stored)
+
+
+def _whole(entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any]) -> Metadata:
     for key, entry in entries.items():
         for chunk in entry.chunks:
             if MetadataIndex(key, chunk.offsets) not in stored:
@@ -171,14 +223,14 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
 
 
-def _location(record: Any, manifest: Manifest) -> _StorageInfo:
+def _location(record: Any, files: Mapping[str, FileEntry]) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if type(name) is not str or check_relative(name) not in manifest.files:
+    if type(name) is not str or check_relative(name) not in files:
         raise CheckpointCorruptError(f"it points at {name!r}, which the manifest does not list")
     if fields.get("transform_descriptors"):
         raise CheckpointCorruptError("it asks for a stream transform")
-    size = manifest.files[name].size
+    size = files[name].size
     if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0 and offset + length <= size):
         raise CheckpointCorruptError(f"it points outside of {name}")
     return _StorageInfo(name, offset, length)

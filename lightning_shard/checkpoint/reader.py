@@ -102,6 +102,15 @@ class CheckedReader(FileSystemReader):
         return box
 
 
+def read_whole(reader: CheckedReader, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The whole tensor ``key`` on the host; beside it one stored box is in memory at a time."""
+    tensor = torch.empty(shape, dtype=dtype)
+    planner = TensorLoadPlanner()
+    planner.set_up_planner({key: tensor}, reader.metadata)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return tensor
+
+
 def _by_file(items: Sequence[ReadItem], storage: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, list[ReadItem]]:
     grouped: dict[str, list[ReadItem]] = {}
     for item in sorted(items, key=lambda item: storage[item.storage_index].offset):

@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.layout import model_key
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
-_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def _modules(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _is_wrapper_name(parent: nn.Module, name: str) -> bool:
-    return name in _WRAPPED or (name == "module" and isinstance(parent, (DistributedDataParallel, DataParallel)))
+    return name in WRAPPED or (name == "module" and isinstance(parent, (DistributedDataParallel, DataParallel)))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.flat_shard import FlatTensor
+from lightning_shard.checkpoint.forms import is_stock, open_any
+from lightning_shard.checkpoint.full import FULL_SUFFIX, write_full
+from lightning_shard.checkpoint.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save_training_state
 from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.stepped import AnyOptimizer
+from lightning_shard.checkpoint.stored import open_portable, write_portable
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies import run_state
@@ -33,6 +39,7 @@ class CheckpointingStrategy(ParallelStrategy):
     """What the manifest calls the engine."""
 
     _loading: Path | None = None
+    _converted: Path | None = None
     _resumed: dict[str, Any] | None = None
 
     @property
@@ -65,6 +72,9 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         """Write the checkpoint directory ``filepath``, whole or not at all. All ranks call it.
 
+        A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead: rank 0 writes it from a directory
+        beside it, which is removed then, so that no rank ever holds more than one whole tensor.
+
         Args:
             checkpoint: what Lightning dumped; rank 0's counts, but for this rank's generators.
             filepath: rank 0's counts.
@@ -78,6 +88,18 @@ class CheckpointingStrategy(ParallelStrategy):
                 f"storage_options is {storage_options!r}, but {type(self).__name__} writes directories itself and has "
                 "no CheckpointIO to pass it to. Remove it."
             )
+        target = str(self.broadcast(os.fspath(filepath)))
+        if not target.endswith(FULL_SUFFIX):
+            self._save_portable(checkpoint, target)
+            return
+        parts = str(self.broadcast(str(commit.temporary_sibling(Path(target), commit.new_token()))))
+        self._save_portable(checkpoint, parts)
+        try:
+            Ranks.of().first(f"writing {target}", lambda: write_full(target, open_portable(parts)))
+        finally:
+            self.remove_checkpoint(parts)
+
+    def _save_portable(self, checkpoint: Mapping[str, Any], path: str) -> None:
         assert self.lightning_module is not None
         self._before_reading_parameters()
         checkpoint = dict(checkpoint)
@@ -86,7 +108,7 @@ class CheckpointingStrategy(ParallelStrategy):
         if with_optimizers:
             checkpoint[RUN_STATE] = run_state.collect(self.lightning_module.trainer, checkpoint["loops"])
         save_training_state(
-            filepath,
+            path,
             module=self.lightning_module,
             optimizers=self._optimizer_states() if with_optimizers else [],
             masters=self._model_tensors(),
@@ -122,16 +144,47 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         """Read ``trainer.pt``; the tensors follow in `load_model_state_dict`. All ranks call it.
 
-        ``weights_only`` is not looked at: nothing in a checkpoint directory is ever unpickled freely.
+        What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted into a directory
+        below ``default_root_dir``, which is removed after loading. ``weights_only`` is not looked at: nothing in a
+        checkpoint is ever unpickled freely.
 
         Raises:
             CheckpointError: on every rank alike.
         """
+        if Ranks.of().first(f"opening {checkpoint_path}", lambda: is_stock(checkpoint_path)):
+            checkpoint_path = self._convert(checkpoint_path)
         _, state = open_checkpoint(checkpoint_path)
         self._loading = Path(checkpoint_path)
         if RUN_STATE in state:
             run_state.place_loaders(state, state[RUN_STATE], self.global_rank)
         return {**state, "state_dict": {}}
+
+    def _convert(self, path: str | os.PathLike[str]) -> Path:
+        """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
+        assert self.lightning_module is not None
+        root = Path(self.lightning_module.trainer.default_root_dir).absolute()
+        target = Path(self.broadcast(str(root / f".converted-{commit.new_token()}.ckpt")))
+        rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
+        optimizers: Literal["named", "none"] = "named" if self.optimizers else "none"
+        stored = Ranks.of().agree(f"opening {path}", lambda: open_any(path, self._module_names, optimizers=optimizers))
+        self._converted = target
+        write_portable(target, stored)
+        return target
+
+    def _module_names(self) -> ModuleNames:
+        """The names that a stock file lacks, from the live module and optimizers."""
+        assert self.lightning_module is not None
+        return ModuleNames.of(self.lightning_module, self.optimizers)
+
+    def _remove_converted(self) -> None:
+        converted, self._converted = self._converted, None
+        if converted is not None:
+            self.remove_checkpoint(converted)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave no converted checkpoint behind."""
+        self._remove_converted()
+        super().on_exception(exception)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read the tensors into the live parameters, buffers and, in a fit, optimizer slots. All ranks call it.
@@ -144,15 +197,18 @@ class CheckpointingStrategy(ParallelStrategy):
         self._before_reading_parameters()
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         resuming = fitting and OPTIMIZER_STATES in checkpoint
-        load_training_state(
-            self._loading,
-            module=self.lightning_module,
-            optimizers=self._optimizer_states() if resuming else [],
-            masters=self._model_tensors(),
-            strict=strict,
-        )
+        try:
+            load_training_state(
+                self._loading,
+                module=self.lightning_module,
+                optimizers=self._optimizer_states() if resuming else [],
+                masters=self._model_tensors(),
+                strict=strict,
+            )
+        finally:
+            self._loading = None
+            self._remove_converted()
         self._after_reading_tensors()
-        self._loading = None
         if resuming and RUN_STATE in checkpoint:
             self._resumed = checkpoint[RUN_STATE]
 

@@ -1,0 +1,170 @@
+"""Pretrained weights from safetensors files into a module, sharded or not.
+
+Every rank reads the parts that it holds and nothing else, one box at a time, so that the host never holds the model,
+let alone once per rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.utils import find_tensor_shard
+
+from lightning_shard.checkpoint.fit import LoadReport, listed
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.safetensors import Entry, SafetensorsReader
+from lightning_shard.checkpoint.state import Names, fqns, reshard
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+
+Rename = Mapping[str, str | None]
+
+
+def load_pretrained(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill a module's parameters and persistent buffers in place from safetensors files. All ranks call it.
+
+    Call it once the module has memory and was sharded, for a LightningModule from ``on_fit_start``::
+
+        def on_fit_start(self):
+            load_pretrained(self.encoder, "weights/minilm", rename={"pooler": None})
+
+    A checkpoint that the Trainer resumes from is read afterwards and so wins. Values are cast to the dtype of the
+    tensor that they go to; masters are fp32 and get fp32 values unrounded.
+
+    Args:
+        module: the module, or a submodule of it, whose names the files have.
+        path: a file, an index of many (``model.safetensors.index.json``), or a directory with one of them; on every
+            rank.
+        rename: beginnings of the files' names, cut at a dot, to what stands there in the module; the longest that
+            fits counts. "" is the beginning of every name, None leaves tensors out: ``{"bert": "", "cls": None}``.
+        strict: refuse tensors of the module that the files lack and tensors of the files that the module lacks.
+        group: as for checkpoints; default: the default process group.
+
+    Returns:
+        What was left alone on either side; nothing if ``strict``.
+
+    Raises:
+        CheckpointError: on every rank alike, before any value was changed: no such files, damaged ones,
+            CheckpointMismatchError for what does not fit, a module on the meta device.
+    """
+    ranks = Ranks.of(group)
+    with SafetensorsReader() as reader:
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Entry], LoadReport]:
+            reshard(module)
+            names = fqns(module)
+            entries = _renamed(reader.entries(path), rename or {})
+            chosen, report = _match(path, names.tensors, names.aliases, entries, strict)
+            _check_ties(path, names, entries, reader)
+            return {name: names.tensors[name] for name in chosen}, chosen, report
+
+        tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
+        ranks.agree(f"reading {path}", lambda: fill(tensors, chosen, reader))
+    return report
+
+
+@torch.no_grad()
+def fill(tensors: Mapping[str, Any], entries: Mapping[str, Entry], reader: SafetensorsReader) -> None:
+    """Copy into each tensor the parts of its entry that this rank holds, casting. No communication.
+
+    ``tensors``: name to plain tensor, DTensor or object with torch's checkpointable protocol.
+    """
+    for name, tensor in tensors.items():
+        for chunk in _chunks(tensor):
+            if chunk.sizes.numel() == 0:
+                continue
+            target = find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets))
+            target.detach().copy_(reader.read(entries[name], tuple(chunk.offsets), tuple(chunk.sizes)))
+
+
+def _chunks(tensor: Any) -> list[ChunkStorageMetadata]:
+    if hasattr(tensor, "__create_chunk_list__"):
+        return list(tensor.__create_chunk_list__())
+    assert isinstance(tensor, Tensor)
+    return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
+
+
+def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for key, entry in entries.items():
+        name = _new_name(key, rename)
+        if name is None:
+            continue
+        if name in found:
+            raise CheckpointMismatchError(f"rename gives {found[name].name} and {key} one name, {name}")
+        found[name] = entry
+    return found
+
+
+def _new_name(key: str, rename: Rename) -> str | None:
+    fitting = [old for old in rename if old.rstrip(".") in ("", key) or key.startswith(old.rstrip(".") + ".")]
+    if not fitting:
+        return key
+    old = max(fitting, key=len)
+    new = rename[old]
+    if new is None:
+        return None
+    rest = key[len(old.rstrip(".")) :].lstrip(".")
+    return ".".join(part for part in (new.rstrip("."), rest) if part)
+
+
+def _match(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    strict: bool,
+) -> tuple[dict[str, Entry], LoadReport]:
+    """Name of each tensor that is filled to its entry, found under any of its tied names."""
+    others: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
+    chosen, missing, reshaped = {}, [], []
+    for name, tensor in tensors.items():
+        known = next((n for n in (name, *others.get(name, ())) if n in entries), None)
+        if known is None:
+            missing.append(name)
+        elif entries[known].shape != tuple(tensor.shape):
+            reshaped.append(f"{name} {entries[known].shape} there, {tuple(tensor.shape)} here")
+        elif getattr(tensor, "is_meta", False):
+            raise CheckpointError(
+                f"{name} is on the meta device and has no memory yet: load pretrained weights in on_fit_start, when "
+                "the strategy has sharded the module, not in configure_model"
+            )
+        else:
+            chosen[name] = entries[known]
+    unexpected = [name for name in entries if name not in tensors and name not in aliases]
+    problems = [(strict, "missing in the files", missing), (strict, "unexpected in the files", unexpected)]
+    problems += [(True, "of another shape", reshaped), (not chosen, "nothing matches; the module has", missing)]
+    lines = [f"  {what} ({len(keys)}): {listed(keys)}" for counts, what, keys in problems if counts and keys]
+    if lines:
+        hint = "" if reshaped else "\n  rename maps names; strict=False loads what matches."
+        raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]) + hint)
+    return chosen, LoadReport(missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def _check_ties(
+    path: str | os.PathLike[str], names: Names, entries: Mapping[str, Entry], reader: SafetensorsReader
+) -> None:
+    """A tensor that the module ties must not have two values in the files; compared where this rank holds it."""
+    for alias, name in names.aliases.items():
+        if alias not in entries or name not in entries:
+            continue
+        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in _chunks(names.tensors[name]) if c.sizes.numel()]
+        same = entries[alias].shape == entries[name].shape
+        if not same or any(not torch.equal(*(reader.read(entries[k], *box) for k in (name, alias))) for box in boxes):
+            raise CheckpointMismatchError(
+                f"{path} has different values for {name} and {alias}, which the module ties. Untie them, or leave one "
+                f"out with rename={{{entries[alias].name!r}: None}}"
+            )

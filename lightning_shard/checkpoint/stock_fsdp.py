@@ -1,0 +1,159 @@
+"""Reading the sharded directory of stock Lightning's FSDPStrategy and ModelParallelStrategy.
+
+torch.distributed.checkpoint files with the module under ``model`` (or ``state_dict``), each optimizer under
+``optimizer_<i>`` with parameters by name, and ``meta.pt`` with the rest of Lightning's checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from lightning_shard.checkpoint.archive import materialize, read_archive, refusal
+from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, FileEntry, model_key, optimizer_key
+from lightning_shard.checkpoint.metadata import ForeignMetadata, parse_foreign_metadata
+from lightning_shard.checkpoint.optimizer import hyperparameters
+from lightning_shard.checkpoint.reader import CheckedReader, read_whole
+from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
+from lightning_shard.checkpoint.state import WRAPPED
+from lightning_shard.checkpoint.stored import Stored, StoredTensor
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+REST = "meta.pt"
+_MODEL = ("model", "state_dict")
+_OPTIMIZER = "optimizer_"
+
+
+def is_stock_fsdp(path: Path) -> bool:
+    """Whether the directory looks like one."""
+    return (path / REST).is_file() and (path / METADATA).is_file()
+
+
+def open_stock_fsdp(path: str | os.PathLike[str]) -> Stored:
+    """The directory ``path``; no tensor of the model or an optimizer is read yet.
+
+    Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
+    """
+    directory = Path(path)
+    state = materialize(read_archive(directory / REST))
+    files = {
+        file.name: FileEntry(size=file.stat().st_size, sha256="")
+        for file in directory.iterdir()
+        if file.name.endswith(DATA_SUFFIX) and file.is_file()
+    }
+    metadata = parse_foreign_metadata((directory / METADATA).read_bytes(), files, directory / METADATA)
+    if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
+        raise CheckpointError(
+            f"{directory} has other contents than Lightning's FSDPStrategy saves; it is not supported"
+        )
+    reader = CheckedReader(directory, metadata.tensors)
+    tensors: dict[str, StoredTensor] = {}
+    extra: dict[str, Any] = {}
+    for key, parts in metadata.paths.items():
+        if key in metadata.items:
+            if parts[0] in _MODEL:
+                _put(extra, [_clean(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
+            continue
+        name = _portable_key(parts)
+        if name is None:
+            raise CheckpointCorruptError(f"{directory / METADATA}: {key} is a tensor where none belongs")
+        tensors[name] = _stored(reader, key)
+    state = {**state, EXTRA_STATE: extra}
+    if optimizers := _optimizers(directory, metadata):
+        state[OPTIMIZER_STATES] = optimizers
+    return Stored(
+        form="stock Lightning FSDP",
+        tensors=tensors,
+        aliases={},
+        trainer_state=state,
+        engine="stock Lightning FSDP",
+        policy="not recorded",
+        world_size=len({name.split("_")[2] for name in files if name.startswith("__")}) or 1,
+        versions={"lightning": str(state.get("pytorch-lightning_version", "unknown"))},
+    )
+
+
+def _is_known(parts: tuple[str | int, ...]) -> bool:
+    top = str(parts[0])
+    if top in _MODEL:
+        return len(parts) > 1
+    return top.removeprefix(_OPTIMIZER).isdigit() and len(parts) >= 4 and parts[1] in ("state", "param_groups")
+
+
+def _portable_key(parts: tuple[str | int, ...]) -> str | None:
+    if parts[0] in _MODEL:
+        return model_key(_clean(str(parts[1]))) if len(parts) == 2 else None
+    if parts[1] == "state":
+        slot = ".".join(map(str, parts[3:]))
+        return optimizer_key(int(str(parts[0]).removeprefix(_OPTIMIZER)), _clean(str(parts[2])), slot)
+    return None
+
+
+def _clean(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPED)
+
+
+def _stored(reader: CheckedReader, key: str) -> StoredTensor:
+    entry: Any = reader.metadata.state_dict_metadata[key]
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+
+    def read() -> Tensor:
+        return read_whole(reader, key, shape, dtype)
+
+    return StoredTensor(shape=shape, dtype=dtype, read=read)
+
+
+def _item(directory: Path, key: str, place: _StorageInfo) -> Any:
+    with open(directory / place.relative_path, "rb") as stream:
+        stream.seek(place.offset)
+        data = stream.read(place.length)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointCorruptError(f"{key}: {refusal(directory / place.relative_path, error)}") from error
+
+
+def _optimizers(directory: Path, metadata: ForeignMetadata) -> list[dict[str, Any]]:
+    """Each optimizer's groups and slots that are no tensors, as ``optimizer_groups`` describes them."""
+    tops = {str(parts[0]) for parts in metadata.paths.values() if str(parts[0]).startswith(_OPTIMIZER)}
+    described = []
+    for top in sorted(tops, key=lambda name: int(name.removeprefix(_OPTIMIZER))):
+        groups: dict[int, dict[str, Any]] = {}
+        slots: dict[str, dict[str, Any]] = {}
+        for parts, read in _items_of(directory, metadata, top):
+            if parts[1] == "param_groups":
+                _put(groups, list(parts[2:]), read())
+            else:
+                _put(slots, [_clean(str(parts[2])), *parts[3:]], read())
+        found = [groups[number] for number in sorted(groups)]
+        described.append(
+            {
+                "class": "unknown",
+                "groups": [
+                    {"params": [_clean(n) for n in group["params"]], **hyperparameters(group)} for group in found
+                ],
+                "slots": slots,
+            }
+        )
+    return described
+
+
+def _items_of(
+    directory: Path, metadata: ForeignMetadata, top: str
+) -> Iterator[tuple[tuple[str | int, ...], Callable[[], Any]]]:
+    for key, place in metadata.items.items():
+        if metadata.paths[key][0] == top:
+            yield metadata.paths[key], lambda key=key, place=place: _item(directory, key, place)  # type: ignore[misc]
+
+
+def _put(tree: dict[Any, Any], path: list[Any], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value

@@ -1,0 +1,108 @@
+"""The example that trains a classifier from a Hugging Face encoder's weights, with a tiny encoder in MiniLM's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples import snippets
+from examples.classifier import TextClassifier, folder_of
+from examples.python_corpus import source_files, standard_library
+from tests.harness import ROOT, run_distributed
+from tests.models import whole
+
+CONFIG = str(ROOT / "configs" / "pretrained" / "minilm.yaml")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as Hugging Face has it: configuration, tokenizer and weights of a tiny BERT."""
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    folder = tmp_path_factory.mktemp("encoder")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "def", "return", "self", "if", "for", "class", "(", ")", ":"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(4)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=128,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def _fit(encoder: str, folder: str, strategy: str) -> dict[str, Any]:
+    from lightning_shard import ShardCLI
+
+    started: dict[str, Tensor] = {}
+
+    class Watched(TextClassifier):
+        def on_train_start(self) -> None:
+            started.update({name: whole(tensor) for name, tensor in self.encoder.named_parameters()})
+
+    short = {
+        "trainer.strategy": strategy,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.limit_val_batches": 1,
+        "trainer.num_sanity_val_steps": 0,
+        "trainer.enable_progress_bar": "false",
+        "trainer.enable_model_summary": "false",
+        "trainer.default_root_dir": folder,
+        "trainer.logger.init_args.save_dir": folder,
+        "model.encoder": encoder,
+        "data.init_args.encoder": encoder,
+        "data.init_args.limit": 64,
+        "data.init_args.batch_size": 4,
+    }
+    config = (
+        Path(CONFIG).read_text().replace("  class_path: examples.classifier.TextClassifier\n  init_args:\n    ", "  ")
+    )
+    Path("config.yaml").write_text(config.replace("\n    lr:", "\n  lr:"))
+    cli = ShardCLI(
+        Watched, args=["fit", "--config", "config.yaml", *(f"--{key}={value}" for key, value in short.items())]
+    )
+    return {
+        "started": started,
+        "steps": cli.trainer.global_step,
+        "accuracy": float(cli.trainer.callback_metrics["val_accuracy"]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["shard_fsdp_aligned", "shard_ddp"])
+def test_it_trains_from_the_folders_weights(encoder: Path, tmp_path: Path, strategy: str) -> None:
+    from safetensors.torch import load_file
+
+    expected = {k: v for k, v in load_file(encoder / "model.safetensors").items() if not k.startswith("pooler")}
+    for result in run_distributed(_fit, 2, str(encoder), str(tmp_path), strategy, timeout=300):
+        assert result["started"].keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(result["started"][name], tensor), name
+        assert result["steps"] == 2
+        assert 0 <= result["accuracy"] <= 1
+
+
+def test_snippets_are_labelled_and_name_no_package() -> None:
+    root = standard_library()
+    names = [name for name in source_files(root) if name.startswith(("email/", "xml/"))]
+    found = snippets.snippets(root, names, 8)
+    assert {snippets.PACKAGES[label] for _, label in found} == {"email", "xml"}
+    assert all(text.count("\n") == 7 and text.strip() for text, _ in found)
+    assert not [text for text, _ in found if "\nimport " in text or text.startswith("from ")]
+
+
+def test_the_folder_of_a_package_or_a_message(encoder: Path) -> None:
+    assert folder_of(str(encoder)) == encoder
+    assert folder_of("transformers").name == "model"
+    with pytest.raises(ValueError, match="neither a folder nor an installed package: pip install no-such-model"):
+        folder_of("no_such_model")
