@@ -18,6 +18,8 @@ from lightning_shard.checkpoint.full import write_full
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*srun.*")
+
 ROWS = torch.randn(32, 5, generator=torch.Generator().manual_seed(3))
 
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_shard.checkpoint.forms import is_stock, open_any
+from lightning_shard.checkpoint.full import write_full
 from lightning_shard.checkpoint.inspect import describe, verify
 from lightning_shard.checkpoint.save import OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import write_portable
@@ -218,6 +219,26 @@ def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path, strategy: str
     assert found["hyper_parameters"] == {"extra": 1.0}
     assert found["pytorch-lightning_version"] == pl.__version__
     assert verify(full) == ["epoch=1.full.ckpt"]
+
+
+def save_full_in_vain(folder: str) -> tuple[str, list[str]]:
+    trainer = fit("shard_fsdp", 1)
+    try:
+        trainer.save_checkpoint(f"{folder}/taken.full.ckpt")
+    except CheckpointError as error:
+        return str(error), sorted(os.listdir(folder))
+    return "saved", []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_one_file_save_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken.full.ckpt").mkdir()
+    (tmp_path / "taken.full.ckpt" / "mine.txt").write_text("mine")
+    first, second = run_distributed(save_full_in_vain, 2, str(tmp_path))
+    assert first[0] == second[0]
+    assert "taken.full.ckpt is a directory with files that no checkpoint has" in first[0]
+    assert os.listdir(tmp_path) == ["taken.full.ckpt"]
+    assert os.listdir(tmp_path / "taken.full.ckpt") == ["mine.txt"]
 
 
 # DeepSpeed
@@ -466,5 +487,7 @@ def test_a_converted_directory_is_complete(tmp_path: Path, stock_folders: Path) 
         write_portable(tmp_path / name, open_any(stock_folders / name))
         assert_equal(tensors_of(tmp_path / name), tensors_of(stock_folders / name))
         assert verify(tmp_path / name)
+        write_full(tmp_path / f"{name}.ckpt", open_any(stock_folders / name))
+        assert_equal(tensors_of(tmp_path / f"{name}.ckpt"), tensors_of(stock_folders / name))
         with pytest.raises(CheckpointError, match="has no checksums: convert it"):
             verify(stock_folders / name)

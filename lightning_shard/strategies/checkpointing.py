@@ -92,7 +92,12 @@ class CheckpointingStrategy(ParallelStrategy):
         if not target.endswith(FULL_SUFFIX):
             self._save_portable(checkpoint, target)
             return
-        parts = str(self.broadcast(str(commit.temporary_sibling(Path(target), commit.new_token()))))
+
+        def begin() -> str:
+            commit.check_replaceable(Path(target))
+            return str(commit.temporary_sibling(Path(target), commit.new_token()))
+
+        parts = Ranks.of().first(f"starting to save {target}", begin)
         self._save_portable(checkpoint, parts)
         try:
             Ranks.of().first(f"writing {target}", lambda: write_full(target, open_portable(parts)))
