@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,6 +221,24 @@ def test_the_lock_is_where_torch_puts_it(tmp_path: Path, monkeypatch: pytest.Mon
 def fit_beside_a_lock(folder: str) -> str:
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
     return fit_with_nvme()
+
+
+def warnings_beside_a_lock(folder: str) -> list[str]:
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    with nothing_loaded(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(strategy=ShardDeepSpeedStrategy(stage=2), max_steps=1).fit(TinyLM(), loader())
+    return [str(w.message) for w in caught if "killed" in str(w.message)]
+
+
+def test_a_lock_that_only_some_optimizers_wait_for_is_a_warning(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    age(lock.parent)
+    [warning], none = run_distributed(warnings_beside_a_lock, 2, str(tmp_path))
+    assert f"makes a DeepSpeedCPUAdam, it will not return: {lock}" in warning
+    assert none == []
 
 
 def test_what_is_missing_on_one_rank_is_an_error_on_all() -> None:

@@ -201,6 +201,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if self._stage < 3:
             refuse_cut_by_zero(module, f"{type(self).__name__}(stage={self._stage})")
             ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
+        if fitting:
+            offload.warn_of_lock()
         self._undo = self._add_transforms(module)
         self._running, self._frozen, self._ended = None, {}, False
         self._kept = module.__dict__.pop(_MASTERS, {})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import folder, kernels
@@ -46,6 +47,17 @@ def prepare(
         clean_up(strategy, folders)
         raise
     return config, folders
+
+
+def warn_of_lock() -> None:
+    """Tell of a stale lock that an optimizer of ``configure_optimizers`` would wait for in its constructor.
+
+    Which one it makes is not known before, so that this is no error.
+    """
+    path = kernels.lock("cpu_adam")
+    if path is not None and kernels.state_of_lock(path) is kernels.LockState.STALE:
+        message = kernels.stale_message(path)
+        rank_zero_warn(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
 def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
