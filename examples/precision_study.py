@@ -237,8 +237,14 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def label(result: dict[str, Any]) -> str:
-    """A run's strategy and precision."""
-    return f"{result['settings']['strategy']}, {result['settings']['precision']}"
+    """A run's strategy, precision and learning rate."""
+    s = result["settings"]
+    return f"{s['strategy']}, {s['precision']}, {s['learning_rate']:g}"
+
+
+def smooth(losses: list[float]) -> Tensor:
+    """Means of ``LAST`` steps, or of all where there are fewer."""
+    return torch.tensor(losses, dtype=torch.float64).unfold(0, min(LAST, len(losses)), 1).mean(1)
 
 
 def write(results: list[dict[str, Any]], path: Path) -> None:
@@ -252,56 +258,57 @@ def write(results: list[dict[str, Any]], path: Path) -> None:
                 writer.writerow([s["strategy"], s["precision"], s["learning_rate"], step, loss])
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The last steps' mean loss, the weights that moved, and which runs ended with the same bits."""
+def table(results: list[dict[str, Any]], untrained: dict[str, Any]) -> str:
+    """The last steps' mean loss, what was learned until then, the weights that moved, and which runs are the same."""
     ends = list(dict.fromkeys((result["digest"], *result["losses"]) for result in results))
-    lines = [f"{'strategy':<46} {'rate':>7} {f'last {LAST}':>8} {'moved':>7} {'s / step':>9}  same bits"]
+    lines = [f"{'run':<54} {f'last {LAST}':>8} {'learned':>8} {'moved':>7} {'s / step':>9}  same bits"]
     for result in results:
-        s, last = result["settings"], result["losses"][-LAST:]
+        last = smooth(result["losses"])[-1]
         # One letter for all runs with the same losses and the same weights in the end.
         letter = chr(ord("A") + ends.index((result["digest"], *result["losses"])))
         lines.append(
-            f"{label(result):<46} {s['learning_rate']:>7g} {sum(last) / len(last):>8.4f}"
+            f"{label(result):<54} {last:>8.4f} {smooth(untrained['losses'])[-1] - last:>8.4f}"
             f" {result['moved']:>7.1%} {statistics.median(result['seconds']):>9.2f}  {letter}"
         )
     return "\n".join(lines)
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each learning rate: every step's loss, thin, and the mean of the last steps, thick."""
+def draw(results: list[dict[str, Any]], untrained: dict[str, Any], path: Path) -> None:
+    """Losses on the left; on the right what they are below the loaded weights' on the same batches.
+
+    A colour for each strategy, a line style for each learning rate. Curves that lie on each other are all seen: the
+    later, the thinner.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rates = sorted({result["settings"]["learning_rate"] for result in results})
-    figure, panels = pyplot.subplots(
-        1, len(rates), figsize=(5.5 * len(rates), 4.2), sharey=True, squeeze=False, layout="constrained"
+    figure, (absolute, relative) = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    base = smooth(untrained["losses"])
+    steps = range(len(untrained["losses"]) - len(base) + 1, len(untrained["losses"]) + 1)
+    absolute.plot(steps, base, color="grey", linewidth=1, label="the loaded weights")
+    relative.axhline(0, color="grey", linewidth=1)
+    names = list(dict.fromkeys(result["settings"]["strategy"] for result in results))
+    rates = list(dict.fromkeys(result["settings"]["learning_rate"] for result in results))
+    for result in results:
+        index = names.index(result["settings"]["strategy"])
+        style: dict[str, Any] = {
+            "color": f"C{index}",
+            "linewidth": max(1.2, 4.0 - 1.4 * index),
+            "linestyle": ["-", (0, (4, 1.5)), ":", "-."][rates.index(result["settings"]["learning_rate"]) % 4],
+        }
+        absolute.plot(steps, smooth(result["losses"]), label=label(result), **style)
+        relative.plot(steps, smooth(result["losses"]) - base, **style)
+    absolute.set(title="loss", xlabel="optimizer step", ylabel=f"nats per token, mean of {LAST} steps")
+    relative.set(
+        title="loss minus that of the loaded weights, same batches",
+        xlabel="optimizer step",
+        ylabel=f"nats per token, mean of {LAST} steps",
     )
-    names = list(dict.fromkeys(label(result) for result in results))
-    for panel, rate in zip(panels[0], rates, strict=True):
-        for result in results:
-            if result["settings"]["learning_rate"] == rate:
-                index = names.index(label(result))
-                losses = torch.tensor(result["losses"])
-                window = min(LAST, len(losses))
-                means = losses.unfold(0, window, 1).mean(1)
-                color = f"C{index}"
-                panel.plot(range(1, len(losses) + 1), losses, color=color, alpha=0.2, linewidth=1)
-                # Curves that lie on each other are all seen: the later, the thinner and the more broken.
-                panel.plot(
-                    range(window, len(losses) + 1),
-                    means,
-                    color=color,
-                    label=names[index],
-                    linewidth=max(1.5, 4 - index),
-                    linestyle=["-", "-", "--", ":", "-."][index % 5],
-                )
-        panel.set(title=f"learning rate {rate:g}", xlabel="optimizer step")
+    for panel in (absolute, relative):
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel(f"loss (nats per token), mean of {LAST} steps")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
+    figure.legend(*absolute.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -313,14 +320,16 @@ def main() -> None:
         key: getattr(options, key)
         for key in ("precision", "steps", "processes", "device", "seq_len", "batch_size", "limit_bytes")
     }
-    results = [
-        run(Settings(strategy=strategy, learning_rate=rate, model=str(options.model), **shared), options.output)
-        for rate in options.learning_rates
-        for strategy in options.strategies
-    ]
-    write(results, options.output / "losses.csv")
-    draw(results, options.output / "losses.png")
-    print(table(results))
+
+    def results_of(strategy: str, rate: float) -> dict[str, Any]:
+        return run(Settings(strategy=strategy, learning_rate=rate, model=str(options.model), **shared), options.output)
+
+    results = [results_of(strategy, rate) for rate in options.learning_rates for strategy in options.strategies]
+    # Batches differ more than what is learned from sixty of them.
+    untrained = results_of(options.strategies[0], 0.0)
+    write([*results, untrained], options.output / "losses.csv")
+    draw(results, untrained, options.output / "losses.png")
+    print(table(results, untrained))
     print(f"losses and picture: {options.output}")
 
 

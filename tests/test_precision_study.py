@@ -79,15 +79,19 @@ def test_losses_are_written_with_all_digits(tmp_path: Path) -> None:
     assert {row["strategy"] for row in rows[12:]} == {"shard_ddp"}
 
 
-def test_the_table_says_which_runs_are_the_same_to_the_last_bit() -> None:
-    plain = _result("shard_fsdp", digest="two", slope=0.0)
-    lines = table([_result("shard_fsdp_aligned"), _result("shard_ddp_aligned"), plain]).splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == ["A", "A", "B"]
-    # Of 10, 9.5 ... 4.5 the last ten.
-    assert [line.split()[3] for line in lines[1:]] == ["6.7500", "6.7500", "10.0000"]
+def test_the_table_says_what_was_learned_and_which_runs_are_the_same_to_the_last_bit() -> None:
+    untrained = _result("shard_fsdp", 0.0, digest="two", slope=0.0)
+    other = _result("shard_fsdp", digest="three", slope=-0.25)
+    runs = [_result("shard_fsdp_aligned"), _result("shard_ddp_aligned"), other]
+    rows = [line.split() for line in table(runs, untrained).splitlines()[1:]]
+    assert [row[-1] for row in rows] == ["A", "A", "B"]
+    # Of 10, 9.5 ... 4.5 the last ten, and of 10 ... 7.25.
+    assert [row[3] for row in rows] == ["6.7500", "6.7500", "8.3750"]
+    assert [row[4] for row in rows] == ["3.2500", "3.2500", "1.6250"]
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw([_result("shard_fsdp"), _result("shard_fsdp", 2e-5)], tmp_path / "losses.png")
+    untrained = _result("shard_fsdp", 0.0, slope=0.0)
+    draw([_result("shard_fsdp"), _result("shard_fsdp", 2e-5)], untrained, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
