@@ -1,0 +1,98 @@
+"""A Hugging Face model with tied embeddings, loaded in bf16: the same numbers and texts on every engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
+from tests.harness import run_distributed
+from tests.models import Final, quiet_trainer
+
+Recompute = Literal["reentrant", "not reentrant", "units"] | None
+
+
+class Llama(pl.LightningModule):
+    """Trains, and continues texts in validation, on each rank another number of tokens."""
+
+    def __init__(self, recompute: Recompute, *, gathers: bool) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+        config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+        self.model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        if recompute in ("reentrant", "not reentrant"):
+            self.model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        self.gathers = gathers
+        self.losses: list[float] = []
+        self.texts: list[list[int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        length = 5 + 2 * dist.get_rank()
+        # synced_gpus: ranks that are done run on with the others, since each forward gathers parameters.
+        self.texts += self.model.generate(
+            batch[:, :3],
+            min_new_tokens=length,
+            max_new_tokens=length,
+            do_sample=False,
+            pad_token_id=0,
+            synced_gpus=self.gathers,
+        ).tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _strategy(engine: str, units: Any) -> Any:
+    if engine == "ddp":
+        return ShardDDPStrategy(aligned=True)
+    if engine == "fsdp":
+        return ShardFSDPStrategy(aligned=True, activation_checkpointing=units)
+    return ShardDeepSpeedStrategy(aligned=True, stage=int(engine[-1]), activation_checkpointing=units)
+
+
+def _train(engine: str, recompute: Recompute) -> dict[str, Any]:
+    final = Final()
+    trainer = quiet_trainer(
+        strategy=_strategy(engine, "units" if recompute == "units" else None),
+        precision="bf16-true",
+        max_steps=4,
+        val_check_interval=4,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        callbacks=[final],
+    )
+    model = Llama(recompute, gathers=engine in ("fsdp", "zero_3"))
+    data = DataLoader(torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(0)), batch_size=2)
+    trainer.fit(model, data, data)
+    return {"losses": model.losses, "texts": model.texts, "parameters": final.parameters}
+
+
+@pytest.mark.parametrize(
+    ("engine", "recompute"),
+    [("fsdp", "not reentrant"), ("zero_2", "units"), ("zero_3", "reentrant"), ("zero_3", "not reentrant")],
+)
+def test_recomputing_and_generating_are_the_same_on_every_engine(engine: str, recompute: Recompute) -> None:
+    expected, found = run_distributed(_train, 2, "ddp", None), run_distributed(_train, 2, engine, recompute)
+    assert expected[0]["losses"] != expected[1]["losses"]
+    for rank in range(2):
+        assert found[rank]["losses"] == expected[rank]["losses"]
+        assert found[rank]["texts"] == expected[rank]["texts"]
+        assert {len(text) for text in found[rank]["texts"]} == {8 + 2 * rank}
+        for name, value in expected[rank]["parameters"].items():
+            assert value.dtype == torch.float32
+            assert torch.equal(found[rank]["parameters"][name], value), name
