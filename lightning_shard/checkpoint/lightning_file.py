@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.archive import ArchivedTensor, materialize, read_archive
 from lightning_shard.checkpoint.layout import model_key, optimizer_key
 from lightning_shard.checkpoint.optimizer import hyperparameters
 from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import fqns
-from lightning_shard.checkpoint.stepped import parameter_name
+from lightning_shard.checkpoint.stepped import AnyOptimizer, groups_of
 from lightning_shard.checkpoint.stored import FULL, NOTES, Stored, StoredTensor
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -35,15 +34,11 @@ class ModuleNames:
     """Per optimizer the FQNs of its parameters in the order in which it numbers them."""
 
     @staticmethod
-    def of(module: nn.Module, optimizers: Sequence[Optimizer]) -> ModuleNames:
+    def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> ModuleNames:
         """Those of a live module, wrapped or not, and its optimizers."""
         names = fqns(module)
         stepped = [
-            [
-                parameter_name(index, position, place, parameter, names)
-                for position, group in enumerate(optimizer.param_groups)
-                for place, parameter in enumerate(group["params"])
-            ]
+            [name for group in groups_of(index, optimizer, names) for name in group.names]
             for index, optimizer in enumerate(optimizers)
         ]
         return ModuleNames(tensors={*names.tensors, *names.aliases}, optimizers=stepped)

@@ -179,7 +179,7 @@ class CheckpointingStrategy(ParallelStrategy):
     def _module_names(self) -> ModuleNames:
         """The names that a stock file lacks, from the live module and optimizers."""
         assert self.lightning_module is not None
-        return ModuleNames.of(self.lightning_module, self.optimizers)
+        return ModuleNames.of(self.lightning_module, self._optimizer_states())
 
     def _remove_converted(self) -> None:
         converted, self._converted = self._converted, None
