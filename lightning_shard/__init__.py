@@ -27,6 +27,7 @@ from lightning_shard.registry import register
 
 if TYPE_CHECKING:
     from lightning_shard.cli import ShardCLI
+    from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.plugins.precision import ShardPrecision
     from lightning_shard.precision.loss_scale import LossScaling
@@ -50,6 +51,7 @@ __all__ = [
     "PrecisionContractError",
     "PrecisionError",
     "PrecisionPolicy",
+    "PreemptionConfig",
     "ShardCLI",
     "ShardDDPStrategy",
     "ShardError",
@@ -64,6 +66,7 @@ _LAZY = {
     "LossScaling": "lightning_shard.precision.loss_scale",
     "MeshConfig": "lightning_shard.mesh",
     "PrecisionPolicy": "lightning_shard.precision.policy",
+    "PreemptionConfig": "lightning_shard.cluster.preemption",
     "ShardCLI": "lightning_shard.cli",
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",

@@ -37,7 +37,7 @@ _SILENCE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 4.0
 # As Lightning reads them.
 _FP16_FLAGS = ("16", "16-mixed")
-_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+_CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 class ShardArgumentParser(LightningArgumentParser):
@@ -275,7 +275,7 @@ def _check_ckpt_path(path: Any) -> None:
         return
     if not Path(path).exists():
         raise mistakes.UsageError(
-            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of best, last."
+            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of auto, best, last."
         )
     if Path(path).is_file():
         with open(path, "rb") as file:

@@ -49,6 +49,7 @@ def test_exact_public_names() -> None:
         "PrecisionContractError",
         "PrecisionError",
         "PrecisionPolicy",
+        "PreemptionConfig",
         "ShardCLI",
         "ShardDDPStrategy",
         "ShardError",

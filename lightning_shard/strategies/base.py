@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -22,13 +23,14 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
-from lightning_shard.strategies.ledgering import LedgerStrategy
+from lightning_shard.strategies.preempting import PreemptibleStrategy
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ def _evaluating() -> Generator[None, None, None]:
         yield
 
 
-class ShardStrategy(LedgerStrategy):
+class ShardStrategy(PreemptibleStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -55,6 +57,7 @@ class ShardStrategy(LedgerStrategy):
         error_if_nonfinite: bool,
         timeout_seconds: float,
         process_group_backend: str | None,
+        preemption: PreemptionConfig | None = None,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
@@ -71,6 +74,7 @@ class ShardStrategy(LedgerStrategy):
         self.error_if_nonfinite = error_if_nonfinite
         self.timeout = timedelta(seconds=timeout_seconds)
         self.process_group_backend = process_group_backend
+        self.preemption = preemption or PreemptionConfig()
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
 
@@ -171,6 +175,8 @@ class ShardStrategy(LedgerStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh. Collective: all ranks call it."""
+        self._identify_run(os.environ)
+        self._take_over_signals()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -262,6 +268,7 @@ class ShardStrategy(LedgerStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``validation_step`` under the engine's hooks, never in inference mode."""
         assert self.lightning_module is not None
+        self._in_validation()
         with self.precision_plugin.val_step_context(), _evaluating():
             return self._run(self.lightning_module.validation_step, *args, **kwargs)
 
@@ -373,10 +380,13 @@ class ShardStrategy(LedgerStrategy):
         broadcast_from_rank_0(persistent_buffers(self.lightning_module))
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, on every engine alike."""
+        """Evaluate with rank 0's buffers, on every engine alike; see also the parent's."""
+        super().on_validation_start()
         self._synchronize_buffers()
 
-    on_test_start = on_validation_start
+    def on_test_start(self) -> None:
+        """Test with rank 0's buffers, on every engine alike."""
+        self._synchronize_buffers()
 
     def on_predict_start(self) -> None:
         """Predict with rank 0's buffers, on every engine alike."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import _lightning
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, fsdp
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -47,6 +48,7 @@ class ShardDDPStrategy(ComposableStrategy):
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
+        preemption: PreemptionConfig | None = None,
     ) -> None:
         """Set up data parallelism.
 
@@ -75,6 +77,7 @@ class ShardDDPStrategy(ComposableStrategy):
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
             process_group_backend: "nccl", "gloo", ...; default: by device.
+            preemption: what a fit does when it is told to stop by a signal or a time limit.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -87,6 +90,7 @@ class ShardDDPStrategy(ComposableStrategy):
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
+            preemption=preemption,
         )
         if aligned and comm_hook is not None:
             raise ConfigurationError(
