@@ -98,7 +98,7 @@ def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trai
     }
 
 
-# What the moment is, after which step the run stops (one step, or one batch of validation, after all know), the Trainer.
+# The moment, the step after which the run stops (one step or one validation batch later), the Trainer.
 MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
     "mid-epoch": (("train", 1), 3, {}),
     "ahead of a validation in mid-epoch": (("train", 0), 2, {"val_check_interval": 2}),

@@ -136,20 +136,22 @@ def parse_time_left(text: str) -> float | None:
 
 def time_left(job: SlurmJob) -> float | None:
     """Seconds until SLURM ends the job; None where it has no limit or SLURM does not answer."""
-    done, output = _run("squeue", "--noheader", "--jobs", job.label, "--format", "%L")
+    code, output = _run("squeue", "--noheader", "--jobs", job.label, "--format", "%L")
     lines = output.split()
-    return parse_time_left(lines[0]) if done and lines else None
+    return parse_time_left(lines[0]) if code == 0 and lines else None
 
 
 def requeue(job: SlurmJob) -> str | None:
     """Put the job back into the queue, upon which SLURM ends its processes; None, or why SLURM refused."""
-    done, output = _run("scontrol", "requeue", job.label)
-    return None if done else output
+    code, output = _run("scontrol", "requeue", job.label)
+    # Below 0: the command was ended together with the job that it belongs to, by what it asked for.
+    return None if code <= 0 else output
 
 
-def _run(*command: str) -> tuple[bool, str]:
+def _run(*command: str) -> tuple[int, str]:
+    """Exit code (below 0: ended by a signal) and output, of stderr where it failed."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return False, f"{command[0]}: {error}"
-    return run.returncode == 0, (run.stdout if run.returncode == 0 else run.stderr).strip()
+        return 1, f"{command[0]}: {error}"
+    return run.returncode, (run.stdout if run.returncode == 0 else run.stderr).strip()

@@ -174,9 +174,11 @@ class PreemptibleStrategy(ResumingStrategy):
     def _requeue(self) -> None:
         if self._job is None or not self.preemption.requeue:
             return
-        refused = slurm.requeue(self._job)
-        what = f"SLURM job {self._job.label}"
-        print(f"{what} is requeued" if refused is None else f"{what} could not be requeued: {refused}", file=sys.stderr)
+        job = f"SLURM job {self._job.label}"
+        # Said before: SLURM may end this process faster than the command returns.
+        print(f"{job} goes back into the queue", file=sys.stderr, flush=True)
+        if (refused := slurm.requeue(self._job)) is not None:
+            print(f"{job} could not be requeued: {refused}", file=sys.stderr, flush=True)
 
     def _give_up(self) -> None:
         """In a thread of its own: the save hangs, most likely since a rank is lost."""
