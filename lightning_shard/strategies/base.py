@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.cluster.launch import Launch
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import ConfigurationError
@@ -30,6 +31,7 @@ from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinat
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
+from lightning_shard.strategies import meeting
 from lightning_shard.strategies.preempting import PreemptibleStrategy
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 
@@ -57,6 +59,7 @@ class ShardStrategy(PreemptibleStrategy):
         error_if_nonfinite: bool,
         timeout_seconds: float,
         process_group_backend: str | None,
+        init_timeout_seconds: float = 300.0,
         preemption: PreemptionConfig | None = None,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
@@ -67,6 +70,8 @@ class ShardStrategy(PreemptibleStrategy):
             )
         if timeout_seconds <= 0:
             raise ConfigurationError(f"timeout_seconds is {timeout_seconds}, but must be greater than 0.")
+        if init_timeout_seconds <= 0:
+            raise ConfigurationError(f"init_timeout_seconds is {init_timeout_seconds}, but must be greater than 0.")
         self.mesh_config = mesh
         self.aligned = aligned
         self.accumulate_sync = accumulate_sync
@@ -74,6 +79,7 @@ class ShardStrategy(PreemptibleStrategy):
         self.error_if_nonfinite = error_if_nonfinite
         self.timeout = timedelta(seconds=timeout_seconds)
         self.process_group_backend = process_group_backend
+        self.init_timeout_seconds = init_timeout_seconds
         self.preemption = preemption or PreemptionConfig()
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
@@ -158,6 +164,7 @@ class ShardStrategy(PreemptibleStrategy):
         Raises:
             ConfigurationError: on every rank alike.
         """
+        meeting.check(self._launch, os.environ)
         _ = self.policy
         self._mesh_shape()
         if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
@@ -165,6 +172,17 @@ class ShardStrategy(PreemptibleStrategy):
                 "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
                 "accelerator: cpu."
             )
+
+    @property
+    def _launch(self) -> Launch:
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        return meeting.launch_of(
+            self.cluster_environment,
+            nodes=self.num_nodes,
+            devices=self.num_processes,
+            gpu=self.parallel_devices[0].type == "cuda",
+        )
 
     def _mesh_shape(self) -> tuple[int, int]:
         return resolve_mesh(
@@ -183,7 +201,13 @@ class ShardStrategy(PreemptibleStrategy):
         backend = self.process_group_backend or _lightning.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
-        _lightning.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device_id)
+        options: dict[str, Any] = {"timeout": self.timeout, "device_id": device_id}
+        if not _lightning.is_initialized() and self.world_size > 1:
+            options["store"] = meeting.meet(
+                self, self.cluster_environment, self._launch, os.environ, seconds=self.init_timeout_seconds
+            )
+            options["store"].set_timeout(self.timeout)
+        _lightning.init_process_group(self.cluster_environment, backend, **options)
         self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)

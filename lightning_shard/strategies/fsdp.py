@@ -39,6 +39,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
+        init_timeout_seconds: float = 300.0,
         preemption: PreemptionConfig | None = None,
     ) -> None:
         """Set up FSDP2.
@@ -70,6 +71,7 @@ class ShardFSDPStrategy(ComposableStrategy):
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
             process_group_backend: "nccl", "gloo", ...; default: by device.
+            init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
 
         Raises:
@@ -83,6 +85,7 @@ class ShardFSDPStrategy(ComposableStrategy):
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
+            init_timeout_seconds=init_timeout_seconds,
             preemption=preemption,
         )
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):

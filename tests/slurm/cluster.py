@@ -35,7 +35,7 @@ SlurmctldHost=lshead({network}.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 SlurmUser=root
-AuthInfo=socket={folder}/munge/socket,cred_expire=3
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -114,8 +114,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         """End the jobs, the daemons and the namespaces."""
         if self._daemons.get("slurmctld"):
-            subprocess.run(["scancel", "-u", "root"], env=self.environ, timeout=20)
-            _wait(lambda: not self.command("squeue", "-h"), 30, None)
+            self.cancel_all()
         for name in [*self.names, "slurmctld", "munged"]:
             self._stop(name)
         self._remove_network()
@@ -215,6 +214,16 @@ class Cluster:
         """Submit a batch script; its job id."""
         folder = [f"--chdir={cwd}"] if cwd else []
         return self.command("sbatch", "--parsable", *folder, *options, str(script)).strip()
+
+    def cancel_all(self) -> None:
+        """End all jobs and wait until they are gone."""
+        self.command("scancel", "-u", "root", check=False)
+        _wait(lambda: not self.command("squeue", "-h", check=False), 30, None)
+
+    def describe(self) -> str:
+        """Jobs and nodes, and the end of the controller's log."""
+        shown = [self.command(*words.split(), check=False) for words in ("squeue -l", "sinfo -R", "sinfo -N -l")]
+        return "\n".join([*shown, (self.folder / "slurmctld.log").read_text(errors="replace")[-2500:]])
 
     def state(self, job: str) -> str:
         """The job's state, such as RUNNING."""

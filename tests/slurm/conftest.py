@@ -61,16 +61,20 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(cluster: Cluster, tmp_path: Path) -> Jobs:
-    return Jobs(cluster, tmp_path)
+def jobs(cluster: Cluster, tmp_path: Path) -> Generator[Jobs, None, None]:
+    yield Jobs(cluster, tmp_path)
+    cluster.cancel_all()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the jobs' logs with a failure."""
+    """Show the jobs' logs, and what SLURM says of them, with a failure."""
     report = yield
     folder = getattr(item, "funcargs", {}).get("tmp_path")
     if report.when == "call" and report.failed and folder is not None:
         for log in sorted(folder.glob("*.log")):
             report.sections.append((log.name, log.read_text(errors="replace")[-6000:]))
+    running = getattr(item, "funcargs", {}).get("cluster") or getattr(item, "funcargs", {}).get("jobs")
+    if report.when == "call" and report.failed and running is not None:
+        report.sections.append(("SLURM", getattr(running, "cluster", running).describe()))
     return report

@@ -6,10 +6,12 @@ compared with.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import socket
 import sys
 import time
 from pathlib import Path
@@ -18,9 +20,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_shard import MeshConfig, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard import ConfigurationError, MeshConfig, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from tests.models import TinyLM, loader, whole_parameters
 
 STRATEGIES: dict[str, Any] = {
@@ -149,7 +152,64 @@ def slow(
     return {"parameters": digest(module), "steps": run.global_step, "own_steps": len(module.losses)}
 
 
-PROGRAMS = {"strategies": strategies, "slow": slow}
+# What is wrong with a job
+
+
+def wrong(root: str, private: str) -> list[dict[str, str]]:
+    """What each of two tasks is told by fits that are wrong in some way; at last one that is right."""
+    rank = int(os.environ["SLURM_PROCID"])
+    fake = Path(root) / "fake" / "torch-0.1.dist-info"
+    fake.mkdir(parents=True, exist_ok=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    address = SLURMEnvironment().main_address
+    told: dict[str, str] = {}
+
+    def attempt(case: str, *, path: str = "", host: str = address, occupied: bool = False, **settings: Any) -> None:
+        _together(Path(root) / f"{case}-{rank}", Path(root) / f"{case}-{1 - rank}")
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(32100 + len(told))
+        with contextlib.ExitStack() as stack:
+            if occupied:
+                stack.enter_context(socket.create_server(("", 32100 + len(told))))
+            if path:
+                sys.path.insert(0, path)
+                stack.callback(sys.path.remove, path)
+            try:
+                strategy = ShardDDPStrategy(init_timeout_seconds=6)
+                run = trainer(strategy, **{"root": root, "devices": 1, "num_nodes": 2, "max_steps": 1, **settings})
+                run.fit(TinyLM(), loader())
+                told[case] = "ran"
+            except ConfigurationError as error:
+                told[case] = str(error)
+
+    attempt("nodes", num_nodes=3)
+    attempt("devices", devices=2)
+    attempt("settings", max_steps=3 + rank)
+    attempt("folder", root=private)
+    attempt("address", host="nowhere.invalid")
+    attempt("port", occupied=rank == 0)
+    attempt("versions", path=str(fake.parent) if rank == 1 else "")
+    attempt("nothing")
+    everything: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everything, told)
+    return everything
+
+
+def _together(own: Path, other: Path) -> None:
+    own.touch()
+    while not other.exists():
+        time.sleep(0.05)
+
+
+def alone() -> None:
+    """A Trainer for two nodes in a process that may not be one of them."""
+    try:
+        trainer(ShardDDPStrategy(), ".", devices=1, num_nodes=2)
+    except ConfigurationError as error:
+        print(error)
+    sys.exit(0)
+
+
+PROGRAMS = {"strategies": strategies, "slow": slow, "wrong": wrong, "alone": alone}
 
 
 def main(name: str, arguments: str, output: str) -> None:
