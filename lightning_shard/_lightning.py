@@ -42,6 +42,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "after_each_batch",
+    "at_teardown",
     "callbacks",
     "choose_checkpoint",
     "default_backend",
@@ -131,15 +132,26 @@ def layer_sync(strategy: Any) -> Any:
     return strategy._layer_sync
 
 
-def leave_signals_alone(trainer: Trainer, at_end: Callable[[], None]) -> None:
-    """Keep Lightning from installing its signal handlers in this run, and call ``at_end`` where it would restore them.
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from installing its signal handlers in this run.
 
     They save, requeue and broadcast inside the handler, on whatever rank and in whatever line the signal comes.
     """
     # On the instance; the next run replaces it. Nothing was replaced, and so its own teardown has nothing to put back.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def at_teardown(trainer: Trainer, hook: Callable[[], None]) -> None:
+    """Call ``hook`` at the end of this run, however it ends, after the strategy's teardown."""
     connector = trainer._signal_connector
-    connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    connector.teardown = at_end  # type: ignore[method-assign]
+    restore = type(connector).teardown
+
+    def teardown() -> None:
+        restore(connector)
+        hook()
+
+    # On the instance; the next run replaces it.
+    connector.teardown = teardown  # type: ignore[method-assign]
 
 
 def after_each_batch(trainer: Trainer, hook: Callable[[Any], None]) -> None:

@@ -32,8 +32,8 @@ from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning, place_batches, prepare_loader
 from lightning_shard.strategies import meeting
-from lightning_shard.strategies.preempting import PreemptibleStrategy
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
+from lightning_shard.strategies.watching import WatchedStrategy, remember_place
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
@@ -46,7 +46,7 @@ def _evaluating() -> Generator[None, None, None]:
         yield
 
 
-class ShardStrategy(PreemptibleStrategy):
+class ShardStrategy(WatchedStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -60,6 +60,7 @@ class ShardStrategy(PreemptibleStrategy):
         timeout_seconds: float,
         process_group_backend: str | None,
         init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
@@ -72,6 +73,8 @@ class ShardStrategy(PreemptibleStrategy):
             raise ConfigurationError(f"timeout_seconds is {timeout_seconds}, but must be greater than 0.")
         if init_timeout_seconds <= 0:
             raise ConfigurationError(f"init_timeout_seconds is {init_timeout_seconds}, but must be greater than 0.")
+        if lost_rank_seconds is not None and lost_rank_seconds <= 0:
+            raise ConfigurationError(f"lost_rank_seconds is {lost_rank_seconds}, but must be greater than 0, or null.")
         self.mesh_config = mesh
         self.aligned = aligned
         self.accumulate_sync = accumulate_sync
@@ -79,6 +82,7 @@ class ShardStrategy(PreemptibleStrategy):
         self.error_if_nonfinite = error_if_nonfinite
         self.timeout = timedelta(seconds=timeout_seconds)
         self.process_group_backend = process_group_backend
+        self.lost_rank_seconds = lost_rank_seconds
         self.init_timeout_seconds = init_timeout_seconds
         self.preemption = preemption or PreemptionConfig()
         self.num_nodes = 1
@@ -194,6 +198,7 @@ class ShardStrategy(PreemptibleStrategy):
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh. Collective: all ranks call it."""
         self._identify_run(os.environ)
+        self._take_over_end()
         self._take_over_signals()
         super().setup_environment()
         reset_seed()
@@ -203,11 +208,15 @@ class ShardStrategy(PreemptibleStrategy):
         device_id = None if self.root_device.type == "cpu" else self.root_device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": device_id}
         if not _lightning.is_initialized() and self.world_size > 1:
-            options["store"] = meeting.meet(
+            store, place = meeting.meet(
                 self, self.cluster_environment, self._launch, os.environ, seconds=self.init_timeout_seconds
             )
-            options["store"].set_timeout(self.timeout)
-        _lightning.init_process_group(self.cluster_environment, backend, **options)
+            store.set_timeout(self.timeout)
+            _lightning.init_process_group(self.cluster_environment, backend, store=store, **options)
+            remember_place(place)
+        else:
+            _lightning.init_process_group(self.cluster_environment, backend, **options)
+        self._start_watch()
         self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)

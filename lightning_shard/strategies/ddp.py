@@ -49,6 +49,7 @@ class ShardDDPStrategy(ComposableStrategy):
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
         init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
     ) -> None:
         """Set up data parallelism.
@@ -79,6 +80,8 @@ class ShardDDPStrategy(ComposableStrategy):
             timeout_seconds: how long a collective waits before the run fails.
             process_group_backend: "nccl", "gloo", ...; default: by device.
             init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
+            lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
+                names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
 
         Raises:
@@ -93,6 +96,7 @@ class ShardDDPStrategy(ComposableStrategy):
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
             init_timeout_seconds=init_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
             preemption=preemption,
         )
         if aligned and comm_hook is not None:

@@ -46,8 +46,10 @@ def check(launch: Launch, environ: Mapping[str, str]) -> None:
 
 def meet(
     strategy: Any, environment: ClusterEnvironment, launch: Launch, environ: MutableMapping[str, str], *, seconds: float
-) -> Store:
-    """Connect and compare all ranks; the store that the process group is to be made over. All ranks call it.
+) -> tuple[Store, Place]:
+    """Connect and compare all ranks; the store that the process group is to be made over, and where it is.
+
+    All ranks call it.
 
     Raises:
         ConfigurationError: see `connect` and `compare`.
@@ -68,7 +70,7 @@ def meet(
     facts = Facts(node=socket.gethostname(), versions=library_versions(), settings=settings_of(strategy, trainer))
     for warning in compare(store, place, facts, seconds, Path(root) if writes else None):
         rank_zero_warn(warning)
-    return store
+    return store, place
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ from lightning_shard.cluster.preemption import (
     TimeLimit,
     describe,
 )
+from lightning_shard.cluster.watch import dump_stacks
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.resuming import ResumingStrategy
@@ -48,10 +48,15 @@ class PreemptibleStrategy(ResumingStrategy):
         self._agreement = None
         if not self.preemption.signals:
             return
-        self._flag = SignalFlag()
-        _lightning.leave_signals_alone(self._trainer, at_end=self._flag.restore)
+        _lightning.leave_signals_alone(self._trainer)
         if self._trainer.state.fn == TrainerFn.FITTING:
+            self._flag = SignalFlag()
             self._flag.take_over(self.preemption.signals)
+
+    def _give_signals_back(self) -> None:
+        if self._flag is not None:
+            self._flag.restore()
+            self._flag = None
 
     def on_train_start(self) -> None:
         """Ask how much time the job has, and look after every batch whether to stop. All ranks call it."""
@@ -183,7 +188,7 @@ class PreemptibleStrategy(ResumingStrategy):
     def _give_up(self) -> None:
         """In a thread of its own: the save hangs, most likely since a rank is lost."""
         print(f"[rank {self.global_rank}] the save took over {self.preemption.save_seconds:g} s", file=sys.stderr)
-        faulthandler.dump_traceback(all_threads=True)
+        dump_stacks()
         if self.is_global_zero:
             self._requeue()
         os._exit(self.preemption.exit_code)

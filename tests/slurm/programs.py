@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -209,7 +210,34 @@ def alone() -> None:
     sys.exit(0)
 
 
-PROGRAMS = {"strategies": strategies, "slow": slow, "wrong": wrong, "alone": alone}
+# Failures
+
+
+class Failing(TinyLM):
+    """One rank fails in its third step; the other may be stuck at that time, outside of every collective."""
+
+    def __init__(self, how: str, stuck: bool) -> None:
+        super().__init__()
+        self.how, self.stuck = how, stuck
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("token 50257 is not in the vocabulary")
+        if batch_idx == 2 and self.stuck:
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def failing(root: str, how: str, stuck: bool) -> None:
+    """Two tasks, of which the second fails; the first says how long it took to end."""
+    strategy = ShardDDPStrategy(lost_rank_seconds=4)
+    run = trainer(strategy, root, devices=1, num_nodes=2, max_steps=10)
+    run.fit(Failing(how, stuck), loader())
+
+
+PROGRAMS = {"strategies": strategies, "slow": slow, "wrong": wrong, "alone": alone, "failing": failing}
 
 
 def main(name: str, arguments: str, output: str) -> None:
