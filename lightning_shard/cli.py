@@ -1,4 +1,4 @@
-"""The command line: ``lightning-shard fit|validate|test|predict|strategies``, and :class:`ShardCLI` for own scripts.
+"""The command line: ``lightning-shard fit|validate|test|predict|strategies|slurm|doctor``, and :class:`ShardCLI`.
 
 A user's mistake ends in one message on stderr and exit code 2; a bug in the user's code keeps its traceback.
 """
@@ -26,10 +26,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import __version__, mistakes, registry
+from lightning_shard import __version__, doctor, mistakes, registry, submit
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.explain import explain
 
 MISTAKE_EXIT_CODE = 2
+_COMMANDS: Mapping[str, Any] = {"slurm": submit, "doctor": doctor}
 # How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
 # ends the others.
 _SILENCE_SECONDS = 2.0
@@ -70,12 +72,14 @@ class ShardArgumentParser(LightningArgumentParser):
         super().add_instantiator(keep_failure, *args, **kwargs)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the action, to add ``strategies`` after Lightning's own subcommands."""
+        """Keep the action, to add this package's own subcommands after Lightning's."""
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
-    def add_strategies_subcommand(self) -> None:
-        """Add ``strategies [NAME]``."""
+    def add_own_subcommands(self) -> None:
+        """Add ``strategies [NAME]``, and for the help the commands that `main` runs without a configuration."""
+        for name, module in _COMMANDS.items():
+            self.subcommands.add_subcommand(name, type(self)(description=module.SUMMARY), help=module.SUMMARY)
         text = "Print the strategy names, or the YAML that equals one of them."
         parser = type(self)(description=text)
         parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
@@ -137,7 +141,7 @@ class ShardCLI(LightningCLI):
         """Lightning's parsers and ``strategies``."""
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
-            self.parser.add_strategies_subcommand()
+            self.parser.add_own_subcommands()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse into ``self.config``; ``strategies`` prints and ends here."""
@@ -221,7 +225,17 @@ def main() -> None:
     """Entry point of ``lightning-shard``."""
     # Lightning 2.6 says this of itself on every rank with torch 2.13.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+        raise SystemExit(_run_command(sys.argv[1], sys.argv[2:]))
     ShardCLI(parser_kwargs={"prog": _own_program(sys.argv[0]), "description": "Train with sharded strategies."})
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    try:
+        return int(_COMMANDS[name].main(arguments))
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE_EXIT_CODE
 
 
 def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:

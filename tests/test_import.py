@@ -23,7 +23,7 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "cli", "explain", "mistakes", "registry"},
+    {"", "__main__", "cli", "doctor", "explain", "mistakes", "registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = LAYERS[0] | LAYERS[1] | LAYERS[2]

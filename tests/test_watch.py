@@ -39,7 +39,7 @@ def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
             time.sleep(0.5 * rank)
             watch.end()
         else:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 45
             while not exits and rank != 2 and time.monotonic() < deadline:
                 time.sleep(0.05)  # stuck, as in a collective
             if case == "raises" and rank == 2:

@@ -24,8 +24,10 @@ from lightning_shard.cluster.preflight import Place
 INTERVAL_SECONDS = 1.0
 """Between two signs of life; longer with more than 200 ranks, which all speak to one process."""
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 15.0
 """How long the main thread of another rank may take to end by itself once the cause is known."""
+
+_FAREWELL_SECONDS = 5.0  # how long rank 0, which keeps the store, waits for the others to have read
 
 
 class Watch:
@@ -159,7 +161,7 @@ class Watch:
         return f"rank {rank} on {node}"
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + _FAREWELL_SECONDS
         while time.monotonic() < deadline:
             with self._lock:
                 if condition():

@@ -120,6 +120,16 @@ class Slow(TinyLM):
         super().validation_step(batch, batch_idx)
 
 
+class SlowAlone(Slow):
+    """With data of its own, for the command line."""
+
+    def __init__(self, log: str, seconds: float = 0.1) -> None:
+        super().__init__(Path(log), seconds)
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
 def slow(
     root: str,
     devices: int,
