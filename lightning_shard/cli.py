@@ -78,12 +78,12 @@ class ShardArgumentParser(LightningArgumentParser):
 
     def add_own_subcommands(self) -> None:
         """Add ``strategies [NAME]``, and for the help the commands that `main` runs without a configuration."""
-        for name, module in _COMMANDS.items():
-            self.subcommands.add_subcommand(name, type(self)(description=module.SUMMARY), help=module.SUMMARY)
         text = "Print the strategy names, or the YAML that equals one of them."
         parser = type(self)(description=text)
         parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
         self.subcommands.add_subcommand("strategies", parser, help=text)
+        for name, module in _COMMANDS.items():
+            self.subcommands.add_subcommand(name, type(self)(description=module.SUMMARY), help=module.SUMMARY)
 
 
 class ShardCLI(LightningCLI):
