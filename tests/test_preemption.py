@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor
 from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.manifest import read_manifest
 from lightning_shard.cluster.preemption import Agreement, Preempted, SignalFlag, TimeLimit, run_name
-from tests.harness import run_distributed
+from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
 STRATEGIES = {"ddp": ShardDDPStrategy, "fsdp": ShardFSDPStrategy}
@@ -112,7 +114,13 @@ MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+# The others differ from these in the Trainer's settings alone.
+DEFAULT = ("mid-epoch", "in a validation in mid-epoch", "in the epoch's validation", "in the last validation")
+
+
+@pytest.mark.parametrize(
+    "moment", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.matrix) for name in MOMENTS]
+)
 def test_stops_and_goes_on_as_if_it_never_had(moment: str) -> None:
     told, step, trainer = MOMENTS[moment]
     for rank in run_distributed(_stopped_and_resumed, 2, "ddp", told, signal.SIGUSR1, trainer):
@@ -237,3 +245,38 @@ def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> N
 def test_settings_that_are_refused(field: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         PreemptionConfig(**{field: value})
+
+
+HANGING = """
+import os, signal, time
+from lightning_shard import PreemptionConfig, ShardDDPStrategy
+from tests.models import TinyLM, loader
+from tests.slurm.programs import trainer
+
+class Hanging(TinyLM):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.global_rank == 1:
+            time.sleep(600)
+
+strategy = ShardDDPStrategy(preemption=PreemptionConfig(save_seconds=2, exit_code=76))
+trainer(strategy, ".", devices=2, max_steps=50).fit(Hanging(), loader())
+"""
+
+
+@pytest.mark.matrix
+def test_a_save_that_hangs_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "exitcode  : 76" in run.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] the save took over 2 s" in run.stderr
+    assert "in on_save_checkpoint" in run.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_bash_can_read_it(tmp_path: Path) -> None:
         path.write_text(script(job))
         assert "gpus" not in path.read_text()
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_examples_are_what_the_command_writes() -> None:
+    # The first command of the walk-through, as it stands there.
+    walkthrough = (ROOT / "examples/README.md").read_text()
+    written = re.search(r"^lightning-shard slurm (.*?)\nsbatch", walkthrough, re.DOTALL | re.MULTILINE)
+    assert written is not None
+    words = shlex.split(written[1].replace("\\\n", " "))
+    for launcher, more in (("srun", []), ("torchrun", ["--launcher=torchrun", "--max-restarts=3"])):
+        text = _text(*words, *more)
+        for program in ("lightning-shard", "torchrun"):
+            text = re.sub(rf"\S*/{program} ", f"{program} ", text)
+        assert (ROOT / f"examples/slurm/{launcher}.sbatch").read_text() == text
 
 
 @pytest.mark.parametrize(

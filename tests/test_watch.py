@@ -27,7 +27,7 @@ def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
     told: dict[str, Any] = {"cause": None}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, lost_seconds, exit_process=exits.append)
+        watch = Watch(place, lost_seconds, grace_seconds=3.5, exit_process=exits.append)
         if not (case in ("silent", "connection") and rank == 2):
             watch.start()
         if case == "raises" and rank == 1:

@@ -25,7 +25,7 @@ INTERVAL_SECONDS = 1.0
 """Between two signs of life; longer with more than 200 ranks, which all speak to one process."""
 
 GRACE_SECONDS = 15.0
-"""How long the main thread of another rank may take to end by itself once the cause is known."""
+"""More than a backend takes to tell the main thread that a connection is lost."""
 
 _FAREWELL_SECONDS = 5.0  # how long rank 0, which keeps the store, waits for the others to have read
 
@@ -34,7 +34,13 @@ class Watch:
     """The thread of one rank, from `start` to `end`."""
 
     def __init__(
-        self, place: Place, lost_seconds: float, *, run: int = 0, exit_process: Callable[[int], None] = os._exit
+        self,
+        place: Place,
+        lost_seconds: float,
+        *,
+        run: int = 0,
+        grace_seconds: float = GRACE_SECONDS,
+        exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """Connect to the store of the process group, over a connection of the thread's own.
 
@@ -42,6 +48,7 @@ class Watch:
             place: where the store is, and which rank this is.
             lost_seconds: how long a rank may be silent before the others take it for lost.
             run: number of the run on this process group.
+            grace_seconds: how long the main thread may take to end by itself once the cause is known.
             exit_process: what ends this process.
         """
         store = TCPStore(
@@ -51,6 +58,7 @@ class Watch:
         self._rank, self._size = place.rank, place.world_size
         self._lost_seconds = lost_seconds
         self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 200)
+        self._grace_seconds = grace_seconds
         self._exit = exit_process
         self._ending = threading.Event()
         self._lock = threading.Lock()  # of the connection, which the main thread uses too
@@ -143,7 +151,7 @@ class Watch:
 
     def _bring_down(self, cause: str) -> None:
         print(f"[{self._name(self._rank)}] {cause}", file=sys.stderr, flush=True)
-        if self._ending.wait(GRACE_SECONDS):
+        if self._ending.wait(self._grace_seconds):
             return
         print(f"[{self._name(self._rank)}] ends while it is here:", file=sys.stderr, flush=True)
         dump_stacks()
