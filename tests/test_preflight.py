@@ -37,6 +37,7 @@ TORCHRUN = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(
         # A shell, and a batch script, in which Lightning starts the processes of one node.
         (BATCH | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning", "nodes": 1}),
         (BATCH, {"nodes": 1, "devices": 1}),
+        (BATCH, {"launcher": "torchrun", "nodes": 1, "devices": 8}),
     ],
 )
 def test_launches_that_are_right(environ: dict[str, str], settings: dict[str, Any]) -> None:

@@ -42,8 +42,9 @@ def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str
     if launch.launcher not in ("slurm", "torchrun"):
         _check_own_launcher(job, launch, wanted)
         return
-    if launch.launcher == "slurm" and not job.uses_srun:
-        if launch.nodes * launch.devices > 1:
+    if not job.uses_srun:
+        # A torchrun in the batch script itself, or from a shell on each node, has counted its processes.
+        if launch.launcher == "slurm" and launch.nodes * launch.devices > 1:
             raise ConfigurationError(
                 f"SLURM job {job.label} runs this process without srun, so that it would wait for "
                 f"{launch.nodes * launch.devices - 1} others that nobody starts. Write `srun` before the command in "

@@ -100,7 +100,8 @@ class ResumingStrategy(LedgerStrategy):
             return path
         if speak:
             others = f" (there are some of {', '.join(found.others)})" if found.others else ""
-            rank_zero_info(f"No whole checkpoint of run {self._run_name}{others}: it starts from the beginning.")
+            say = rank_zero_warn if self._job is not None and self._job.restarts else rank_zero_info
+            say(f"No whole checkpoint of run {self._run_name}{others}: it starts from the beginning.")
         return None
 
     def _refuse_stock_checkpoint(self, path: Path) -> None:

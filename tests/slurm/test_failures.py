@@ -31,13 +31,12 @@ def _run(jobs: Jobs, folder: Path, *cases: tuple[str, bool]) -> list[str]:
 
 
 def test_the_others_end_and_name_the_rank(jobs: Jobs, tmp_path: Path) -> None:
-    raised, stuck, killed = _run(jobs, tmp_path, ("raise", False), ("raise", True), ("kill", True))
-    why = r"rank 1 on lsh2 failed: ValueError: token 50257 is not in the vocabulary"
-    assert re.search(rf"\[rank 0\] the cause: {why}", raised)
-    assert re.search(rf"\[rank 0 on lsh1\] {why}", stuck)
-    assert "rank 0 on lsh1] ends while it is here" in stuck
-    assert "in training_step" in stuck.partition("ends while it is here")[2]
+    raised, killed = _run(jobs, tmp_path, ("raise", False), ("kill", True))
+    # Said by the watching thread, or with the collective's own error, whichever comes first.
+    assert re.search(r"\[rank 0.*rank 1 on lsh2 failed: ValueError: token 50257 is not in the vocabulary", raised)
     assert re.search(r"\[rank 0 on lsh1\] rank 1 on lsh2 gave no sign of life: killed", killed)
+    assert "rank 0 on lsh1] ends while it is here" in killed
+    assert "in training_step" in killed.partition("ends while it is here")[2]
 
 
 @pytest.mark.soak
