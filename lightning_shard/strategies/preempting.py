@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,9 @@ class PreemptibleStrategy(ResumingStrategy):
         """Ask how much time the job has, and look after every batch whether to stop. All ranks call it."""
         super().on_train_start()
         self._agreed = self._looks = 0
-        self._reserve = self._longest_save = 0.0
+        # Of the last looks: the first steps compile, and are no measure of those to come.
+        self._gaps: deque[float] = deque([0.0], maxlen=50)
+        self._longest_save = 0.0
         self._last_look: float | None = None
         self._stoppable = False
         self._agreement = Agreement(Ranks.of().group)
@@ -132,13 +135,13 @@ class PreemptibleStrategy(ResumingStrategy):
         assert self._agreement is not None
         now = time.monotonic()
         if self._last_look is not None:
-            self._reserve = max(self._reserve, now - self._last_look)
+            self._gaps.append(now - self._last_look)
         self._last_look = now
         self._looks += 1
         if not self._agreed and self._looks % self.preemption.every_n_steps == 0:
             own = 0 if self._flag is None else self._flag.received
             # Two looks: the one at which all ranks know is the one after.
-            reserve = 2 * self.preemption.every_n_steps * self._reserve + self._longest_save
+            reserve = 2 * self.preemption.every_n_steps * max(self._gaps) + self._longest_save
             if not own and self._limit is not None and self._limit.is_near(reserve):
                 own = TIME_LIMIT
             self._agreed = self._agreement(own)

@@ -140,6 +140,7 @@ def slow(
     log: str | None = None,
     seed: int = 0,
     preemption: dict[str, Any] | None = None,
+    lost_rank_seconds: float = 120.0,
 ) -> dict[str, Any]:
     """A fit that can be stopped at any time, validating every 10 steps and saving every 5; its result."""
     seed += int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
@@ -150,7 +151,7 @@ def slow(
         dirpath=f"{root}/checkpoints", every_n_train_steps=5, save_top_k=2, monitor="step", mode="max"
     )
     run = trainer(
-        STRATEGIES[engine](preemption=PreemptionConfig(**(preemption or {}))),
+        STRATEGIES[engine](preemption=PreemptionConfig(**(preemption or {})), lost_rank_seconds=lost_rank_seconds),
         root,
         devices=devices,
         num_nodes=nodes,

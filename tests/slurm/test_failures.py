@@ -44,7 +44,8 @@ def test_a_node_that_goes_away_and_going_on_without_it(jobs: Jobs, tmp_path: Pat
     said = tmp_path / "said"
     arguments = {"root": str(tmp_path / "runs"), "steps": 60, "seconds": 0.1, "log": str(said)}
     settings = {"run": "mine"}
-    program = jobs.program("slow", "unused", devices=1, nodes=2, preemption=settings, **arguments)
+    settled = {"preemption": settings, "lost_rank_seconds": 5.0}
+    program = jobs.program("slow", "unused", devices=1, nodes=2, **settled, **arguments)
     job = jobs.submit(jobs.script(f"srun {program}"), *TWO_NODES, "--nodelist=lsh2,lsh3")
     deadline = time.monotonic() + 90
     while not list((tmp_path / "runs/checkpoints").glob("*.ckpt/manifest.json")) and time.monotonic() < deadline:
