@@ -10,6 +10,7 @@ One cluster at a time runs on a machine; a second one waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -133,8 +134,7 @@ class Cluster:
         """What a node's crash looks like: its network is gone, and its slurmd, and all that ran on it."""
         subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
         self._daemons.pop(name).kill()
-        for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        _end_processes(name)
 
     def revive_node(self, name: str) -> None:
         """Bring a killed node back and wait until it takes jobs."""
@@ -192,6 +192,10 @@ class Cluster:
     def _remove_network(self) -> None:
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         for name in re.findall(r"^lsh\d+\b", listed, re.MULTILINE):
+            _end_processes(name)
+            # By hand: with its namespace it would go some time later.
+            if Path(f"/sys/class/net/{name}v").exists():
+                _ip(f"link del {name}v")
             _ip(f"netns del {name}")
         if Path(f"/sys/class/net/{BRIDGE}").exists():
             _ip(f"link del {BRIDGE}")
@@ -241,6 +245,14 @@ class Cluster:
         wanted: Sequence[str] = states or ended
         _wait(lambda: self.state(job) in wanted, seconds, f"job {job} ({self.state(job)}, awaited {wanted})")
         return self.state(job)
+
+
+def _end_processes(namespace: str) -> None:
+    """What still runs in one of the tests' own network namespaces."""
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+    for pid in listed.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def _ip(*commands: str) -> None:
