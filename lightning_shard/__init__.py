@@ -28,6 +28,7 @@ from lightning_shard.registry import register
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.pretrained import load_pretrained
     from lightning_shard.cli import ShardCLI
+    from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.plugins.precision import ShardPrecision
@@ -52,6 +53,7 @@ __all__ = [
     "PrecisionContractError",
     "PrecisionError",
     "PrecisionPolicy",
+    "PreemptionConfig",
     "ShardCLI",
     "ShardDDPStrategy",
     "ShardDeepSpeedStrategy",
@@ -71,6 +73,7 @@ _LAZY = {
     "LossScaling": "lightning_shard.precision.loss_scale",
     "MeshConfig": "lightning_shard.mesh",
     "PrecisionPolicy": "lightning_shard.precision.policy",
+    "PreemptionConfig": "lightning_shard.cluster.preemption",
     "ShardCLI": "lightning_shard.cli",
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",

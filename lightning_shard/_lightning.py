@@ -48,14 +48,19 @@ __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "after_each_batch",
+    "at_teardown",
     "callbacks",
     "count_cut_parameters",
+    "choose_checkpoint",
     "default_backend",
     "hold_schedulers",
     "init_process_group",
     "is_initialized",
     "is_missing_optimizer",
     "layer_sync",
+    "leave_signals_alone",
+    "let_children_end",
     "prepare_for_backward",
     "prediction_batches",
     "restore_training_results",
@@ -185,3 +190,57 @@ def train_batch_size(trainer: Trainer) -> int | None:
 def layer_sync(strategy: Any) -> Any:
     """The plugin that ``Trainer(sync_batchnorm=True)`` set, or None."""
     return strategy._layer_sync
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from installing its signal handlers in this run.
+
+    They save, requeue and broadcast inside the handler, on whatever rank and in whatever line the signal comes.
+    """
+    # On the instance; the next run replaces it. Nothing was replaced, and so its own teardown has nothing to put back.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def at_teardown(trainer: Trainer, hook: Callable[[], None]) -> None:
+    """Call ``hook`` at the end of this run, however it ends, after the strategy's teardown."""
+    connector = trainer._signal_connector
+    restore = type(connector).teardown
+
+    def teardown() -> None:
+        restore(connector)
+        hook()
+
+    # On the instance; the next run replaces it.
+    connector.teardown = teardown  # type: ignore[method-assign]
+
+
+def after_each_batch(trainer: Trainer, hook: Callable[[Any], None]) -> None:
+    """Call ``hook(data_fetcher)`` when a training batch is counted and logged, ahead of a validation after it."""
+    loop = trainer.fit_loop.epoch_loop
+    end = type(loop).on_advance_end
+
+    def on_advance_end(data_fetcher: Any) -> None:
+        hook(data_fetcher)
+        end(loop, data_fetcher)
+
+    # On the instance; a second fit replaces it.
+    loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
+
+
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
+    """Resume from ``choose(ckpt_path)``, None for nothing, where Lightning would resume from ``ckpt_path``."""
+    connector = trainer._checkpoint_connector
+    start = type(connector).resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        start(connector, choose(checkpoint_path), weights_only=weights_only)
+
+    # On the instance; a second run replaces it.
+    connector.resume_start = resume_start  # type: ignore[method-assign]
+
+
+def let_children_end(strategy: Any) -> None:
+    """Keep Lightning's launcher from killing this process when the processes that it started end with an exit code."""
+    processes = getattr(strategy.launcher, "procs", None)
+    if isinstance(processes, list):
+        processes.clear()

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-shard fit|validate|test|predict|strategies|checkpoint``, and :class:`ShardCLI`.
+"""The command line: ``lightning-shard fit|validate|test|predict|strategies|checkpoint|slurm|doctor``, and `ShardCLI`.
 
 A user's mistake ends in one message on stderr and exit code 2; a bug in the user's code keeps its traceback.
 """
@@ -26,10 +26,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import __version__, checkpoint_commands, mistakes, registry
+from lightning_shard import __version__, checkpoint_commands, doctor, mistakes, registry, submit
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.explain import explain
 
 MISTAKE_EXIT_CODE = 2
+_COMMANDS: Mapping[str, Any] = {"slurm": submit, "doctor": doctor}
 # How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
 # ends the others.
 _SILENCE_SECONDS = 2.0
@@ -37,7 +39,7 @@ _SILENCE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 4.0
 # As Lightning reads them.
 _FP16_FLAGS = ("16", "16-mixed")
-_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+_CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 class ShardArgumentParser(LightningArgumentParser):
@@ -70,16 +72,18 @@ class ShardArgumentParser(LightningArgumentParser):
         super().add_instantiator(keep_failure, *args, **kwargs)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the action, to add our own subcommands after Lightning's."""
+        """Keep the action, to add this package's own subcommands after Lightning's."""
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
-    def add_strategies_subcommand(self) -> None:
-        """Add ``strategies [NAME]``."""
+    def add_own_subcommands(self) -> None:
+        """Add ``strategies [NAME]``, and for the help the commands that `main` runs without a configuration."""
         text = "Print the strategy names, or the YAML that equals one of them."
         parser = type(self)(description=text)
         parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
         self.subcommands.add_subcommand("strategies", parser, help=text)
+        for name, module in _COMMANDS.items():
+            self.subcommands.add_subcommand(name, type(self)(description=module.SUMMARY), help=module.SUMMARY)
 
     def add_checkpoint_subcommand(self) -> None:
         """Add ``checkpoint inspect|verify|convert|export``."""
@@ -145,7 +149,7 @@ class ShardCLI(LightningCLI):
         """Lightning's parsers, ``strategies`` and ``checkpoint``."""
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
-            self.parser.add_strategies_subcommand()
+            self.parser.add_own_subcommands()
             self.parser.add_checkpoint_subcommand()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -233,7 +237,17 @@ def main() -> None:
     """Entry point of ``lightning-shard``."""
     # Lightning 2.6 says this of itself on every rank with torch 2.13.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+        raise SystemExit(_run_command(sys.argv[1], sys.argv[2:]))
     ShardCLI(parser_kwargs={"prog": _own_program(sys.argv[0]), "description": "Train with sharded strategies."})
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    try:
+        return int(_COMMANDS[name].main(arguments))
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE_EXIT_CODE
 
 
 def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +301,7 @@ def _check_ckpt_path(path: Any) -> None:
         return
     if not Path(path).exists():
         raise mistakes.UsageError(
-            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of best, last."
+            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of auto, best, last."
         )
     if Path(path).is_file():
         with open(path, "rb") as file:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.harness import close_pools
+from tests.slurm.cluster import why_not
 
 GROUPS = ("matrix", "soak", "slurm", "gpu")
 
@@ -69,6 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif "gpu" in groups and not _has_cuda():
             left_out = "gpu"
             reasons.setdefault("gpu", []).append("no CUDA device here")
+        elif "slurm" in groups and (reason := why_not()) is not None:
+            left_out = "slurm"
+            reasons.setdefault("slurm", []).append(reason)
         (kept if left_out is None else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)

@@ -233,10 +233,10 @@ class _Pool:
         return f"exited with status {code}"
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR1)."""
+        """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR2)."""
         for rank in ranks:
             if self.processes[rank].poll() is None:
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                os.kill(self.processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
         return {rank: _tail(self.folder / f"stacks-{rank}.txt", 200) for rank in ranks}
 

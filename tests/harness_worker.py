@@ -29,7 +29,7 @@ def main(handle: int, folder: Path, rank: int) -> None:
     _die_with_parent()
     # The C-level handler prints the stacks of all threads even while the main one waits inside gloo.
     with open(folder / f"stacks-{rank}.txt", "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         import lightning.pytorch  # noqa: F401
         import torch
 

@@ -69,6 +69,31 @@ def test_the_next_save_removes_what_interrupted_ones_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".b.ckpt.tmp-1234", "a.ckpt"]
 
 
+WRITING = """
+import sys, time
+from pathlib import Path
+from lightning_shard.checkpoint import commit
+(commit.begin(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_another_job_is_writing_is_not_removed(tmp_path):
+    path = tmp_path / "a.ckpt"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as other:
+        try:
+            assert other.stdout.readline() == b"writing\n"
+            save_number(path, 1.0)
+            assert sorted(os.listdir(tmp_path)) == [".a.ckpt.tmp-0123456789ab", "a.ckpt"]
+        finally:
+            other.kill()
+    save_number(path, 2.0)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
 def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
     path = tmp_path / "a.ckpt"
     save_number(path, 1.0)

@@ -21,6 +21,7 @@ PRECISIONS = sorted((CONFIGS / "precision").glob("*.yaml"))
 WHOLE = sorted(CONFIGS.glob("*.yaml"))
 # The first is run by test_classifier_example.py; the second needs weights that are too large for a test.
 PRETRAINED = [CONFIGS / "pretrained" / "minilm.yaml", CONFIGS / "pretrained" / "smollm2.yaml"]
+CLUSTER = sorted((CONFIGS / "slurm").glob("*.yaml"))
 
 TINY = {
     "--model.init_args.layers": "1",
@@ -39,18 +40,19 @@ TINY = {
 }
 
 
-def _fit(configs: list[str]) -> dict[str, Any]:
+def _fit(configs: list[str], *changes: str) -> dict[str, Any]:
     """On each rank: what came of ``lightning-shard fit`` with these files."""
     arguments = [word for config in configs for word in ("--config", config)]
     tiny = [f"{option}={value}" for option, value in TINY.items()]
     if any("TQDMProgressBar" in Path(config).read_text() for config in configs):
         tiny.remove("--trainer.enable_progress_bar=false")  # Lightning refuses it beside a progress bar
-    cli = ShardCLI(args=["fit", *arguments, *tiny])
+    cli = ShardCLI(args=["fit", *arguments, *tiny, *changes])
     callback = cli.trainer.checkpoint_callback
     return {
         "steps": cli.trainer.global_step,
         "strategy": type(cli.trainer.strategy).__name__,
         "aligned": cli.trainer.strategy.aligned,
+        "preemption": cli.trainer.strategy.preemption.seconds_before_limit,
         "precision": cli.trainer.precision,
         "compute": short(cli.trainer.strategy.policy.compute),
         "perplexity": float(cli.trainer.callback_metrics["val_perplexity"]),
@@ -69,7 +71,7 @@ def _check(results: list[dict[str, Any]]) -> dict[str, Any]:
 def test_one_overlay_per_name() -> None:
     assert {path.stem for path in STRATEGIES} == set(registry.PRESETS)
     assert {path.stem for path in PRECISIONS} == set(PRECISION_STRINGS)
-    tested = {*STRATEGIES, *PRECISIONS, *WHOLE, *PRETRAINED}
+    tested = {*STRATEGIES, *PRECISIONS, *WHOLE, *PRETRAINED, *CLUSTER}
     assert {path for path in CONFIGS.rglob("*") if path.suffix in (".yaml", ".yml")} == tested
 
 
@@ -95,6 +97,15 @@ def test_whole_run(path: Path) -> None:
     _check(run_distributed(_fit, 2, [str(path)]))
 
 
+def test_multi_node() -> None:
+    [path] = CLUSTER
+    settings = yaml.safe_load(path.read_text())["trainer"]
+    assert (settings["num_nodes"], settings["devices"], settings["accelerator"]) == (2, 8, "gpu")
+    here = ("--trainer.num_nodes=1", "--trainer.devices=2", "--trainer.accelerator=cpu")
+    result = _check(run_distributed(_fit, 2, [str(BASE), str(path)], *here))
+    assert (result["strategy"], result["preemption"]) == ("ShardFSDPStrategy", 180.0)
+
+
 @pytest.mark.parametrize("path", [*STRATEGIES, *PRECISIONS], ids=lambda path: path.stem)
 def test_an_overlay_is_one_line_and_says_why(path: Path) -> None:
     text = path.read_text()
@@ -106,7 +117,7 @@ def test_an_overlay_is_one_line_and_says_why(path: Path) -> None:
 
 def test_readme_names_every_file_that_is_there() -> None:
     text = (CONFIGS / "README.md").read_text()
-    for path in (*WHOLE, *PRETRAINED):
+    for path in (*WHOLE, *PRETRAINED, *CLUSTER):
         assert path.name in text
     for name in (*registry.PRESETS, *(path.stem for path in PRECISIONS)):
         assert f"`{name}`" in text or f"`{name.removesuffix('_aligned')}`" in text, name

@@ -23,7 +23,8 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "checkpoint_commands", "cli", "explain", "full_tensors", "loading", "mistakes", "registry"},
+    {"", "__main__", "checkpoint_commands", "cli", "doctor", "explain", "full_tensors", "loading", "mistakes"}
+    | {"registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = LAYERS[0] | LAYERS[1] | LAYERS[2]
@@ -49,6 +50,7 @@ def test_exact_public_names() -> None:
         "PrecisionContractError",
         "PrecisionError",
         "PrecisionPolicy",
+        "PreemptionConfig",
         "ShardCLI",
         "ShardDDPStrategy",
         "ShardDeepSpeedStrategy",

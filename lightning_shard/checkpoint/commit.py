@@ -7,8 +7,10 @@ one is moved to ``.NAME.old-TOKEN`` for a moment, and `recover` finishes a swap 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -64,6 +66,7 @@ def begin(path: Path, token: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path, token)
     temporary.mkdir()
+    _hold(temporary)
     return temporary
 
 
@@ -75,9 +78,7 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     """
     sync_directory(temporary)
     check_replaceable(path)
-    if not os.path.lexists(path):
-        os.rename(temporary, path)
-    elif not _exchange(temporary, path):
+    if not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
         aside = _aside(path, token)
         os.rename(path, aside)
         try:
@@ -86,8 +87,21 @@ def publish(temporary: Path, path: Path, token: str) -> None:
             os.rename(aside, path)
             raise
     sync_directory(path.parent)
-    for leftover in leftovers(path):
-        delete_tree(leftover)
+    _let_go(temporary)
+    _delete_leftovers(path)
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> bool:
+    """Rename it; False if something is at the path, which another job may have saved there a moment ago."""
+    if os.path.lexists(path):
+        return False
+    try:
+        os.rename(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def recover(path: Path) -> bool:
@@ -129,7 +143,9 @@ def remove(path: str | os.PathLike[str]) -> None:
     check_replaceable(path)
     if os.path.lexists(path):
         doomed = temporary_sibling(path, new_token())
-        os.rename(path, doomed)
+        # Two jobs that save in one folder may remove the same.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, doomed)
     remove_incomplete(path)
 
 
@@ -140,12 +156,55 @@ def remove_incomplete(path: str | os.PathLike[str]) -> None:
     if path.is_dir() and not path.is_symlink() and not is_checkpoint(path):
         check_replaceable(path)
         delete_tree(path)
+    _delete_leftovers(path)
+
+
+# What this process is writing: temporary directories with the descriptors that hold their locks.
+_held: dict[Path, int] = {}
+
+
+def _hold(temporary: Path) -> None:
+    """Lock a directory for as long as this process writes it; the lock ends with the process, however it ends."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)  # a filesystem without locks
+    else:
+        _held[temporary] = descriptor
+
+
+def _let_go(temporary: Path) -> None:
+    if (descriptor := _held.pop(temporary, None)) is not None:
+        os.close(descriptor)
+
+
+def _is_being_written(directory: Path) -> bool:
+    """Whether a process, of this or another job, holds the lock of a temporary directory."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _delete_leftovers(path: Path) -> None:
     for leftover in leftovers(path):
-        delete_tree(leftover)
+        if not _is_being_written(leftover):
+            delete_tree(leftover)
 
 
 def delete_tree(path: Path) -> None:
     """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
+    _let_go(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -63,6 +63,9 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
 
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save."""
+
     format_version: int = FORMAT_VERSION
     """Readers refuse a version above their own."""
 
@@ -79,6 +82,7 @@ class Manifest:
             "policy": self.policy,
             "ledger": self.ledger,
             "world_size": self.world_size,
+            "run": dict(self.run),
             "tensors": {k: {"shape": list(t.shape), "dtype": t.dtype} for k, t in self.tensors.items()},
             "aliases": dict(self.aliases),
             "files": {k: {"size": f.size, "sha256": f.sha256} for k, f in self.files.items()},
@@ -119,6 +123,7 @@ class Manifest:
                 aliases=_typed(fields, "aliases", dict),
                 files={check_relative(k): _file_entry(v) for k, v in _typed(fields, "files", dict).items()},
                 versions=_typed(fields, "versions", dict),
+                run=_typed({"run": {}, **fields}, "run", dict),
                 format_version=fields["format_version"],
                 digest=digest,
             )

@@ -42,6 +42,9 @@ class CheckpointInfo:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     """The measured dtypes, in plain JSON values."""
 
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Of a training state: ``name`` of the run, ``step`` and ``time``; rank 0's counts."""
+
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Key of a tied name to the key of its tensor."""
 
@@ -216,6 +219,7 @@ def _finish(
         aliases=info.aliases,
         files=files,
         versions=library_versions(),
+        run=info.run,
     )
     with HashedFile(temporary / MANIFEST) as stream:
         stream.write(manifest.to_json().encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from torch.optim import Optimizer
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.state import fqns
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
+from lightning_shard.cluster.launch import Launch
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.engines.whole import LiveTensor, gather, scatter
 from lightning_shard.errors import ConfigurationError
@@ -39,9 +42,10 @@ from lightning_shard.resume import (
     place_batches,
     prepare_loader,
 )
-from lightning_shard.strategies.ledgering import LedgerStrategy
+from lightning_shard.strategies import meeting
 from lightning_shard.strategies.reading import canonical, own_or, slot_of
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
+from lightning_shard.strategies.watching import WatchedStrategy, remember_place
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
@@ -82,7 +86,7 @@ def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
         )
 
 
-class ShardStrategy(LedgerStrategy):
+class ShardStrategy(WatchedStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     _predictions_left = 0
@@ -98,6 +102,9 @@ class ShardStrategy(LedgerStrategy):
         error_if_nonfinite: bool,
         timeout_seconds: float,
         process_group_backend: str | None,
+        init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float | None = 120.0,
+        preemption: PreemptionConfig | None = None,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
@@ -107,6 +114,10 @@ class ShardStrategy(LedgerStrategy):
             )
         if timeout_seconds <= 0:
             raise ConfigurationError(f"timeout_seconds is {timeout_seconds}, but must be greater than 0.")
+        if init_timeout_seconds <= 0:
+            raise ConfigurationError(f"init_timeout_seconds is {init_timeout_seconds}, but must be greater than 0.")
+        if lost_rank_seconds is not None and lost_rank_seconds <= 0:
+            raise ConfigurationError(f"lost_rank_seconds is {lost_rank_seconds}, but must be greater than 0, or null.")
         self.mesh_config = mesh
         self.aligned = aligned
         self.accumulate_sync = accumulate_sync
@@ -114,6 +125,9 @@ class ShardStrategy(LedgerStrategy):
         self.error_if_nonfinite = error_if_nonfinite
         self.timeout = timedelta(seconds=timeout_seconds)
         self.process_group_backend = process_group_backend
+        self.lost_rank_seconds = lost_rank_seconds
+        self.init_timeout_seconds = init_timeout_seconds
+        self.preemption = preemption or PreemptionConfig()
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
 
@@ -216,6 +230,7 @@ class ShardStrategy(LedgerStrategy):
         Raises:
             ConfigurationError: on every rank alike.
         """
+        meeting.check(self._launch, os.environ)
         _ = self.policy
         self._mesh_shape()
         if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
@@ -223,6 +238,17 @@ class ShardStrategy(LedgerStrategy):
                 "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
                 "accelerator: cpu."
             )
+
+    @property
+    def _launch(self) -> Launch:
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        return meeting.launch_of(
+            self.cluster_environment,
+            nodes=self.num_nodes,
+            devices=self.num_processes,
+            gpu=self.parallel_devices[0].type == "cuda",
+        )
 
     def _mesh_shape(self) -> tuple[int, int]:
         return resolve_mesh(
@@ -233,13 +259,26 @@ class ShardStrategy(LedgerStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh. Collective: all ranks call it."""
+        self._identify_run(os.environ)
+        self._take_over_end()
+        self._take_over_signals()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         backend = self.process_group_backend or _lightning.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
-        _lightning.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device_id)
+        options: dict[str, Any] = {"timeout": self.timeout, "device_id": device_id}
+        if not _lightning.is_initialized() and self.world_size > 1:
+            store, place = meeting.meet(
+                self, self.cluster_environment, self._launch, os.environ, seconds=self.init_timeout_seconds
+            )
+            store.set_timeout(self.timeout)
+            _lightning.init_process_group(self.cluster_environment, backend, store=store, **options)
+            remember_place(place)
+        else:
+            _lightning.init_process_group(self.cluster_environment, backend, **options)
+        self._start_watch()
         self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
@@ -328,6 +367,7 @@ class ShardStrategy(LedgerStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``validation_step`` under the engine's hooks, never in inference mode."""
         assert self.lightning_module is not None
+        self._in_validation()
         with self.precision_plugin.val_step_context(), _evaluating():
             return self._run(self.lightning_module.validation_step, *args, **kwargs)
 
@@ -500,10 +540,13 @@ class ShardStrategy(LedgerStrategy):
         broadcast_from_rank_0(persistent_buffers(self.lightning_module))
 
     def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, on every engine alike."""
+        """Evaluate with rank 0's buffers, on every engine alike; see also the parent's."""
+        super().on_validation_start()
         self._synchronize_buffers()
 
-    on_test_start = on_validation_start
+    def on_test_start(self) -> None:
+        """Test with rank 0's buffers, on every engine alike."""
+        self._synchronize_buffers()
 
     def on_predict_start(self) -> None:
         """Find out how many batches the other ranks have: prediction repeats no sample to even them out."""

@@ -41,6 +41,8 @@ class CheckpointingStrategy(ParallelStrategy):
     _loading: Path | None = None
     _converted: Path | None = None
     _resumed: dict[str, Any] | None = None
+    _rewound: Mapping[str, Any] | None = None
+    """Parts of the run's state as they were before, where a save is to go back behind something that has begun."""
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -111,16 +113,27 @@ class CheckpointingStrategy(ParallelStrategy):
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
-            checkpoint[RUN_STATE] = run_state.collect(self.lightning_module.trainer, checkpoint["loops"])
+            checkpoint[RUN_STATE] = run_state.collect(
+                self.lightning_module.trainer, checkpoint["loops"], self._rewound or {}
+            )
         save_training_state(
             path,
             module=self.lightning_module,
             optimizers=self._optimizer_states() if with_optimizers else [],
             masters=self._model_tensors(),
             trainer_state=checkpoint,
-            info=CheckpointInfo(engine=self.engine, policy=self.policy.text(), ledger=self._measured()),
+            info=CheckpointInfo(
+                engine=self.engine,
+                policy=self.policy.text(),
+                ledger=self._measured(),
+                run=self._run_facts() if with_optimizers else {},
+            ),
             leave_out=leave_out,
         )
+
+    def _run_facts(self) -> dict[str, Any]:
+        """Name of the run, step and time; empty: the checkpoint is never taken for that of a run."""
+        return {}
 
     def _measured(self) -> dict[str, Any]:
         """The ledger in plain JSON values; empty where nothing was measured."""

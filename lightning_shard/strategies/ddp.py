@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import _lightning
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, fsdp
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -47,6 +48,9 @@ class ShardDDPStrategy(ComposableStrategy):
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
+        init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float | None = 120.0,
+        preemption: PreemptionConfig | None = None,
     ) -> None:
         """Set up data parallelism.
 
@@ -75,6 +79,10 @@ class ShardDDPStrategy(ComposableStrategy):
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
             process_group_backend: "nccl", "gloo", ...; default: by device.
+            init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
+            lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
+                names it; null: they wait for ``timeout_seconds``.
+            preemption: what a fit does when it is told to stop by a signal or a time limit.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -87,6 +95,9 @@ class ShardDDPStrategy(ComposableStrategy):
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
+            init_timeout_seconds=init_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
+            preemption=preemption,
         )
         if aligned and comm_hook is not None:
             raise ConfigurationError(

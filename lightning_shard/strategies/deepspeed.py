@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, transforms
 from lightning_shard.engines.deepspeed_config import (
     DeepSpeedFields,
@@ -74,6 +75,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         log_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
+        init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float = 120.0,
+        preemption: PreemptionConfig | None = None,
         process_group_backend: str | None = None,
     ) -> None:
         """Set up DeepSpeed.
@@ -99,6 +103,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
+            init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
+            lost_rank_seconds: how long a rank may give no sign of life before the others end, and say so.
+            preemption: what a fit does when it is told to stop by a signal or a time limit.
             process_group_backend: "nccl", "gloo", ...; default: by device.
 
         Raises:
@@ -124,6 +131,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
+            init_timeout_seconds=init_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
+            preemption=preemption,
             process_group_backend=process_group_backend,
         )
         self._running: zero.ZeroEngine | None = None

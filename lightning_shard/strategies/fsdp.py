@@ -7,6 +7,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig
@@ -38,6 +39,9 @@ class ShardFSDPStrategy(ComposableStrategy):
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
         process_group_backend: str | None = None,
+        init_timeout_seconds: float = 300.0,
+        lost_rank_seconds: float | None = 120.0,
+        preemption: PreemptionConfig | None = None,
     ) -> None:
         """Set up FSDP2.
 
@@ -68,6 +72,10 @@ class ShardFSDPStrategy(ComposableStrategy):
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
             process_group_backend: "nccl", "gloo", ...; default: by device.
+            init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
+            lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
+                names it; null: they wait for ``timeout_seconds``.
+            preemption: what a fit does when it is told to stop by a signal or a time limit.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -80,6 +88,9 @@ class ShardFSDPStrategy(ComposableStrategy):
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
+            init_timeout_seconds=init_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
+            preemption=preemption,
         )
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:

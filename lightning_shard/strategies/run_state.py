@@ -18,18 +18,25 @@ from lightning_shard.resume import derived_rng_seed, gather_states, rng_state, s
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 
 
-def collect(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, Any]:
+def before_validation(trainer: Trainer) -> dict[str, Any]:
+    """The parts of this rank's state that validation changes, copied."""
+    return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
+
+
+def collect(trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
     """The run's state on all ranks, in types that load with ``weights_only=True``. Collective: all ranks call it.
 
     Args:
         trainer: in a fit.
         loops: the loops' part of the checkpoint that is being written.
+        rewound: parts to be saved as they were before, such as `before_validation`'s.
     """
     own = {
         "rng": rng_state(),
         "metrics": metric_states(trainer.lightning_module),
         "logged": _lightning.training_results_state(trainer),
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
+        **rewound,
     }
     return {"seed": torch.initial_seed(), "ranks": gather_states(own)}
 

@@ -1,0 +1,238 @@
+"""The processes meet and compare themselves before there is a process group, so that what differs has a name.
+
+They meet at the store over which the process group is made next, with a timeout of its own. A rank says what it is
+(`Facts`), rank 0 reads all and writes one verdict, which every rank raises alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from lightning_shard.errors import ConfigurationError
+
+CLOCK_SECONDS = 30.0
+"""How far clocks may be apart before it is said: the newest of two checkpoints is told by them."""
+
+_FOLDER_SECONDS = 5.0  # how long a network file system may take to show a new file on another node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank says of itself."""
+
+    node: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python and the libraries."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of settings that must not differ, with their values in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where and as whom a process meets the others."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    agent: str | None = None
+    """Of a torchrun that keeps the store in its own process: the attempt, which keeps restarts apart."""
+
+
+def connect(place: Place, seconds: float) -> Store:
+    """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it.
+
+    Raises:
+        ConfigurationError: on this rank: the address has no host, the port is taken, or nobody answers in time.
+    """
+    where = f"{place.address}:{place.port}"
+    try:
+        socket.getaddrinfo(place.address, place.port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"[rank {place.rank} on {_node()}] the main address {place.address!r} can't be resolved "
+            f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
+        ) from error
+    keeps = place.rank == 0 and place.agent is None
+    try:
+        store: Store = TCPStore(
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=keeps,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,  # who is missing could not be said
+        )
+    except RuntimeError as error:
+        if keeps:
+            raise ConfigurationError(
+                f"[rank 0 on {_node()}] port {place.port} can't be listened on, most likely since another process "
+                f"does: set MASTER_PORT to a free one. ({str(error).splitlines()[0]})"
+            ) from error
+        raise ConfigurationError(
+            f"[rank {place.rank} on {_node()}] rank 0 did not answer at {where} in {seconds:g} s "
+            "(init_timeout_seconds): it has not started or has failed, which its own log says, or a firewall is "
+            "between the nodes, or MASTER_ADDR is another host."
+        ) from error
+    return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
+
+
+def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Path | None = None) -> list[str]:
+    """Tell the others, and see that all are alike. All ranks call it; returns warnings, on rank 0.
+
+    Args:
+        store: `connect`'s.
+        place: of this rank.
+        facts: of this rank.
+        seconds: how long a rank may be late.
+        folder: where checkpoints go, which all nodes have to see; None: nothing is written.
+
+    Raises:
+        ConfigurationError: on every rank alike, the first thing that differs, with the ranks and both values.
+    """
+    store = PrefixStore("preflight", store)
+    store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
+    warnings: list[str] = []
+    if place.rank == 0:
+        try:
+            verdict, warnings = _judge(store, place, seconds, folder)
+        except BaseException as error:
+            store.set("verdict", f"rank 0 failed in comparing the ranks: {type(error).__name__}: {error}")
+            raise
+        store.set("verdict", verdict)
+    else:
+        # Rank 0 waits for the late for as long as this, and its answer takes a moment.
+        _answer_questions(store, place.rank, 2 * seconds + 2 * _FOLDER_SECONDS)
+    verdict = store.get("verdict").decode()
+    store.set(f"read/{place.rank}", "")
+    if verdict:
+        if place.rank == 0:
+            # It keeps the store: the others have to read the verdict before it ends.
+            _wait(store, [f"read/{rank}" for rank in range(place.world_size)], 5.0)
+        raise ConfigurationError(verdict)
+    return warnings
+
+
+def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
+    """On rank 0: what is wrong, "" for nothing, and what is only worth a warning."""
+    world = range(place.world_size)
+    missing = _wait(store, [f"facts/{rank}" for rank in world], seconds)
+    question: dict[str, Any] = {}
+    if not missing and folder is not None:
+        question["probe"] = _make_probe(folder)
+    store.set("question", json.dumps(question))
+    if missing:
+        ranks = [int(key.partition("/")[2]) for key in missing]
+        return _missing_message(ranks, place.world_size, seconds), []
+    facts = [json.loads(store.get(f"facts/{rank}")) for rank in world]
+    if different := _difference(facts):
+        return different, []
+    start = time.time()
+    lost = _wait(store, [f"answer/{rank}" for rank in world[1:]], _FOLDER_SECONDS + seconds)
+    if lost:
+        return f"{len(lost)} of {place.world_size} ranks were lost while they compared themselves", []
+    took = time.time() - start
+    answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in world[1:]}
+    probe = question.get("probe")
+    if probe is not None:
+        Path(probe).unlink(missing_ok=True)
+    blind = [rank for rank, answer in answers.items() if not answer["sees"]]
+    if blind:
+        return (
+            f"{folder} is not one folder for all nodes: what rank 0 writes there on {facts[0]['node']} is not seen by "
+            f"{_ranks(blind, facts)}. Set default_root_dir to a folder on a file system that all nodes share."
+        ), []
+    off = {rank: answer["time"] - start for rank, answer in answers.items()}
+    skewed = [rank for rank, seconds_off in off.items() if abs(seconds_off) > CLOCK_SECONDS + took]
+    warnings = [f"the clock of {_ranks(skewed, facts)} is {off[skewed[0]]:+.0f} s off that of rank 0"] if skewed else []
+    return "", warnings
+
+
+def _answer_questions(store: Store, rank: int, seconds: float) -> None:
+    if _wait(store, ["question"], seconds):
+        return
+    probe = json.loads(store.get("question")).get("probe")
+    answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
+    store.set(f"answer/{rank}", json.dumps(answer))
+
+
+def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
+    """The first thing in which ranks differ from rank 0."""
+    for kind, advice in (
+        ("versions", "Install the same versions on all nodes."),
+        ("settings", "All ranks need the same configuration: look for values that depend on the rank or the node."),
+    ):
+        for name in sorted({name for fact in facts for name in fact[kind]}):
+            values = [fact[kind].get(name, "none") for fact in facts]
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            if others:
+                return (
+                    f"{name} differs between ranks: {values[0]} on rank 0 ({facts[0]['node']}), {values[others[0]]} on "
+                    f"{_ranks(others, facts)}. {advice}"
+                )
+    return ""
+
+
+def _missing_message(ranks: Sequence[int], world_size: int, seconds: float) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return (
+        f"{len(ranks)} of {world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): {shown}. They "
+        "have not been started, or failed before, which their own logs say; slow imports need a longer timeout."
+    )
+
+
+def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
+    named = [f"{rank} ({facts[rank]['node']})" for rank in ranks[:4]]
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
+
+
+def _wait(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Wait for all keys to be there; those that are not in time."""
+    deadline = time.monotonic() + seconds
+    waiting = list(keys)
+    while waiting and time.monotonic() < deadline:
+        if store.check([waiting[0]]):
+            waiting.pop(0)
+        else:
+            time.sleep(0.01)
+    return [key for key in waiting if not store.check([key])]
+
+
+def _make_probe(folder: Path) -> str | None:
+    """A file in the folder, which is made if it is missing; None where rank 0 can't write."""
+    path = folder / f".preflight-{secrets.token_hex(6)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError:
+        return None
+    return str(path.resolve())
+
+
+def _sees(path: Path) -> bool:
+    deadline = time.monotonic() + _FOLDER_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            # A name that was never looked up is asked of the server, once; after that, listing asks it again.
+            if path.exists() or path.name in os.listdir(path.parent):
+                return True
+        except OSError:
+            pass
+        time.sleep(0.2)
+    return False
+
+
+def _node() -> str:
+    return socket.gethostname()

@@ -1,0 +1,157 @@
+"""What SLURM says of a job: facts from the environment of its processes, the time that is left, and requeueing.
+
+Nothing is read but the mapping that is passed in, and what SLURM's own commands print.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COMMAND_SECONDS = 30.0
+"""How long one of SLURM's commands may take: a busy controller answers late, a dead one never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """One process of a job, as SLURM started it (https://slurm.schedmd.com/srun.html, "output environment")."""
+
+    id: str
+    """``SLURM_JOB_ID``; of an array task a number of its own."""
+
+    array_id: str | None
+    """``SLURM_ARRAY_JOB_ID``, or None outside an array."""
+
+    array_task: str | None
+    """``SLURM_ARRAY_TASK_ID``, or None outside an array."""
+
+    step: str | None
+    """``SLURM_STEP_ID``, the number of the ``srun`` in its job; None in the batch script itself."""
+
+    name: str
+    """``SLURM_JOB_NAME``."""
+
+    restarts: int
+    """``SLURM_RESTART_COUNT``: how often the job was requeued."""
+
+    nodes: int | None
+    """Nodes of the step, else of the job."""
+
+    tasks: int | None
+    """Tasks of the step; of the job where ``srun`` was not used."""
+
+    tasks_per_node: tuple[int, ...] | None
+    """Tasks on each node of the step."""
+
+    node_list: str
+    """``SLURM_JOB_NODELIST``, such as ``gpu[01-04]``."""
+
+    rank: int | None
+    """``SLURM_PROCID``."""
+
+    @property
+    def label(self) -> str:
+        """The job as SLURM's commands take it: ``12``, or ``12_3`` for an array task.
+
+        The plain id of an array's last task is that of the whole array, which a command would then act upon.
+        """
+        return self.id if self.array_id is None else f"{self.array_id}_{self.array_task}"
+
+    @property
+    def uses_srun(self) -> bool:
+        """Whether this process is a task of a job step, not a line of the batch script."""
+        return self.step is not None and self.rank is not None
+
+
+def read_job(environ: Mapping[str, str]) -> SlurmJob | None:
+    """The job that this process belongs to, or None outside SLURM."""
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    step = environ.get("SLURM_STEP_ID")
+    prefix = "SLURM_STEP_" if step is not None and "SLURM_STEP_NUM_TASKS" in environ else "SLURM_"
+    per_node = environ.get(f"{prefix}TASKS_PER_NODE")
+    return SlurmJob(
+        id=job,
+        array_id=environ.get("SLURM_ARRAY_JOB_ID"),
+        array_task=environ.get("SLURM_ARRAY_TASK_ID"),
+        step=step,
+        name=environ.get("SLURM_JOB_NAME", ""),
+        restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
+        nodes=_number(environ, f"{prefix}NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+        tasks=_number(environ, f"{prefix}NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        tasks_per_node=None if per_node is None else expand_counts(per_node),
+        node_list=environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")),
+        rank=_number(environ, "SLURM_PROCID"),
+    )
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def expand_counts(text: str) -> tuple[int, ...] | None:
+    """``(4, 4, 2)`` of SLURM's ``4(x2),2``; None for what has another form."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def expand_nodes(text: str) -> list[str]:
+    """``["a1", "b08", "b09"]`` of ``a1,b[08-09]``; several brackets in one name multiply."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        expanded = [""]
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+            pieces = [literal] if literal else [p for r in ranges.split(",") for p in _range(r)]
+            expanded = [head + piece for head in expanded for piece in pieces]
+        names += expanded
+    return names
+
+
+def _range(text: str) -> list[str]:
+    first, dash, last = text.partition("-")
+    if not dash:
+        return [first]
+    return [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+
+
+def parse_time_left(text: str) -> float | None:
+    """Seconds of what ``squeue -o %L`` prints (``1-02:03:04``, ``02:03:04``, ``3:04``); None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def time_left(job: SlurmJob) -> float | None:
+    """Seconds until SLURM ends the job; None where it has no limit or SLURM does not answer."""
+    code, output = _run("squeue", "--noheader", "--jobs", job.label, "--format", "%L")
+    lines = output.split()
+    return parse_time_left(lines[0]) if code == 0 and lines else None
+
+
+def requeue(job: SlurmJob) -> str | None:
+    """Put the job back into the queue, upon which SLURM ends its processes; None, or why SLURM refused."""
+    code, output = _run("scontrol", "requeue", job.label)
+    # Below 0: the command was ended together with the job that it belongs to, by what it asked for.
+    return None if code <= 0 else output
+
+
+def _run(*command: str) -> tuple[int, str]:
+    """Exit code (below 0: ended by a signal) and output, of stderr where it failed."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, f"{command[0]}: {error}"
+    return run.returncode, (run.stdout if run.returncode == 0 else run.stderr).strip()

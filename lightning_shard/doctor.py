@@ -1,0 +1,238 @@
+"""``lightning-shard doctor``: look at the processes of a job before a run does, and say what is odd."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_shard.checkpoint.manifest import library_versions
+from lightning_shard.cluster.launch import Launch, meeting_point
+from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.slurm import read_job
+from lightning_shard.errors import ConfigurationError
+
+SUMMARY = "Check the processes of a job: versions, devices, collectives, links between them."
+
+_DESCRIPTION = """\
+Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
+doctor. All processes meet, compare versions, see whether --folder is shared, add and gather tensors, and measure the
+links between neighbouring ranks, one after the other. Prints a table with a line for each node, and what is odd.
+"""
+
+SLOW = 0.5
+"""A link of less than this part of the median of its kind is called slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What was seen on one rank."""
+
+    node: str
+    device: str
+    versions: Mapping[str, str]
+    sums: bool = False
+    """Whether all-reduce and all-gather gave what they have to."""
+    link: float = 0.0
+    """GB/s to the next rank; 0 for a process alone."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-shard doctor",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
+    add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
+    add("--megabytes", type=int, default=16, help="size of what is sent (default: 16)")
+    add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
+    return parser
+
+
+def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
+    """Where this process meets the others, and its number on its node; a process alone where nothing says otherwise."""
+    if "RANK" in environ:
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        place = Place(
+            address=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
+        )
+        return place, int(environ.get("LOCAL_RANK", "0"))
+    job = read_job(environ)
+    if job is None or not job.uses_srun:
+        return Place(address="127.0.0.1", port=0, rank=0, world_size=1), 0
+    point = {**meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ), **environ}
+    assert job.rank is not None
+    place = Place(
+        address=point["MASTER_ADDR"], port=int(point["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1
+    )
+    return place, int(environ.get("SLURM_LOCALID", "0"))
+
+
+def examine(
+    place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int, backend: str | None
+) -> tuple[list[Rank], list[str]]:
+    """All ranks, and warnings (on rank 0). All ranks call it.
+
+    Raises:
+        ConfigurationError: the ranks can't meet, or differ.
+    """
+    gpu = torch.cuda.is_available() and backend != "gloo"
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count())) if gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if gpu else "cpu"
+    own = Rank(node=socket.gethostname(), device=name, versions=library_versions())
+    if place.world_size == 1:
+        return [replace(own, sums=True)], []
+    store = connect(place, seconds)
+    warnings = compare(store, place, Facts(node=own.node, versions=own.versions), seconds, folder)
+    store.set_timeout(timedelta(seconds=seconds))
+    dist.init_process_group(
+        backend or ("nccl" if gpu else "gloo"),
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=seconds),
+        device_id=device if gpu else None,
+    )
+    try:
+        seen = replace(own, sums=_adds_up(device), link=_link(device, megabytes))
+        ranks: list[Any] = [None] * place.world_size
+        dist.all_gather_object(ranks, asdict(seen))
+        return [Rank(**rank) for rank in ranks], warnings
+    finally:
+        dist.destroy_process_group()
+
+
+def _adds_up(device: torch.device) -> bool:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = torch.full((1024,), float(rank), device=device)
+    dist.all_reduce(total)
+    parts = [torch.empty(16, device=device) for _ in range(size)]
+    dist.all_gather(parts, torch.full((16,), float(rank), device=device))
+    expected = size * (size - 1) / 2
+    return bool((total == expected).all()) and all(bool((part == i).all()) for i, part in enumerate(parts))
+
+
+def _link(device: torch.device, megabytes: int) -> float:
+    """GB/s from this rank to the next, while no other rank sends."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = torch.zeros(megabytes << 18, device=device)
+    speed = 0.0
+    for sender in range(size):
+        receiver = (sender + 1) % size
+        for repeat in range(3):  # the first opens the connection
+            dist.barrier()
+            start = time.perf_counter()
+            if rank == sender:
+                dist.send(data, receiver)
+                dist.recv(data[:1], receiver)
+                float(data[0])
+                seconds = time.perf_counter() - start
+                speed = max(speed, data.nbytes / seconds / 1e9) if repeat else 0.0
+            elif rank == receiver:
+                dist.recv(data, sender)
+                dist.send(data[:1], sender)
+    return speed
+
+
+def table(ranks: Sequence[Rank]) -> str:
+    """A line for each node: its ranks, devices, versions, and the links inside and to the next node."""
+    header = ("node", "ranks", "devices", "python", "torch", "lightning", "inside GB/s", "to next node GB/s")
+    rows: list[tuple[str, ...]] = [header]
+    for node in dict.fromkeys(rank.node for rank in ranks):
+        own = [i for i, rank in enumerate(ranks) if rank.node == node]
+        versions = ranks[own[0]].versions
+        devices = dict.fromkeys(ranks[i].device for i in own)
+        shown = ", ".join(f"{sum(ranks[i].device == d for i in own)} {d}" for d in devices)
+        inside = [ranks[i].link for i in own if _kind(ranks, i) == "inside"]
+        between = [ranks[i].link for i in own if _kind(ranks, i) == "between"]
+        versions_shown = [versions.get(name, "-") for name in ("python", "torch", "lightning")]
+        rows.append((node, _span(own), shown, *versions_shown, _speed(inside), _speed(between)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def odd(ranks: Sequence[Rank]) -> list[str]:
+    """What stands out: wrong sums, slow links, a device of another kind, nodes with fewer ranks."""
+    found = [
+        f"rank {i} ({r.node}): all-reduce or all-gather gave wrong values" for i, r in enumerate(ranks) if not r.sums
+    ]
+    for kind in ("inside", "between"):
+        links = {i: rank.link for i, rank in enumerate(ranks) if _kind(ranks, i) == kind}
+        median = statistics.median(links.values()) if links else 0.0
+        for i, link in links.items():
+            if link < SLOW * median:
+                following = (i + 1) % len(ranks)
+                found.append(
+                    f"slow link: rank {i} ({ranks[i].node}) to rank {following} ({ranks[following].node}) has "
+                    f"{link:.2f} GB/s, the median of its kind is {median:.2f}"
+                )
+    for what, values in (
+        ("device", [rank.device for rank in ranks]),
+        ("number of ranks on its node", [sum(r.node == rank.node for r in ranks) for rank in ranks]),
+    ):
+        usual = statistics.mode(values)
+        nodes = dict.fromkeys(ranks[i].node for i, value in enumerate(values) if value != usual)
+        for node in nodes:
+            other = next(value for i, value in enumerate(values) if ranks[i].node == node and value != usual)
+            found.append(f"{node}: {what} is {other}, elsewhere {usual}")
+    return found
+
+
+def _kind(ranks: Sequence[Rank], index: int) -> str:
+    if len(ranks) == 1:
+        return "none"
+    return "inside" if ranks[index].node == ranks[(index + 1) % len(ranks)].node else "between"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ",".join(map(str, numbers))
+
+
+def _speed(links: Sequence[float]) -> str:
+    return f"{min(links):.2f}" if links else "-"
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
+    options = parser().parse_args(arguments)
+    place, local_rank = place_of(os.environ if environ is None else environ)
+    try:
+        ranks, warnings = examine(
+            place,
+            local_rank,
+            folder=options.folder,
+            seconds=options.seconds,
+            megabytes=options.megabytes,
+            backend=options.backend,
+        )
+    except ConfigurationError as error:
+        # What all are told is said once; what one rank alone has met begins with its number.
+        if place.rank == 0 or str(error).startswith("["):
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    found = [*warnings, *odd(ranks)]
+    if place.rank == 0:
+        print(table(ranks))
+        print("\n".join(f"odd: {line}" for line in found) or "nothing is odd")
+    return 1 if found else 0

@@ -1,0 +1,131 @@
+"""``lightning-shard slurm``: write the batch script of a run, and submit it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_shard.cluster.sbatch import BatchJob, script
+from lightning_shard.errors import ConfigurationError
+
+SUMMARY = "Write a SLURM batch script of a run, or submit it."
+
+_DESCRIPTION = """\
+Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
+those of the command: lightning-shard slurm --nodes 2 --devices 4 --config run.yaml --trainer.max_steps 1000
+
+The run resumes from its own newest checkpoint whenever it is started (ckpt_path: auto), saves itself before the time
+limit and when it is preempted, and goes back into the queue then.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the options that are the script's own."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-shard slurm",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="nodes of the job (default: 1)")
+    add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")
+    add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs, and set trainer.accelerator: cpu")
+    add("--cpus-per-task", type=int, help="CPUs of each process (default: the cluster's)")
+    add("--time", help="time limit, such as 4:00:00 (default: the partition's)")
+    add("--signal-seconds", type=int, default=120, help="signal the run this long before the limit (default: 120)")
+    add("--launcher", choices=["srun", "torchrun"], default="srun", help="who starts the processes (default: srun)")
+    add("--max-restarts", type=int, default=0, help="restarts by torchrun after a failure (default: 0)")
+    add("--name", default="train", help="name of the job (default: train)")
+    add("--array", help="array of jobs, such as 0-7")
+    add("--logs", default="slurm-logs", help="folder of the logs (default: slurm-logs)")
+    add("--no-requeue", action="store_true", help="do not put the job back into the queue")
+    add("--partition", help="partition of the job")
+    add("--account", help="account that the job is billed to")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="further option of sbatch: --sbatch=--qos=high")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the processes")
+    add("--nccl-debug", metavar="LEVEL", help="NCCL_DEBUG: WARN, INFO, ...")
+    add("--socket-interface", metavar="NAME", help="network interface of NCCL and gloo, such as ib0")
+    add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
+    add("--command", default="fit", choices=["fit", "validate", "test", "predict"], help="what to run (default: fit)")
+    add("--output", type=Path, help="file to write the script to (default: stdout)")
+    add("--submit", action="store_true", help="submit it with sbatch")
+    return parser
+
+
+def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
+    """The job that the options ask for; ``rest``: arguments of the command."""
+    command = [*_program(), options.command, *rest]
+    for key in ("num_nodes", "devices"):
+        if any(word.partition("=")[0] == f"--trainer.{key}" for word in rest):
+            raise ConfigurationError(f"--trainer.{key} is set by --{key.removeprefix('num_')}: remove it.")
+    command += [f"--trainer.num_nodes={options.nodes}", f"--trainer.devices={options.devices}"]
+    if options.cpu:
+        command.append("--trainer.accelerator=cpu")
+    if options.command == "fit" and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):
+        command.append("--ckpt_path=auto")
+    environment = {"PYTHONUNBUFFERED": "1"}
+    if options.nccl_debug:
+        environment["NCCL_DEBUG"] = options.nccl_debug
+    if options.socket_interface:
+        environment |= {"NCCL_SOCKET_IFNAME": options.socket_interface, "GLOO_SOCKET_IFNAME": options.socket_interface}
+    for setting in options.env:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigurationError(f"--env {setting!r} must have the form NAME=VALUE.")
+        environment[name] = value
+    named = [f"--{name}={getattr(options, name)}" for name in ("partition", "account") if getattr(options, name)]
+    return BatchJob(
+        command=command,
+        nodes=options.nodes,
+        devices=options.devices,
+        gpus=not options.cpu,
+        cpus_per_task=options.cpus_per_task,
+        time=options.time,
+        signal_seconds=options.signal_seconds,
+        launcher=options.launcher,
+        torchrun=_beside("torchrun") or "torchrun",
+        max_restarts=options.max_restarts,
+        name=options.name,
+        array=options.array,
+        logs=options.logs,
+        requeue=not options.no_requeue,
+        options=[*named, *options.sbatch],
+        environment=environment,
+        setup=options.setup,
+    )
+
+
+def _program() -> list[str]:
+    """This program, so that the job finds it without an activated environment."""
+    own = _beside("lightning-shard")
+    return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
+
+
+def _beside(name: str) -> str | None:
+    """Path of a program of the same environment."""
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; the exit code."""
+    options, rest = parser().parse_known_args(arguments)
+    text = script(batch_job(options, rest))
+    if options.output is not None or options.submit:
+        # SLURM makes no folders, and a job whose log can't be written fails without a word.
+        os.makedirs(options.logs, exist_ok=True)
+    if options.output is not None:
+        options.output.write_text(text)
+    elif not options.submit:
+        print(text, end="")
+    if not options.submit:
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigurationError("--submit needs sbatch, which is not on this machine: run it on a login node.")
+    return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode

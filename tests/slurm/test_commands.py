@@ -1,0 +1,55 @@
+"""The commands of the command line on a real SLURM."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_shard import submit
+from lightning_shard.cluster.sbatch import script
+from tests.harness import ROOT
+from tests.slurm.conftest import Jobs
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("srun", marks=pytest.mark.soak), "torchrun"])
+def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Path, launcher: str) -> None:
+    said = tmp_path / "said"
+    arguments = f"""--nodes 2 --devices 1 --cpu --launcher {launcher} --logs {tmp_path} --env PYTHONPATH={ROOT}
+        --env OMP_NUM_THREADS=1 --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy shard_ddp
+        --trainer.max_steps 80 --trainer.logger false --trainer.enable_progress_bar false
+        --trainer.default_root_dir {tmp_path}/runs --time 10"""
+    options, rest = submit.parser().parse_known_args(arguments.split())
+    path = tmp_path / "job.sh"
+    path.write_text(script(submit.batch_job(options, rest)))
+    job = jobs.cluster.submit(path, cwd=tmp_path)
+    deadline = time.monotonic() + 90
+    while (not said.exists() or "train 5" not in said.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    jobs.cluster.command("scancel", "--signal=USR1", job)
+    assert jobs.cluster.wait(job, "PENDING", seconds=60) == "PENDING"
+    assert jobs.cluster.wait(job) == "COMPLETED"
+    log = jobs.log(f"train-{job}")
+    assert log.count("goes back into the queue") == 1
+    stopped = re.findall(r"stopped by SIGUSR1 after step (\d+)", log)
+    assert len(stopped) == 1
+    assert f"goes on from step {stopped[0]}" in log
+    steps = [int(step) for step in re.findall(r"^train (\d+)", said.read_text(), re.MULTILINE)]
+    assert steps == list(range(80))
+
+
+def test_doctor(jobs: Jobs, tmp_path: Path) -> None:
+    import sys
+
+    line = f"srun {sys.executable} -m lightning_shard doctor --megabytes 1 --folder {tmp_path}; echo code $?"
+    job = jobs.submit(jobs.script(line), "--nodes=2", "--ntasks-per-node=1")
+    assert jobs.cluster.wait(job) == "COMPLETED"
+    log = jobs.log(job)
+    assert re.search(r"^lsh1 +0 +1 cpu +3\.\d+\.\d+ +2\.\S+ +2\.\S+ +- +\d+\.\d\d$", log, re.MULTILINE), log
+    assert re.search(r"^lsh2 +1 +1 cpu ", log, re.MULTILINE)
+    assert re.search(r"^(nothing is odd|odd: slow link.*)$", log, re.MULTILINE)
+    assert re.search(r"^code [01]$", log, re.MULTILINE)

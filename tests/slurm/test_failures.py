@@ -1,0 +1,64 @@
+"""Tasks that fail: the others end in time, and say which rank it was and why."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import Jobs
+
+pytestmark = pytest.mark.slurm
+
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--no-requeue")
+
+
+def _run(jobs: Jobs, folder: Path, *cases: tuple[str, bool]) -> list[str]:
+    """What each of the steps printed; all in one job, one after the other."""
+    lines = []
+    for number, (how, stuck) in enumerate(cases):
+        program = jobs.program("failing", "unused", root=str(folder / "runs"), how=how, stuck=stuck)
+        # Without --kill-on-bad-exit SLURM leaves the other tasks alone.
+        lines.append(f"srun --kill-on-bad-exit=0 --output={folder}/step-{number}.log {program}; echo ended: $?")
+    job = jobs.submit(jobs.script("\\n".join(lines).replace("\\n", "\n")), *TWO_NODES)
+    assert jobs.cluster.wait(job, seconds=200) == "COMPLETED"
+    ended = re.findall(r"ended: (\d+)", jobs.log(job))
+    assert len(ended) == len(cases)
+    assert "0" not in ended
+    return [(folder / f"step-{number}.log").read_text(errors="replace") for number in range(len(cases))]
+
+
+def test_the_others_end_and_name_the_rank(jobs: Jobs, tmp_path: Path) -> None:
+    raised, killed = _run(jobs, tmp_path, ("raise", False), ("kill", True))
+    # Said by the watching thread, or with the collective's own error, whichever comes first.
+    assert re.search(r"\[rank 0.*rank 1 on lsh2 failed: ValueError: token 50257 is not in the vocabulary", raised)
+    assert re.search(r"\[rank 0 on lsh1\] rank 1 on lsh2 gave no sign of life: killed", killed)
+    assert "rank 0 on lsh1] ends while it is here" in killed
+    assert "in training_step" in killed.partition("ends while it is here")[2]
+
+
+@pytest.mark.soak
+def test_a_node_that_goes_away_and_going_on_without_it(jobs: Jobs, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    arguments = {"root": str(tmp_path / "runs"), "steps": 60, "seconds": 0.1, "log": str(said)}
+    settings = {"run": "mine"}
+    settled = {"preemption": settings, "lost_rank_seconds": 5.0}
+    program = jobs.program("slow", "unused", devices=1, nodes=2, **settled, **arguments)
+    job = jobs.submit(jobs.script(f"srun {program}"), *TWO_NODES, "--nodelist=lsh2,lsh3")
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "runs/checkpoints").glob("*.ckpt/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    jobs.cluster.kill_node("lsh3")
+    try:
+        assert jobs.cluster.wait(job, "FAILED", "NODE_FAIL", "CANCELLED", seconds=120)
+        assert re.search(r"rank 1 on lsh3 gave no sign of life", jobs.log(job))
+        program = jobs.program("slow", "result", devices=1, nodes=1, preemption=settings, **arguments)
+        again = jobs.submit(jobs.script(f"srun {program}"), "--nodes=1", "--ntasks-per-node=1")
+        assert jobs.cluster.wait(again) == "COMPLETED"
+        assert 0 < jobs.result("result")["own_steps"] < 60
+        assert "Run mine goes on from step" in jobs.log(again)
+    finally:
+        jobs.cluster.cancel_all()
+        jobs.cluster.revive_node("lsh3")

@@ -1,0 +1,162 @@
+"""Jobs that SLURM stops: each ends in a whole checkpoint, goes back into the queue and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shard.checkpoint.newest import find_checkpoints
+from tests.harness import run_distributed
+from tests.slurm.conftest import Jobs
+from tests.slurm.programs import slow
+
+pytestmark = pytest.mark.slurm
+
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
+
+
+def _here(root: str, devices: int, steps: int, engine: str = "ddp", seed: int = 0) -> dict[str, Any]:
+    return slow(root, devices, 1, steps, 0.0, engine=engine, seed=seed)
+
+
+def _until(condition: Callable[[], Any], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not after {seconds} s"
+        time.sleep(0.02)
+
+
+class Stopping:
+    """One job that is stopped again and again."""
+
+    def __init__(self, jobs: Jobs, folder: Path, steps: int, engine: str = "ddp") -> None:
+        self.jobs, self.root, self.said = jobs, folder / "runs", folder / "said"
+        self.steps, self.engine = steps, engine
+        self.restarts = 0
+        program = jobs.program(
+            "slow",
+            "result",
+            root=str(self.root),
+            devices=1,
+            nodes=2,
+            steps=steps,
+            seconds=0.1,
+            engine=engine,
+            log=str(self.said),
+            preemption={"seconds_before_limit": 38.0},
+        )
+        # A minute is the shortest limit that SLURM has.
+        self.job = jobs.submit(jobs.script(f"srun {program}"), *TWO_NODES, "--time=1")
+
+    def happened(self, what: str) -> int:
+        return len(re.findall(what, self.said.read_text())) if self.said.exists() else 0
+
+    def wait_for(self, what: str) -> None:
+        """Until the run does it the next time."""
+        before = self.happened(what)
+        _until(lambda: self.happened(what) > before)
+
+    def extend(self) -> None:
+        self.jobs.cluster.command("scontrol", "update", f"JobId={self.job}", "TimeLimit=30")
+
+    def signal(self, name: str) -> None:
+        self.jobs.cluster.command("scancel", f"--signal={name}", self.job)
+
+    def requeued(self, reason: str) -> None:
+        """Wait until it is, and look at what it left."""
+        self.restarts += 1
+        _until(lambda: self.jobs.cluster.field(self.job, "Restarts") == str(self.restarts))
+        # What the tasks print comes by way of srun, a moment later.
+        said = f"SLURM job {self.job} goes back into the queue"
+        _until(lambda: self.jobs.log(self.job).count(said) == self.restarts, 20)
+        _until(lambda: f"stopped by {reason} after step" in self.jobs.log(self.job), 20)
+        found = find_checkpoints([self.root / "preempted"], f"slurm-{self.job}-0")
+        assert len(found.own) == 1
+        assert not found.broken
+
+    def finish(self) -> None:
+        assert self.jobs.cluster.wait(self.job, seconds=200) == "COMPLETED"
+        result = self.jobs.result("result")
+        here = str(self.root.parent / "here")
+        expected = run_distributed(_here, 2, here, 2, self.steps, engine=self.engine)[0]
+        assert (result["steps"], result["parameters"]) == (self.steps, expected["parameters"])
+        # The last part began where the one before had stopped.
+        assert 0 < result["own_steps"] < self.steps
+        assert not list((self.root / "preempted").glob("*.ckpt"))
+
+
+def test_by_the_time_limit_and_by_signals(jobs: Jobs, tmp_path: Path) -> None:
+    run = Stopping(jobs, tmp_path, steps=150)
+    run.wait_for("start")
+    run.requeued("the time limit")
+    run.wait_for("start")
+    run.extend()
+    time.sleep(random.uniform(0, 2))
+    run.signal("USR1")
+    run.requeued("SIGUSR1")
+    run.wait_for("start")
+    run.extend()
+    run.wait_for("validation")
+    run.signal("TERM")
+    run.requeued("SIGTERM")
+    run.wait_for("start")
+    run.extend()
+    run.finish()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_again_and_again(jobs: Jobs, tmp_path: Path, engine: str) -> None:
+    run = Stopping(jobs, tmp_path, steps=300, engine=engine)
+    for number in range(10):
+        run.wait_for("start")
+        if number == 0:
+            run.requeued("the time limit")
+            continue
+        run.extend()
+        if number % 3 == 0:
+            run.wait_for("validation")
+        elif number % 3 == 1:
+            # In the middle of a save.
+            _until(lambda: list((run.root / "checkpoints").glob(".*.tmp-*")))
+        else:
+            time.sleep(random.uniform(0, 3))
+        name = random.choice(["USR1", "TERM"])
+        run.signal(name)
+        run.requeued(f"SIG{name}")
+    run.wait_for("start")
+    run.extend()
+    run.finish()
+
+
+def test_array_tasks_and_an_older_job_in_one_folder(jobs: Jobs, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    program = jobs.program(
+        "slow", "result-$SLURM_ARRAY_TASK_ID", root=str(tmp_path / "runs"), devices=1, nodes=1, steps=40, seconds=0.1
+    )
+    one_node = ("--nodes=1", "--ntasks-per-node=1")
+    array = jobs.submit(jobs.script(f"srun {program}"), *one_node, "--array=1-2")
+    for task in (1, 2):
+        _until(lambda task=task: (tmp_path / "runs/checkpoints").exists() or jobs.log(f"{array}_{task}").count("Error"))
+    time.sleep(1)
+    jobs.cluster.command("scancel", "--signal=USR1", array)
+    for task in (1, 2):
+        assert jobs.cluster.wait(f"{array}_{task}", seconds=200) == "COMPLETED"
+        assert f"SLURM job {array}_{task} goes back into the queue" in jobs.log(f"{array}_{task}")
+        assert f"Run slurm-{array}_{task}-0 goes on from step" in jobs.log(f"{array}_{task}")
+        result = jobs.result(f"result-{task}")
+        expected = run_distributed(_here, 1, str(tmp_path / f"here{task}"), 1, 40, seed=task)[0]
+        assert result["parameters"] == expected["parameters"]
+    assert not said.exists()
+    # The array's checkpoints are still there; a new job does not take them for its own.
+    program = jobs.program("slow", "new", root=str(tmp_path / "runs"), devices=1, nodes=1, steps=6, seconds=0.0)
+    job = jobs.submit(jobs.script(f"srun {program}"), *one_node)
+    assert jobs.cluster.wait(job) == "COMPLETED"
+    assert f"No whole checkpoint of run slurm-{job}-0 (there are some of slurm-{array}_1-0" in jobs.log(job)
+    assert jobs.result("new")["own_steps"] == 6

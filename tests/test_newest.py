@@ -1,0 +1,113 @@
+"""Which checkpoint ``ckpt_path: auto`` takes: this run's, whole, the newest."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig, ShardDDPStrategy
+from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+
+def _save(path: Path, run: dict[str, Any]) -> Path:
+    info = CheckpointInfo(engine="ddp", policy="fp32", run=run)
+    save(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, info=info)
+    return path
+
+
+def _run(name: str, step: int, time: float = 0.0) -> dict[str, Any]:
+    return {"name": name, "step": step, "time": time}
+
+
+def test_none(tmp_path: Path) -> None:
+    found = find_checkpoints([tmp_path, tmp_path / "missing"], "a")
+    assert (found.own, found.broken, found.others) == ((), (), ())
+
+
+def test_the_newest_of_the_run_over_all_folders(tmp_path: Path) -> None:
+    for number, (name, step, time) in enumerate([("a", 3, 9.0), ("a", 5, 1.0), ("a", 5, 2.0), ("b", 8, 3.0)]):
+        _save(tmp_path / str(number % 2) / f"{number}.ckpt", _run(name, step, time))
+    found = find_checkpoints([tmp_path / "0", tmp_path / "1", tmp_path / "0"], "a")
+    assert [(Path(path).name, step) for path, step in found.own] == [("2.ckpt", 5), ("1.ckpt", 5), ("0.ckpt", 3)]
+    assert found.others == ("b",)
+
+
+def test_what_is_no_state_of_a_run_is_not_taken(tmp_path: Path) -> None:
+    _save(tmp_path / "weights.ckpt", {})
+    half = _save(tmp_path / "half.ckpt", _run("a", 1))
+    (half / "manifest.json").unlink()
+    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"PK")
+    shutil.copytree(_save(tmp_path / "seen.ckpt", _run("a", 2)), tmp_path / ".seen.ckpt.tmp-0123")
+    assert [step for _, step in find_checkpoints([tmp_path], "a").own] == [2]
+
+
+def test_a_broken_one_is_named(tmp_path: Path) -> None:
+    _save(tmp_path / "old.ckpt", _run("a", 1))
+    new = _save(tmp_path / "new.ckpt", _run("a", 2))
+    data = next(new.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    found = find_checkpoints([tmp_path], "a")
+    assert [step for _, step in found.own] == [1]
+    assert len(found.broken) == 1
+    assert "new.ckpt" in found.broken[0]
+
+
+def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
+    path = _save(tmp_path / "last.ckpt", _run("a", 4))
+    path.rename(tmp_path / ".last.ckpt.old-0123")
+    assert find_checkpoints([tmp_path], "a").own == ((str(path.resolve()), 4),)
+
+
+def _fit(ckpt_path: str | None, steps: int, *, run: str | None = "mine", folder: str = "runs") -> int:
+    """Optimizer steps that this fit has made itself."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    module = TinyLM()
+    strategy = ShardDDPStrategy(preemption=PreemptionConfig(run=run))
+    save_all = ModelCheckpoint(dirpath=f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=steps, default_root_dir=folder, enable_checkpointing=True, callbacks=[save_all]
+    )
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return len(module.losses)
+
+
+def _auto() -> dict[str, Any]:
+    results: dict[str, Any] = {"none": _fit("auto", 4)}
+    results["one"] = _fit("auto", 6)
+    results["not asked"] = _fit(None, 2)
+    results["another run's"] = _fit("auto", 2, run="other")
+    # Its size is right, its contents are not.
+    if torch.distributed.get_rank() == 0:
+        newest = Path(find_checkpoints(["runs/checkpoints"], "mine").own[0][0])
+        data = next(newest.glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:-1] + b"?")
+    torch.distributed.barrier()
+    results["broken"] = _fit("auto", 8)
+    module, trainer = TinyLM(), quiet_trainer(strategy="shard_ddp", default_root_dir="empty")
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path is auto, but there is no whole checkpoint"):
+        trainer.validate(module, loader(), ckpt_path="auto", verbose=False)
+    return results
+
+
+def test_auto() -> None:
+    expected = {"none": 4, "one": 2, "not asked": 2, "another run's": 2, "broken": 4}
+    assert run_distributed(_auto, 2) == [expected] * 2
+
+
+def _stock_leftover() -> None:
+    Path("runs").mkdir(exist_ok=True)
+    Path("runs/hpc_ckpt_3.ckpt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="does not say which job wrote it"):
+        _fit("runs/hpc_ckpt_3.ckpt", 1)
+
+
+def test_what_stock_lightning_left_of_some_job_is_not_resumed() -> None:
+    run_distributed(_stock_leftover, 2)

@@ -1,0 +1,282 @@
+"""A fit that is told to stop: on real processes, one of which gets the signal, at every kind of moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard.checkpoint.manifest import read_manifest
+from lightning_shard.cluster.preemption import Agreement, Preempted, SignalFlag, TimeLimit, run_name
+from tests.harness import ROOT, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+
+STRATEGIES = {"ddp": ShardDDPStrategy, "fsdp": ShardFSDPStrategy}
+RUN = "torchrun-harness"
+
+
+class Told(TinyLM):
+    """Draws random numbers in training and validation; one rank is told to stop at ``moment``."""
+
+    def __init__(self, moment: tuple[str, int] | None = None, number: int = signal.SIGUSR1) -> None:
+        super().__init__(dropout=0.1)
+        self.moment, self.number = moment, number
+        self.validated: list[tuple[int, int]] = []
+        self.epochs: list[tuple[str, int]] = []
+
+    def _tell(self, *moment: Any) -> None:
+        if moment == self.moment and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), self.number)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self._tell("train", len(self.seen))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._tell("validation", self.global_step)
+        torch.rand(())
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append((self.current_epoch, self.global_step))
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append(("begin", self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(("end", self.current_epoch))
+
+
+def _fit(engine: str, module: Told, ckpt_path: str | None = None, **trainer: Any) -> pl.Trainer:
+    torch.manual_seed(3)
+    run = quiet_trainer(
+        strategy=STRATEGIES[engine](),
+        default_root_dir="runs",
+        num_sanity_val_steps=1,
+        **{"max_epochs": 2, **trainer},
+    )
+    # 5 training batches an epoch and 3 of validation.
+    run.fit(module, loader(4, count=40), loader(4, count=24, shuffle=False), ckpt_path=ckpt_path)
+    return run
+
+
+def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trainer: dict[str, Any]) -> dict[str, Any]:
+    whole = Told()
+    _fit(engine, whole, **trainer)
+    expected = whole_parameters(whole)
+    first, second = Told(moment, number), Told()
+    before = signal.getsignal(signal.SIGUSR1)
+    code = None
+    try:
+        _fit(engine, first, **trainer)
+    except Preempted as stop:
+        code = stop.code
+    saved = Path("runs/preempted") / f"{RUN}.ckpt"
+    step = read_manifest(saved).run["step"] if saved.exists() else None
+    torch.distributed.barrier()
+    run = _fit(engine, second, **trainer) if code is not None else first.trainer
+    torch.distributed.barrier()
+    return {
+        "code": code,
+        "step": step,
+        "handler": (before, signal.getsignal(signal.SIGUSR1)),
+        "bitwise": all(torch.equal(p, expected[n]) for n, p in whole_parameters(run.lightning_module).items()),
+        "seen": first.seen + (second.seen if code is not None else []) == whole.seen,
+        "validated": (whole.validated, first.validated + second.validated),
+        "epochs": (whole.epochs, first.epochs + second.epochs),
+        "steps": run.global_step,
+        "left": saved.exists(),
+    }
+
+
+# The moment, the step after which the run stops (one step or one validation batch later), the Trainer.
+MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
+    "mid-epoch": (("train", 1), 3, {}),
+    "ahead of a validation in mid-epoch": (("train", 0), 2, {"val_check_interval": 2}),
+    "in a validation in mid-epoch": (("validation", 2), 2, {"val_check_interval": 2}),
+    "ahead of the epoch's validation": (("train", 3), 5, {}),
+    "in the epoch's validation": (("validation", 5), 5, {}),
+    "the epoch's last batch, none follows": (("train", 3), 6, {"limit_val_batches": 0}),
+    "in an accumulation": (("train", 1), 2, {"accumulate_grad_batches": 2}),
+    "in the last validation": (("validation", 4), 4, {"max_steps": 4, "val_check_interval": 4, "max_epochs": -1}),
+    "in the last epoch's validation": (("validation", 10), 10, {}),
+}
+
+
+# The others differ from these in the Trainer's settings alone.
+DEFAULT = ("mid-epoch", "in a validation in mid-epoch", "in the epoch's validation", "in the last validation")
+
+
+@pytest.mark.parametrize(
+    "moment", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.matrix) for name in MOMENTS]
+)
+def test_stops_and_goes_on_as_if_it_never_had(moment: str) -> None:
+    told, step, trainer = MOMENTS[moment]
+    for rank in run_distributed(_stopped_and_resumed, 2, "ddp", told, signal.SIGUSR1, trainer):
+        assert rank["code"] == 75
+        assert rank["step"] == step
+        assert rank["handler"][0] == rank["handler"][1] == signal.SIG_DFL
+        assert rank["bitwise"]
+        assert rank["seen"]
+        assert rank["validated"][0] == rank["validated"][1]
+        assert rank["epochs"][0] == rank["epochs"][1]
+        assert not rank["left"]
+
+
+def test_sharded_parameters_and_sigterm() -> None:
+    for rank in run_distributed(_stopped_and_resumed, 2, "fsdp", ("train", 1), signal.SIGTERM, {}):
+        assert (rank["code"], rank["step"], rank["bitwise"], rank["seen"]) == (75, 3, True, True)
+
+
+def test_told_in_the_last_steps_it_ends_as_ever() -> None:
+    trainer = {"limit_val_batches": 0, "max_steps": 4}
+    for rank in run_distributed(_stopped_and_resumed, 2, "ddp", ("train", 3), signal.SIGUSR1, trainer):
+        assert (rank["code"], rank["steps"], rank["left"]) == (None, 4, False)
+
+
+# The parts
+
+
+def _agree(told: dict[int, tuple[int, int]]) -> list[int]:
+    agreement = Agreement(torch.distributed.group.WORLD)
+    call, number = told.get(torch.distributed.get_rank(), (-1, 0))
+    answers = [agreement(number if i == call else 0) for i in range(4)]
+    return [*answers, agreement.finish()]
+
+
+def test_all_ranks_learn_in_the_same_call() -> None:
+    assert run_distributed(_agree, 3, {2: (1, 10)}) == [[0, 0, 10, 0, 0]] * 3
+    assert run_distributed(_agree, 3, {0: (3, 10), 1: (3, 15)}) == [[0, 0, 0, 0, 15]] * 3
+    assert run_distributed(_agree, 3, {}) == [[0] * 5] * 3
+
+
+def test_a_process_alone_knows_at_once() -> None:
+    agreement = Agreement(None)
+    assert [agreement(0), agreement(15), agreement.finish()] == [0, 15, 0]
+
+
+def test_a_signal_is_noted_and_nothing_more() -> None:
+    flag, calls = SignalFlag(), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
+    try:
+        assert flag.take_over(("SIGUSR1",))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (flag.received, calls) == (signal.SIGUSR1, [])
+        flag.restore()
+        flag.restore()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert calls == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_only_the_main_thread_has_handlers() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(SignalFlag().take_over(("SIGUSR1",))))
+    thread.start()
+    thread.join()
+    assert results == [False]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_time_limit() -> None:
+    assert not TimeLimit(lambda: None, 90).is_near(1e9)
+    assert not TimeLimit(lambda: 1000.0, 90).is_near()
+    assert TimeLimit(lambda: 1000.0, 90).is_near(reserve=950)
+    # Half of the time is there for training, however short the job.
+    short = TimeLimit(lambda: 100.0, 90)
+    assert short.seconds_before == 50
+    assert not short.is_near(reserve=40)
+    assert short.is_near(reserve=50)
+    # Moved meanwhile.
+    answers = iter([1000.0, 5000.0, 1000.0])
+    moved = TimeLimit(lambda: next(answers), 90)
+    assert not moved.is_near(reserve=950)
+    assert not moved.is_near(reserve=3000)
+    assert moved.is_near(reserve=4950)
+
+
+ARRAY = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "68", "SLURM_ARRAY_TASK_ID": "1", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "expected"),
+    [
+        ({}, None, "local"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None, "local"),
+        ({"TORCHELASTIC_RUN_ID": "a/b"}, None, "torchrun-a_b"),
+        ({"SLURM_JOB_ID": "12"}, None, "slurm-12-batch"),
+        ({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "x"}, None, "slurm-12-0"),
+        (ARRAY, None, "slurm-68_1-0"),
+        (ARRAY, "mine", "mine_1"),
+        ({"SLURM_JOB_ID": "12"}, "mine", "mine"),
+    ],
+)
+def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> None:
+    assert run_name(PreemptionConfig(run=name), environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("signals", ("SIGKILL",), "preemption.signals has 'SIGKILL'"),
+        ("signals", ("USR1",), "such as SIGUSR1"),
+        ("exit_code", 0, "must be from 1 to 255"),
+        ("save_seconds", 0.0, "must be 1 or more"),
+        ("every_n_steps", 0, "must be 1 or more"),
+        ("seconds_before_limit", -1.0, "must be 0 or more"),
+        ("run", "a/b", "a name that a folder can have"),
+        ("run", "", "a name that a folder can have"),
+        ("run", "..", "a name that a folder can have"),
+    ],
+)
+def test_settings_that_are_refused(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        PreemptionConfig(**{field: value})
+
+
+HANGING = """
+import os, signal, time
+from lightning_shard import PreemptionConfig, ShardDDPStrategy
+from tests.models import TinyLM, loader
+from tests.slurm.programs import trainer
+
+class Hanging(TinyLM):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.global_rank == 1:
+            time.sleep(600)
+
+strategy = ShardDDPStrategy(preemption=PreemptionConfig(save_seconds=2, exit_code=76))
+trainer(strategy, ".", devices=2, max_steps=50).fit(Hanging(), loader())
+"""
+
+
+@pytest.mark.matrix
+def test_a_save_that_hangs_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "exitcode  : 76" in run.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] the save took over 2 s" in run.stderr
+    assert "in on_save_checkpoint" in run.stderr

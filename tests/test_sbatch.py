@@ -1,0 +1,205 @@
+"""The batch script that ``lightning-shard slurm`` writes, and what ``lightning-shard doctor`` makes of what it saw."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shard import ConfigurationError, doctor, submit
+from lightning_shard.cluster.sbatch import BatchJob, script
+from lightning_shard.doctor import Rank
+from tests.harness import ROOT
+
+SRUN = """\
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=4:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-logs/%x-%j.log
+#SBATCH --qos=high
+
+set -euo pipefail
+module load cuda
+export SRUN_CPUS_PER_TASK=8  # srun does not take it from sbatch since SLURM 22.05
+export NCCL_SOCKET_IFNAME='ib0,ib1'
+
+srun --kill-on-bad-exit=1 lightning-shard fit --config 'my run.yaml'
+"""
+
+
+def test_one_task_for_each_device() -> None:
+    job = BatchJob(
+        command=["lightning-shard", "fit", "--config", "my run.yaml"],
+        nodes=2,
+        devices=4,
+        cpus_per_task=8,
+        time="4:00:00",
+        options=["--qos=high"],
+        setup=["module load cuda"],
+        environment={"NCCL_SOCKET_IFNAME": "ib0,ib1"},
+    )
+    assert script(job) == SRUN.replace("'ib0,ib1'", "ib0,ib1")
+
+
+def test_torchrun_is_one_task_on_each_node() -> None:
+    job = BatchJob(
+        command=["/env/bin/lightning-shard", "fit"],
+        nodes=2,
+        devices=4,
+        cpus_per_task=8,
+        launcher="torchrun",
+        array="0-3",
+    )
+    lines = script(job).splitlines()
+    for line in (
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=32",
+        "#SBATCH --array=0-3",
+        "#SBATCH --output=slurm-logs/%x-%A_%a.log",
+        "    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \\",
+        "    -m lightning_shard fit",
+    ):
+        assert line in lines
+    assert any(line.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4") for line in lines)
+
+
+def test_bash_can_read_it(tmp_path: Path) -> None:
+    for launcher in ("srun", "torchrun"):
+        job = BatchJob(command=["python", "train it.py", "--name", "a'b $HOME"], launcher=launcher, gpus=False)
+        path = tmp_path / launcher
+        path.write_text(script(job))
+        assert "gpus" not in path.read_text()
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_examples_are_what_the_command_writes() -> None:
+    # The first command of the walk-through, as it stands there.
+    walkthrough = (ROOT / "examples/README.md").read_text()
+    written = re.search(r"^lightning-shard slurm (.*?)\nsbatch", walkthrough, re.DOTALL | re.MULTILINE)
+    assert written is not None
+    words = shlex.split(written[1].replace("\\\n", " "))
+    for launcher, more in (("srun", []), ("torchrun", ["--launcher=torchrun", "--max-restarts=3"])):
+        text = _text(*words, *more)
+        for program in ("lightning-shard", "torchrun"):
+            text = re.sub(rf"\S*/{program} ", f"{program} ", text)
+        assert (ROOT / f"examples/slurm/{launcher}.sbatch").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"name": "bash"}, "takes for a shell"),
+        ({"nodes": 0}, "nodes is 0, but must be 1 or more"),
+        ({"time": "4h"}, "must be minutes, H:MM:SS or D-H:MM:SS"),
+        ({"options": ["qos=high"]}, "must be one that sbatch has"),
+    ],
+)
+def test_jobs_that_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        BatchJob(command=["x"], **settings)
+
+
+@pytest.mark.parametrize("time", ["30", "4:00:00", "1-12", "1-12:30:00", "90:00"])
+def test_times_that_slurm_has(time: str) -> None:
+    assert f"--time={time}\n" in script(BatchJob(command=["x"], time=time))
+
+
+def _text(*arguments: str) -> str:
+    options, rest = submit.parser().parse_known_args(arguments)
+    return script(submit.batch_job(options, rest))
+
+
+def test_the_command_line() -> None:
+    text = _text(
+        "--nodes", "2", "--devices", "4", "--config", "x.yaml", "--trainer.max_steps=5", "--nccl-debug", "INFO"
+    )
+    assert (
+        "fit --config x.yaml --trainer.max_steps=5 --trainer.num_nodes=2 --trainer.devices=4 --ckpt_path=auto" in text
+    )
+    assert "export NCCL_DEBUG=INFO" in text
+    assert "#SBATCH --ntasks-per-node=4" in text
+    assert "--ckpt_path=auto" not in _text("--ckpt_path", "a.ckpt")
+    assert "--trainer.accelerator=cpu" in _text("--cpu")
+    assert "#SBATCH --partition=gpu" in _text("--partition", "gpu")
+    with pytest.raises(ConfigurationError, match="is set by --nodes"):
+        _text("--trainer.num_nodes=2")
+    with pytest.raises(ConfigurationError, match="NAME=VALUE"):
+        _text("--env", "NCCL_DEBUG")
+
+
+def test_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_shard", "slurm", "--nodes=2", "--config=x.yaml"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([*command, "--output=job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "")
+    assert (tmp_path / "job.sh").read_text() == _text("--nodes=2", "--config=x.yaml")
+    assert (tmp_path / "slurm-logs").is_dir()
+
+
+# What the doctor says
+
+
+def _ranks(**changes: dict[str, Any]) -> list[Rank]:
+    links = [5.0, 1.0, 5.2, 1.1]
+    ranks = []
+    for i in range(4):
+        settings = {
+            "node": f"n{i // 2}",
+            "device": "H100",
+            "versions": {"torch": "2.13"},
+            "sums": True,
+            "link": links[i],
+        }
+        ranks.append(Rank(**{**settings, **changes.get(f"rank{i}", {})}))
+    return ranks
+
+
+def test_the_table() -> None:
+    lines = doctor.table(_ranks()).splitlines()
+    header = ["node", "ranks", "devices", "python", "torch", "lightning", "inside GB/s", "to next node GB/s"]
+    assert re.split("  +", lines[0]) == header
+    assert lines[1].split() == ["n0", "0-1", "2", "H100", "-", "2.13", "-", "5.00", "1.00"]
+    assert lines[2].split() == ["n1", "2-3", "2", "H100", "-", "2.13", "-", "5.20", "1.10"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rank2": {"sums": False}}, "rank 2 (n1): all-reduce or all-gather gave wrong values"),
+        (
+            {"rank3": {"link": 0.1}},
+            "slow link: rank 3 (n1) to rank 0 (n0) has 0.10 GB/s, the median of its kind is 0.55",
+        ),
+        ({"rank1": {"device": "A100"}}, "n0: device is A100, elsewhere H100"),
+    ],
+)
+def test_what_stands_out(changes: dict[str, Any], says: str) -> None:
+    assert doctor.odd(_ranks()) == []
+    assert doctor.odd(_ranks(**changes)) == [says]
+
+
+def test_a_node_with_fewer_ranks() -> None:
+    ranks = [Rank(node=n, device="cpu", versions={}, sums=True, link=1.0) for n in ("n0", "n0", "n1", "n1", "n2")]
+    assert doctor.odd(ranks) == ["n2: number of ranks on its node is 1, elsewhere 2"]
+
+
+def test_whose_place_it_is() -> None:
+    place, local = doctor.place_of({})
+    assert (place.rank, place.world_size, local) == (0, 1, 0)
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    place, local = doctor.place_of(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert (place.address, place.port, place.rank, place.world_size, place.agent, local) == ("a", 29500, 3, 4, "0", 1)

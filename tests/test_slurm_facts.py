@@ -1,0 +1,93 @@
+"""What is read from a SLURM job's environment; the mappings are those of real jobs (SLURM 22.05)."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_shard.cluster.slurm import expand_counts, expand_nodes, parse_time_left, read_job
+
+# srun --nodes 2 --ntasks-per-node 2 in a batch job, on its second node.
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_JOB_NODELIST": "gpu[01-02]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_RESTART_COUNT": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+# The batch script of the same job: no step, no rank.
+BATCH = {k: v for k, v in STEP.items() if "STEP" not in k and k != "SLURM_RESTART_COUNT"} | {"SLURM_PROCID": "0"}
+
+
+def test_a_task() -> None:
+    job = read_job(STEP)
+    assert job is not None
+    assert (job.label, job.step, job.rank, job.restarts, job.name) == ("7", "0", 3, 1, "train")
+    assert (job.nodes, job.tasks, job.tasks_per_node, job.node_list) == (2, 4, (2, 2), "gpu[01-02]")
+    assert job.uses_srun
+
+
+def test_the_batch_script() -> None:
+    job = read_job(BATCH)
+    assert job is not None
+    assert not job.uses_srun
+    assert (job.nodes, job.tasks, job.restarts) == (2, 4, 0)
+
+
+def test_a_step_of_a_part_of_the_job() -> None:
+    part = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    job = read_job(STEP | part)
+    assert job is not None
+    assert (job.nodes, job.tasks, job.tasks_per_node) == (1, 1, (1,))
+
+
+def test_an_array_task_is_named_by_array_and_task() -> None:
+    # The last task of an array has the array's own id: plain, it would mean all of them.
+    job = read_job(STEP | {"SLURM_JOB_ID": "68", "SLURM_ARRAY_JOB_ID": "68", "SLURM_ARRAY_TASK_ID": "3"})
+    assert job is not None
+    assert job.label == "68_3"
+
+
+def test_outside_slurm() -> None:
+    assert read_job({"PATH": "/bin"}) is None
+    assert read_job({"SLURM_CONF": "/etc/slurm.conf"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("2", (2,)), ("2(x3)", (2, 2, 2)), ("4(x2),2", (4, 4, 2)), ("1,1(x2),8", (1, 1, 1, 8)), ("2(x", None), ("", None)],
+)
+def test_counts(text: str, counts: tuple[int, ...] | None) -> None:
+    assert expand_counts(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a1", ["a1"]),
+        ("a1,b2", ["a1", "b2"]),
+        ("gpu[01-03]", ["gpu01", "gpu02", "gpu03"]),
+        ("gpu[1,3-4],login", ["gpu1", "gpu3", "gpu4", "login"]),
+        ("gpu[08-10].cluster", ["gpu08.cluster", "gpu09.cluster", "gpu10.cluster"]),
+        ("r[1-2]n[1,3]", ["r1n1", "r1n3", "r2n1", "r2n3"]),
+        ("", []),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3:04", 184), ("02:03:04", 7384), ("1-02:03:04", 93784), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+)
+def test_time_left(text: str, seconds: float | None) -> None:
+    assert parse_time_left(text) == seconds

@@ -1,0 +1,84 @@
+"""Ranks that watch each other: what one fails of is known to all, and ends those that are stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_shard.cluster.preflight import Place, connect
+from lightning_shard.cluster.watch import Watch
+from tests.harness import run_distributed
+from tests.test_preflight import _free_port
+
+
+def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box = [_free_port()]
+    dist.broadcast_object_list(box)
+    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
+    # Rank 0's store has to outlive the watch.
+    store = connect(place, 20)
+    dist.barrier()
+    exits: list[int] = []
+    told: dict[str, Any] = {"cause": None}
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        watch = Watch(place, lost_seconds, grace_seconds=3.5, exit_process=exits.append)
+        if not (case in ("silent", "connection") and rank == 2):
+            watch.start()
+        if case == "raises" and rank == 1:
+            told["cause"] = watch.failed(ValueError("no such token: 7"))
+        elif case == "connection" and rank != 2:
+            # What gloo says on the ranks that are left.
+            told["cause"] = watch.failed(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4567"))
+        elif case == "ends":
+            time.sleep(0.5 * rank)
+            watch.end()
+        else:
+            deadline = time.monotonic() + 45
+            while not exits and rank != 2 and time.monotonic() < deadline:
+                time.sleep(0.05)  # stuck, as in a collective
+            if case == "raises" and rank == 2:
+                # In time: what the failure of rank 1 makes of its own collective.
+                time.sleep(2)
+                told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
+        dist.barrier()
+    told |= {"exits": exits, "printed": printed.getvalue()}
+    del store
+    return told
+
+
+def test_what_a_rank_raises_ends_the_others() -> None:
+    zero, one, two = run_distributed(_watched, 3, "raises")
+    assert (one["cause"], one["exits"]) == (None, [])
+    assert zero["exits"] == [1]
+    assert "] rank 1 on " in zero["printed"]
+    assert "failed: ValueError: no such token: 7" in zero["printed"]
+    assert "ends while it is here" in zero["printed"]
+    assert two["exits"] == []
+    assert "failed: ValueError: no such token: 7" in two["cause"]
+
+
+def test_a_rank_that_falls_silent_is_named() -> None:
+    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0)
+    assert zero["exits"] == one["exits"] == [1]
+    for told in (zero, one):
+        assert "rank 2 on " in told["printed"]
+        assert "gave no sign of life: killed" in told["printed"]
+
+
+def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
+    zero, one, _ = run_distributed(_watched, 3, "connection")
+    for told in (zero, one):
+        assert told["cause"].startswith("rank 2 on ")
+        assert "gave no sign of life" in told["cause"]
+        assert told["exits"] == []
+
+
+def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
+    for told in run_distributed(_watched, 3, "ends"):
+        assert (told["cause"], told["exits"], told["printed"]) == (None, [], "")
