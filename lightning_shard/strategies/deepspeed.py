@@ -76,7 +76,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         error_if_nonfinite: bool = False,
         timeout_seconds: float = 1800.0,
         init_timeout_seconds: float = 300.0,
-        lost_rank_seconds: float = 120.0,
+        lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
         process_group_backend: str | None = None,
     ) -> None:
@@ -104,7 +104,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
             timeout_seconds: how long a collective waits before the run fails.
             init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
-            lost_rank_seconds: how long a rank may give no sign of life before the others end, and say so.
+            lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
+                names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
             process_group_backend: "nccl", "gloo", ...; default: by device.
 
