@@ -276,8 +276,8 @@ def table(results: list[dict[str, Any]], untrained: dict[str, Any]) -> str:
 def draw(results: list[dict[str, Any]], untrained: dict[str, Any], path: Path) -> None:
     """Losses on the left; on the right what they are below the loaded weights' on the same batches.
 
-    A colour for each strategy, a line style for each learning rate. Curves that lie on each other are all seen: the
-    later, the thinner.
+    A colour and a marker for each strategy, a line style for each learning rate. Of curves that lie on each other all
+    markers are seen, one in the other.
     """
     import matplotlib
 
@@ -295,8 +295,12 @@ def draw(results: list[dict[str, Any]], untrained: dict[str, Any], path: Path) -
         index = names.index(result["settings"]["strategy"])
         style: dict[str, Any] = {
             "color": f"C{index}",
-            "linewidth": max(1.2, 4.0 - 1.4 * index),
-            "linestyle": ["-", (0, (4, 1.5)), ":", "-."][rates.index(result["settings"]["learning_rate"]) % 4],
+            "linewidth": 1.5,
+            "linestyle": ["-", "--", ":", "-."][rates.index(result["settings"]["learning_rate"]) % 4],
+            "marker": ["", "o", "x", "+", "s"][index % 5],
+            "markersize": [0, 9, 6, 6, 12][index % 5],
+            "markerfacecolor": "none",
+            "markevery": 5,
         }
         absolute.plot(steps, smooth(result["losses"]), label=label(result), **style)
         relative.plot(steps, smooth(result["losses"]) - base, **style)
