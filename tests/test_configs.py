@@ -12,6 +12,7 @@ import yaml
 from lightning_shard import ShardCLI, registry
 from lightning_shard.precision.policy import PRECISIONS as PRECISION_STRINGS
 from lightning_shard.precision.policy import short
+from tests.compiled import NVME, need
 from tests.harness import ROOT, run_distributed
 
 CONFIGS = ROOT / "configs"
@@ -76,7 +77,9 @@ def test_one_overlay_per_name() -> None:
 
 
 @pytest.mark.parametrize("path", STRATEGIES, ids=lambda path: path.stem)
-def test_strategy(path: Path) -> None:
+def test_strategy(path: Path, request: pytest.FixtureRequest) -> None:
+    if "nvme" in path.stem:
+        need(request, *NVME)
     result = _check(run_distributed(_fit, 2, [str(BASE), str(path)]))
     preset = registry.PRESETS[path.stem]
     assert result["strategy"] == preset.class_path.rpartition(".")[2]

@@ -18,10 +18,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.registry import PRESETS
 from tests.harness import run_distributed
-from tests.models import quiet_trainer, whole_parameters
+from tests.models import Final, all_parameters, quiet_trainer
 
-NAMES = [name for name in PRESETS if name.startswith(("shard_ddp", "shard_fsdp"))]
-FEW = ["shard_ddp_aligned", "shard_fsdp", "shard_fsdp_offload_aligned"]
+# Without stage 0, which runs fp32 alone, and NVMe, which needs compiled kernels.
+NAMES = [name for name in PRESETS if "stage_0" not in name and "nvme" not in name]
+FEW = [
+    "shard_ddp_aligned",
+    "shard_fsdp",
+    "shard_fsdp_offload_aligned",
+    "shard_deepspeed_stage_2",
+    "shard_deepspeed_stage_3_aligned",
+]
+# DeepSpeed's hooks in ZeRO-3 wrap each input of a module. Where query, key and value are one tensor,
+# nn.MultiheadAttention multiplies once, and of three tensors thrice; and autograd adds up the gradients of a tensor
+# that several modules read in another order.
+OTHER_ORDER = {
+    ("transformer", "32-true"),
+    ("transformer", "bf16-mixed"),
+    ("llama", "32-true"),
+    ("llama_meta", "32-true"),
+}
 STEPS = 6
 VOCAB = 61
 
@@ -142,7 +158,7 @@ class Watch(pl.Callback):
         self.batches: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.start = whole_parameters(module)
+        self.start = all_parameters(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self.losses.append((outputs["loss"] if isinstance(outputs, dict) else outputs).item())
@@ -151,16 +167,18 @@ class Watch(pl.Callback):
 
 def fit(model: str, name: str, precision: str) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
-    module, watch = MODELS[model](), Watch()
+    module, watch, final = MODELS[model](), Watch(), Final()
     data = DATA.get(model, lambda: None)()
-    trainer = quiet_trainer(strategy=name, precision=precision, max_steps=STEPS, limit_val_batches=2, callbacks=[watch])
+    trainer = quiet_trainer(
+        strategy=name, precision=precision, max_steps=STEPS, limit_val_batches=2, callbacks=[watch, final]
+    )
     trainer.fit(module, data)
     result = {
         "steps": trainer.global_step,
         "start": watch.start,
         "losses": watch.losses,
         "batches": watch.batches,
-        "parameters": whole_parameters(module),
+        "parameters": final.parameters,
         "tied": sum(1 for _ in module.named_parameters(remove_duplicate=False)) - len(watch.start),
     }
     if model in ("boring", "llama", "gpt2"):
@@ -186,6 +204,12 @@ def check(model: str, names: list[str], precision: str) -> None:
             assert different(one["parameters"], other["parameters"]) == []
     for rank in ranks:
         for name in names[1:]:
+            if "stage_3" in name and (model, precision) in OTHER_ORDER:
+                # The order of some sums is another one, 5e-7 of a gradient in the first step; SGD at 0.1 makes 4e-4 of
+                # the Transformer's loss of it in the sixth, and a step of bf16, 2**-7, where the loss is in bf16.
+                rtol = 2e-3 if precision == "32-true" else 2.0**-6
+                torch.testing.assert_close(rank[name]["losses"], rank[names[0]]["losses"], rtol=rtol, atol=0)
+                continue
             # Plain names differ from aligned ones only in the low-memory precisions.
             for part in ("start", "parameters"):
                 assert different(rank[names[0]][part], rank[name][part]) == [], (name, part)
