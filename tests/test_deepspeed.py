@@ -257,7 +257,7 @@ def live_all(engines: list[str], precision: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 def test_a_whole_life_is_that_of_fsdp(precision: str) -> None:
     engines = ["full", *STAGES, *OFFLOADED, *(["zero_0"] if precision == "32-true" else [])]
     for rank in run_distributed(live_all, 2, engines, precision, timeout=300):

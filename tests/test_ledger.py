@@ -251,6 +251,7 @@ def test_recording_changes_no_number_and_engines_agree(model: str, precision: st
             assert_equal_numbers(runs[0], run)
 
 
+@pytest.mark.matrix
 def test_compiled_units_are_compiled_and_seen() -> None:
     options = {"strategy": {"compile": True}}
     ranks = run_distributed(with_and_without, 2, ["full"], "tiny", "bf16-mixed", options, timeout=300)

@@ -239,7 +239,9 @@ def test_unmodified_module_runs_and_gets_the_same_numbers(model: str, precision:
     check(model, FEW, precision)
 
 
-@pytest.mark.parametrize(("model", "precision"), [("boring", "32-true"), ("llama", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("boring", "32-true"), pytest.param("llama", "bf16-mixed", marks=pytest.mark.matrix)]
+)
 def test_unmodified_module_under_every_name(model: str, precision: str) -> None:
     check(model, NAMES, precision)
 

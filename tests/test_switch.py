@@ -78,7 +78,7 @@ def check(tmp_path: Path, precision: str, pairs: list[tuple[str, str]]) -> None:
             _assert_continues([straight[rank][writer]], [run], SAVED)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 def test_each_goes_on_with_anothers_checkpoint(tmp_path: Path, precision: str) -> None:
     # Each writer under one reader, another one for each precision, so that each reader comes too.
     shift = 5 if precision == "32-true" else 2
