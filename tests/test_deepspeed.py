@@ -213,6 +213,27 @@ def test_a_parameter_that_no_loss_uses_decays() -> None:
     assert differences(rank["zero_1"]["parameters"], rank["zero_3"]["parameters"]) == {}
 
 
+class Sometimes(TinyLM):
+    """A block that every other batch goes around; without momentum and decay, no gradient means no step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        around = batch_idx % 2 == 1
+        skipped = self.blocks[1].register_forward_hook(lambda _, args, output: args[0]) if around else None
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            if skipped is not None:
+                skipped.remove()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_step_without_a_gradient_does_not_take_an_old_one(precision: str) -> None:
+    check_equal([*STAGES, "zero_1_offload", *OFFLOADED], Sometimes, precision)
+
+
 # A whole life
 
 

@@ -215,7 +215,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if fitting:
             offload.warn_of_lock()
         self._undo = self._add_transforms(module)
-        self._running, self._frozen, self._ended = None, {}, False
+        self._running, self._frozen, self._ended, self._failed = None, {}, False, False
         self._kept = module.__dict__.pop(_MASTERS, {})
         if not fitting and self._stage == 3:
             config = deepspeed_config(self._fields, run_facts(self, module.trainer))

@@ -189,7 +189,7 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
         return
     running.overflow = skip
     running.engine.step()
-    if skip:
+    if running.groups:
         layout.forget_gradients(running.zero)
     swapping.forget_gradients(running.zero)
     swapping.show(running.zero)

@@ -164,10 +164,20 @@ def gradient(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | N
 
 
 def forget_gradients(zero: Any) -> None:
-    """Drop what a skipped step left: under offload, stages 1 and 2 would add the next gradients to it."""
+    """After a step, taken or skipped: leave nothing of its gradients where DeepSpeed keeps the next ones.
+
+    It writes the gradients that come and reads all, so that a parameter without one would be stepped on its last one;
+    and under offload stages 1 and 2 would add to what a skipped step left.
+    """
     if kind(zero) == STAGES_1_2:
         for index in zero.averaged_gradients:
             zero.averaged_gradients[index] = None
+    if kind(zero) == STAGE_3:
+        zero.grad_partitions_flat_buffer.zero_()
+    if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
+        for flat in _flats(zero):
+            if flat.grad is not None:
+                flat.grad.zero_()
 
 
 def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]:
