@@ -191,7 +191,6 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
     running.engine.step()
     if running.groups:
         layout.forget_gradients(running.zero)
-    swapping.forget_gradients(running.zero)
     swapping.show(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)

@@ -86,12 +86,6 @@ def gradient(zero: Any, index: int) -> Tensor:
     return zero.grad_partitions_flat_buffer.narrow(0, sum(sizes[:index]), sizes[index])
 
 
-def forget_gradients(zero: Any) -> None:
-    """Zero them, so that a parameter that the next backward does not reach is not stepped by the last gradient."""
-    for index in swapped(zero):
-        gradient(zero, index).zero_()
-
-
 def show(zero: Any) -> None:
     """Map the masters and slots of all swapped sub-groups from their files, in place of the empty tensors."""
     for index in swapped(zero):
