@@ -17,9 +17,10 @@ PACKAGE = Path(lightning_shard.__file__).parent
 
 # From the bottom up; a module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "mesh", "wrapping", "clipping"},
-    {"precision", "checkpoint", "resume", "cluster", "migrate", "planning"},
+    {"errors", "memory", "mesh", "wrapping", "clipping"},
+    {"precision", "checkpoint", "resume", "cluster"},
     {"engines"},
+    {"meters", "migrate", "planning"},
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
@@ -27,7 +28,7 @@ LAYERS = [
     | {"registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
-BELOW_LIGHTNING = LAYERS[0] | LAYERS[1] | LAYERS[2]
+BELOW_LIGHTNING = set().union(*LAYERS[:4])
 
 # The only importers of Lightning's private names; the second is a part of the first, in a file of its own.
 PRIVATE_NAMES = {"_lightning", "_results"}
