@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
@@ -58,34 +57,6 @@ def _evaluating() -> Generator[None, None, None]:
         yield
 
 
-def refuse_cut_by_zero(module: nn.Module, strategy: str) -> None:
-    """Refuse a module whose parameters ZeRO-3 has cut.
-
-    Raises:
-        ConfigurationError: with what to do.
-    """
-    # The mark that DeepSpeed leaves on a parameter, asked for without importing it.
-    if any(hasattr(p, "ds_tensor") for p in module.parameters()):
-        raise ConfigurationError(
-            f"{strategy} needs a module with whole parameters, but those of this one were cut by ZeRO-3, in an earlier "
-            "run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with ckpt_path; "
-            "or use shard_deepspeed_stage_3."
-        )
-
-
-def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
-    """Refuse a module that FSDP2 has sharded.
-
-    Raises:
-        ConfigurationError: with what to do.
-    """
-    if any(isinstance(m, FSDPModule) for m in module.modules()):
-        raise ConfigurationError(
-            f"{strategy} needs a module with whole parameters, but this one was sharded with FSDP2, by an earlier run "
-            "or in configure_model. Build a new module, or use shard_fsdp."
-        )
-
-
 class ShardStrategy(WatchedStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
@@ -105,6 +76,7 @@ class ShardStrategy(WatchedStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
@@ -128,6 +100,7 @@ class ShardStrategy(WatchedStrategy):
         self.lost_rank_seconds = lost_rank_seconds
         self.init_timeout_seconds = init_timeout_seconds
         self.preemption = preemption or PreemptionConfig()
+        self.async_save = async_save
         self.num_nodes = 1
         self._device_mesh: DeviceMesh | None = None
 
@@ -479,6 +452,7 @@ class ShardStrategy(WatchedStrategy):
         Raises:
             ConfigurationError: a thawed parameter that has no master, since it was loaded in 16 bits and frozen.
         """
+        super().on_train_batch_start(batch, batch_idx)
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return
@@ -595,6 +569,7 @@ class ShardStrategy(WatchedStrategy):
 
     def _release(self) -> None:
         """Let go of the run's resources, without Lightning's move of the module, which may be cut, to the host."""
+        self._end_saving()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
