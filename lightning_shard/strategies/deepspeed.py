@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard import _lightning
+from lightning_shard.checkpoint import stand_ins
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -232,6 +233,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self._keep_frozen(module)
         elif not fitting and self.policy.compute != torch.float32:
             self._rounded = masters.Rounded(module, self.policy.compute)
+        if not fitting:
+            self._stand_in(module)
         return module
 
     def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
@@ -265,6 +268,13 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
         masters.put(self._running.groups, self._kept)
         self._keep_frozen(module)
+        self._stand_in(module)
+
+    def _stand_in(self, module: LightningModule) -> None:
+        """Let who fills the module's parameters find what is stepped in their place."""
+        stand_ins.install(
+            module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors)
+        )
 
     def _only_optimizer(self) -> Optimizer | None:
         """The optimizer that configure_optimizers made; None: the configuration describes one."""
@@ -454,6 +464,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """
         self._stop_ledger()
         module = self.lightning_module
+        if module is not None:
+            stand_ins.remove(module)
         if self._running is not None and module is not None and not self._ended:
             if self._stage == 3:
                 module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(self._running.groups)}
