@@ -68,6 +68,7 @@ class Measured(Callback):
         self.seconds: dict[str, list[float]] = {}
         self.bytes = 0
         self._since = 0.0
+        self._end = (options.rounds + 1) * len(ROUNDS)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The first step makes the optimizer's state; the others are timed."""
@@ -79,9 +80,8 @@ class Measured(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Note how long a step took; the first round of each kind warms up."""
-        batch_idx = args[-1]
-        number = (batch_idx - 1) // self.options.steps
-        if number >= len(ROUNDS):
+        number = (args[-1] - 1) // self.options.steps
+        if len(ROUNDS) <= number < self._end:
             self._note(f"step, {ROUNDS[number % len(ROUNDS)]}", now(trainer.strategy.root_device) - self._since)
 
     def _note(self, what: str, seconds: float) -> None:
@@ -108,17 +108,16 @@ class Measured(Callback):
         number, strategy = done // self.options.steps, trainer.strategy
         start = now(strategy.root_device)
         strategy.finish_saving()
-        counts = number >= len(ROUNDS)
-        if counts and ROUNDS[(number - 1) % len(ROUNDS)] == "in the background":
+        if number > len(ROUNDS) and ROUNDS[(number - 1) % len(ROUNDS)] == "in the background":
             self._note("rest of a save in the background, after its round", now(strategy.root_device) - start)
         kind = ROUNDS[number % len(ROUNDS)]
-        if kind == "no save" or number >= (self.options.rounds + 1) * len(ROUNDS):
+        if kind == "no save" or number >= self._end:
             return
         strategy.async_save = kind == "in the background"
         meet()
         start = now(strategy.root_device)
         trainer.save_checkpoint(self.folder / "round.ckpt")
-        if counts:
+        if number >= len(ROUNDS):
             self._note(f"blocked, {kind}", now(strategy.root_device) - start)
 
 
@@ -188,7 +187,7 @@ def own_parts(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One process; rank 0 leaves its times in ``folder``."""
+    """One process of its own; rank 0 leaves what it measured in ``folder``."""
     # With LOCAL_RANK there, Lightning takes the processes, and the group that connects them, as they are.
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
@@ -203,10 +202,18 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         world_size=options.processes,
         device_id=device,
     )
+    found = train(options, Path(options.folder or folder))
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+def train(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train with stock Lightning, then with the strategy, and measure on the way. All ranks call it."""
 
     def trainer(strategy: Any, steps: int, *callbacks: Callback) -> Trainer:
         return Trainer(
-            accelerator="gpu" if on_gpu else "cpu",
+            accelerator="gpu" if options.device == "cuda" else "cpu",
             devices=options.processes,
             strategy=strategy,
             max_steps=steps,
@@ -220,19 +227,17 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
 
     stock = trainer("ddp", 1)
     stock.fit(build_model(options), build_data(options))
-    measured = Measured(options, stock, Path(options.folder or folder))
+    measured = Measured(options, stock, folder)
     steps = 2 + (options.rounds + 1) * len(ROUNDS) * options.steps
     trainer(registry.build(options.strategy), steps, measured).fit(build_model(options), build_data(options))
-    if rank == 0:
-        torch.save({"seconds": measured.seconds, "bytes": measured.bytes}, f"{folder}/times.pt")
-    dist.destroy_process_group()
+    return {"seconds": measured.seconds, "bytes": measured.bytes}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes, wait for them and read rank 0's times."""
+    """Start the processes, wait for them and read what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, args=(options, folder), nprocs=options.processes)
-        return torch.load(f"{folder}/times.pt", weights_only=True)
+        return torch.load(f"{folder}/found.pt", weights_only=True)
 
 
 def table(seconds: dict[str, list[float]], total: int) -> str:

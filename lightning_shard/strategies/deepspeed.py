@@ -272,9 +272,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _stand_in(self, module: LightningModule) -> None:
         """Let who fills the module's parameters find what is stepped in their place."""
-        stand_ins.install(
-            module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors)
-        )
+        stand_ins.install(module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors))
 
     def _only_optimizer(self) -> Optimizer | None:
         """The optimizer that configure_optimizers made; None: the configuration describes one."""
