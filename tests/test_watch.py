@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from tests.harness import run_distributed
 from tests.test_preflight import _free_port
 
 
-def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
+def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     box = [_free_port()]
     dist.broadcast_object_list(box)
@@ -27,7 +29,7 @@ def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
     told: dict[str, Any] = {"cause": None}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, lost_seconds, grace_seconds=3.5, exit_process=exits.append)
+        watch = Watch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
         if not (case in ("silent", "connection") and rank == 2):
             watch.start()
         if case == "raises" and rank == 1:
@@ -63,12 +65,25 @@ def test_what_a_rank_raises_ends_the_others() -> None:
     assert "failed: ValueError: no such token: 7" in two["cause"]
 
 
-def test_a_rank_that_falls_silent_is_named() -> None:
-    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0)
+def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "failures" / "123"
+    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0, folder=folder)
     assert zero["exits"] == one["exits"] == [1]
     for told in (zero, one):
         assert "rank 2 on " in told["printed"]
         assert "gave no sign of life: killed" in told["printed"]
+    # Both were stuck, and wrote what they could before they ended.
+    assert {path.name for path in folder.iterdir()} == {"collectives_0", "collectives_1", "rank_0.txt", "rank_1.txt"}
+    for rank, told in enumerate((zero, one)):
+        assert f"wrote {folder / f'rank_{rank}.txt'}" in told["printed"]
+        collectives, stacks = (folder / f"rank_{rank}.txt").read_text().split("\n\n", 1)
+        # The object's size, then the object; and the barrier.
+        last = [line for line in collectives.splitlines() if "gloo:" in line][-3:]
+        assert [line.split()[3] for line in last] == ["gloo:broadcast"] * 2 + ["gloo:barrier"]
+        assert all(f"from _watched at {__file__}:" in line for line in last)
+        assert "in _watched" in stacks
+        record = pickle.loads((folder / f"collectives_{rank}").read_bytes())
+        assert record["entries"][-1]["profiling_name"] == "gloo:barrier"
 
 
 def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:

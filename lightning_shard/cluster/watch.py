@@ -7,8 +7,6 @@ and end, wherever their main threads are.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import os
 import socket
 import sys
@@ -16,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
+from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place
 
 INTERVAL_SECONDS = 1.0
@@ -39,6 +39,7 @@ class Watch:
         lost_seconds: float,
         *,
         run: int = 0,
+        folder: Path | None = None,
         grace_seconds: float = GRACE_SECONDS,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -48,6 +49,7 @@ class Watch:
             place: where the store is, and which rank this is.
             lost_seconds: how long a rank may be silent before the others take it for lost.
             run: number of the run on this process group.
+            folder: where a rank that is stuck writes its last collectives and its stacks; None: nowhere.
             grace_seconds: how long the main thread may take to end by itself once the cause is known.
             exit_process: what ends this process.
         """
@@ -58,6 +60,7 @@ class Watch:
         self._rank, self._size = place.rank, place.world_size
         self._lost_seconds = lost_seconds
         self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 200)
+        self._folder = folder
         self._grace_seconds = grace_seconds
         self._exit = exit_process
         self._ending = threading.Event()
@@ -87,6 +90,9 @@ class Watch:
         Returns what another rank has failed of, which is the cause of this error, or None.
         """
         self._ending.set()
+        if _is_lost_connection(error):
+            # The collective that failed, or did not end in time, is the last one of each rank's record.
+            self._write_traces()
         try:
             with self._lock:
                 own = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
@@ -154,8 +160,15 @@ class Watch:
         if self._ending.wait(self._grace_seconds):
             return
         print(f"[{self._name(self._rank)}] ends while it is here:", file=sys.stderr, flush=True)
-        dump_stacks()
+        traces.dump_stacks()
+        self._write_traces()
         self._exit(1)
+
+    def _write_traces(self) -> None:
+        if self._folder is None:
+            return
+        for path in traces.write(self._folder, self._rank):
+            print(f"[{self._name(self._rank)}] wrote {path}", file=sys.stderr, flush=True)
 
     def _lost_message(self, ranks: list[int]) -> str:
         names = ", ".join(self._name(rank) for rank in ranks[:4]) + (" and others" if len(ranks) > 4 else "")
@@ -175,12 +188,6 @@ class Watch:
                 if condition():
                     return
             time.sleep(0.05)
-
-
-def dump_stacks() -> None:
-    """Write the stacks of all threads to the process' stderr, whatever Python's may have been replaced by."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -265,6 +265,7 @@ class ShardStrategy(WatchedStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        self._mark_messages()
         backend = self.process_group_backend or _lightning.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
