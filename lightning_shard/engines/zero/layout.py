@@ -175,7 +175,7 @@ def forget_gradients(zero: Any) -> None:
     if kind(zero) == STAGE_3:
         zero.grad_partitions_flat_buffer.zero_()
     if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
-        for flat in _flats(zero):
+        for flat in flats(zero):
             if flat.grad is not None:
                 flat.grad.zero_()
 
@@ -193,10 +193,13 @@ def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]
 
 
 def _count(zero: Any) -> int:
-    return len(zero.fp32_groups_flat_partition if kind(zero) == BF16 else _flats(zero))
+    return len(flats(zero))
 
 
-def _flats(zero: Any) -> Sequence[Tensor]:
+def flats(zero: Any) -> Sequence[Tensor]:
+    """The flat tensors that DeepSpeed's optimizer ``zero`` steps on this rank."""
+    if kind(zero) == BF16:
+        return zero.fp32_groups_flat_partition
     return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
 
 
@@ -206,6 +209,6 @@ def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
     if swapping.is_swapped(zero, index):
         return [swapping.gradient(zero, index)]
     if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
-        gradient = _flats(zero)[index].grad
+        gradient = flats(zero)[index].grad
         return [] if gradient is None else [gradient]
     return list(zero.averaged_gradients.get(index) or [])
