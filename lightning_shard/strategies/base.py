@@ -43,9 +43,10 @@ from lightning_shard.resume import (
     prepare_loader,
 )
 from lightning_shard.strategies import meeting
+from lightning_shard.strategies.metering import MeteredStrategy
 from lightning_shard.strategies.reading import canonical, own_or, slot_of
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
-from lightning_shard.strategies.watching import WatchedStrategy, remember_place
+from lightning_shard.strategies.watching import remember_place
 
 T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
@@ -86,7 +87,7 @@ def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
         )
 
 
-class ShardStrategy(WatchedStrategy):
+class ShardStrategy(MeteredStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     _predictions_left = 0

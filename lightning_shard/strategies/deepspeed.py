@@ -35,8 +35,9 @@ from lightning_shard.engines.deepspeed_config import (
     loss_scaling_from,
     read_config,
 )
+from lightning_shard.engines.holdings import Held
 from lightning_shard.engines.whole import LiveTensor
-from lightning_shard.engines.zero import cpu_adam, cutting, gradients, process
+from lightning_shard.engines.zero import cpu_adam, cutting, gradients, holdings, process
 from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -377,6 +378,17 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             "Parameters were frozen or thawed after the fit began, but DeepSpeed steps those that were trainable then. "
             "Freeze before the fit, or use shard_fsdp."
         )
+
+    def held_tensors(self) -> Iterable[Held]:
+        """See the parent's; with masters, buckets and staging buffers, and tensors in files."""
+        if self._running is None or self._values is None or not self._running.groups:
+            return super().held_tensors()
+        kept = self._values.shares
+        return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+
+    def gathered_tensors(self) -> Iterable[Held]:
+        """See the parent's."""
+        return holdings.gathered(self._metered())
 
     # Checkpoints
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember
 from lightning_shard.engines.zero import swapping
-from lightning_shard.engines.zero.layout import BF16, STAGE_3, STAGES_1_2, kind
+from lightning_shard.engines.zero.layout import BF16, STAGE_3, STAGES_1_2, flats, kind
 
 
 def held(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
@@ -51,7 +51,7 @@ def reduced(zero: Any) -> list[Tensor]:
 
     They are complete from the end of an accumulation until the step.
     """
-    return [part for index in range(_count(zero)) for part in _gradient_parts(zero, index)]
+    return [part for index in range(len(flats(zero))) for part in _gradient_parts(zero, index)]
 
 
 def of_parameter(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | None:
@@ -75,7 +75,7 @@ def forget(zero: Any) -> None:
     if kind(zero) == STAGE_3:
         zero.grad_partitions_flat_buffer.zero_()
     if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
-        for flat in _flats(zero):
+        for flat in flats(zero):
             if flat.grad is not None:
                 flat.grad.zero_()
 
@@ -92,20 +92,12 @@ def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]
         begin += part.numel()
 
 
-def _count(zero: Any) -> int:
-    return len(zero.fp32_groups_flat_partition if kind(zero) == BF16 else _flats(zero))
-
-
-def _flats(zero: Any) -> Sequence[Tensor]:
-    return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
-
-
 def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
     if kind(zero) == BF16:
         return [zero.fp32_groups_gradient_flat_partition[index]]
     if swapping.is_swapped(zero, index):
         return [swapping.gradient(zero, index)]
     if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
-        gradient = _flats(zero)[index].grad
+        gradient = flats(zero)[index].grad
         return [] if gradient is None else [gradient]
     return list(zero.averaged_gradients.get(index) or [])

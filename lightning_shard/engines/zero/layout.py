@@ -144,3 +144,10 @@ def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
         member.fqn: FlatTensor(member.shape, part.dtype, [FlatPiece(data=part, start=member.start)])
         for member, part in pieces(groups)
     }
+
+
+def flats(zero: Any) -> Sequence[Tensor]:
+    """The flat tensors that DeepSpeed's optimizer ``zero`` steps on this rank."""
+    if kind(zero) == BF16:
+        return zero.fp32_groups_flat_partition
+    return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups

@@ -39,6 +39,11 @@ class Values:
         """FQN to the module's parameters as DeepSpeed left them."""
         return dict(self._module.named_parameters())
 
+    @property
+    def shares(self) -> list[Tensor]:
+        """This rank's shares of the loaded values that nothing steps, on the host."""
+        return [values for values, _ in self._frozen.values()]
+
     def keep(self, compute: torch.dtype) -> None:
         """Keep what DeepSpeed's cast to ``compute`` would round, ahead of it."""
         self._kept = masters.keep(self._module, compute)
