@@ -46,7 +46,8 @@ from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies import deepspeed_offload as offload
-from lightning_shard.strategies.base import AccumulateSync, ShardStrategy, refuse_cut_by_fsdp, refuse_cut_by_zero
+from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
+from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import run_facts
 from lightning_shard.wrapping import find_units
 
