@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
                 # In time: what the failure of rank 1 makes of its own collective.
                 time.sleep(2)
                 told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
+        told["alive"] = watch._thread.is_alive()
         dist.barrier()
     told |= {"exits": exits, "printed": printed.getvalue()}
     del store
@@ -62,6 +65,9 @@ def test_what_a_rank_raises_ends_the_others() -> None:
     assert "failed: ValueError: no such token: 7" in zero["printed"]
     assert "ends while it is here" in zero["printed"]
     assert two["exits"] == []
+    # A thread that is in the store while the interpreter ends aborts the process.
+    assert not one["alive"]
+    assert not two["alive"]
     assert "failed: ValueError: no such token: 7" in two["cause"]
 
 
@@ -96,4 +102,18 @@ def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
 
 def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
     for told in run_distributed(_watched, 3, "ends"):
-        assert (told["cause"], told["exits"], told["printed"]) == (None, [], "")
+        assert (told["cause"], told["exits"], told["printed"], told["alive"]) == (None, [], "", False)
+
+
+def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
+    """Its thread is in the store most of the time, where the interpreter's end would abort it."""
+    code = f"""
+from lightning_shard.cluster import watch
+from lightning_shard.cluster.preflight import Place, connect
+watch.INTERVAL_SECONDS = 1e-4
+place = Place(address="127.0.0.1", port={_free_port()}, rank=0, world_size=1)
+store = connect(place, 20)
+watch.Watch(place, 60.0).start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -7,6 +7,7 @@ and end, wherever their main threads are.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -26,6 +27,8 @@ INTERVAL_SECONDS = 1.0
 
 GRACE_SECONDS = 15.0
 """More than a backend takes to tell the main thread that a connection is lost."""
+
+_STORE_SECONDS = 10.0  # how long a call of the store waits for an answer
 
 _FAREWELL_SECONDS = 5.0  # how long rank 0, which keeps the store, waits for the others to have read
 
@@ -54,7 +57,12 @@ class Watch:
             exit_process: what ends this process.
         """
         store = TCPStore(
-            place.address, place.port, None, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+            place.address,
+            place.port,
+            None,
+            is_master=False,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
         )
         self._store = PrefixStore(f"watch/{place.agent or 0}/{run}", store)
         self._rank, self._size = place.rank, place.world_size
@@ -72,6 +80,8 @@ class Watch:
     def start(self) -> None:
         """Begin to watch and to be watched."""
         self._thread.start()
+        # For a process that ends without `end` or `failed`.
+        atexit.register(self._stop)
 
     def end(self) -> None:
         """The run has ended well on this rank; rank 0, which keeps the store, waits a moment for the others."""
@@ -82,7 +92,8 @@ class Watch:
             if self._rank == 0:
                 self._until(lambda: self._store.check([f"ended/{rank}" for rank in range(self._size)]))
         except RuntimeError:
-            return  # the store is gone, and with it whoever would care
+            pass  # the store is gone, and with it whoever would care
+        self._stop()
 
     def failed(self, error: BaseException) -> str | None:
         """This rank raises ``error``: tell the others, unless it is the outcome of another's failure.
@@ -95,7 +106,7 @@ class Watch:
             self._write_traces()
         try:
             with self._lock:
-                own = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
+                own = failure = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
                 if _is_lost_connection(error) and (lost := self._silent_ranks()):
                     own = self._lost_message(lost)
                 cause = self._store.compare_set("failed", "", own).decode()
@@ -105,7 +116,17 @@ class Watch:
                 self._until(lambda: self._store.check([f"told/{rank}" for rank in range(self._size)]))
         except RuntimeError:
             return f"rank 0 was lost: the store that it keeps is gone ({type(error).__name__}: {error})"
-        return None if cause == f"{self._name(self._rank)} failed: {type(error).__name__}: {error}" else cause
+        finally:
+            self._stop()
+        return None if cause == failure else cause
+
+    def _stop(self) -> None:
+        """Let the thread end: one that comes back from the store while the interpreter ends aborts the process."""
+        atexit.unregister(self._stop)
+        self._ending.set()
+        if self._thread.is_alive():
+            # A call of the store may take that long.
+            self._thread.join(2 * _STORE_SECONDS)
 
     def _run(self) -> None:
         while not self._ending.wait(self._interval):
