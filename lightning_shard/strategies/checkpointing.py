@@ -26,6 +26,7 @@ from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.stored import open_portable, write_portable
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 
 RUN_STATE = "lightning_shard"
@@ -113,9 +114,10 @@ class CheckpointingStrategy(ParallelStrategy):
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
-            checkpoint[RUN_STATE] = run_state.collect(
-                self.lightning_module.trainer, checkpoint["loops"], self._rewound or {}
-            )
+            trainer = self.lightning_module.trainer
+            loops, epoch_ends = stopping.saved_after_batch(trainer.fit_loop, checkpoint["loops"])
+            checkpoint["loops"] = loops
+            checkpoint[RUN_STATE] = run_state.collect(trainer, loops, self._rewound or {}, epoch_ends=epoch_ends)
         save_training_state(
             path,
             module=self.lightning_module,
@@ -231,7 +233,10 @@ class CheckpointingStrategy(ParallelStrategy):
             self._resumed = checkpoint[RUN_STATE]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing left to do: the slots were read together with the parameters."""
+        """Nothing left to do but for the loops, which were loaded before: the slots were read with the parameters."""
+        assert self.lightning_module is not None
+        if self._resumed is not None and self._resumed.get("epoch_ends"):
+            stopping.end_epoch(self.lightning_module.trainer.fit_loop)
 
     def on_train_start(self) -> None:
         """Go on with the generators and metrics of a resumed run, after all that draws from or resets them."""
