@@ -178,6 +178,13 @@ class StepMeter:
         self._note()
         return self.account
 
+    def failed(self) -> MemoryAccount:
+        """In the middle of the step, which won't go on: count what there is."""
+        saved = list(self._saved)
+        self.stop()
+        self._note(saved)
+        return self.account
+
     def stop(self) -> None:
         """Take the hooks away."""
         self._stop_watching()
