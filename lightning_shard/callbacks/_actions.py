@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
-
 from lightning.pytorch.profilers import Profiler
 
 DATA = ".train_dataloader_next"
@@ -20,10 +18,10 @@ class ActionClock:
         """Listen to ``profiler``, until `detach`."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self._started: dict[str, float] = {}
-        self._profiler: Any = profiler
+        self._profiler = profiler
         self._start, self._stop = profiler.start, profiler.stop
         # On the instance: Lightning calls both by name, from `profile` too.
-        self._profiler.start, self._profiler.stop = self._on_start, self._on_stop
+        vars(profiler).update(start=self._on_start, stop=self._on_stop)
 
     def _on_start(self, action_name: str) -> None:
         self._start(action_name)

@@ -68,9 +68,8 @@ def _without_side_effects(module: LightningModule) -> LightningModule:
         setattr(module, name, nothing)
     for part in list(module.modules()):
         if isinstance(part, Metric | MetricCollection):
-            part.forward = _no_metrics if isinstance(part, MetricCollection) else _zero  # type: ignore[method-assign]
-            part.compute = part.forward
-            part.update = part.reset = nothing  # type: ignore[method-assign]
+            value = _no_metrics if isinstance(part, MetricCollection) else _zero
+            vars(part).update(forward=value, compute=value, update=nothing, reset=nothing)
     return module
 
 

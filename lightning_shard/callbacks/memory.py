@@ -58,7 +58,7 @@ class MemoryCallback(Callback):
     def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
         make = getattr(trainer.strategy, "step_meter", None)
         if make is not None:
-            return make()  # type: ignore[no-any-return]
+            return make()
         device = trainer.strategy.root_device
 
         def held() -> Any:

@@ -80,6 +80,7 @@ class ThroughputCallback(Callback):
         self.windows: list[Window] = []
         self.flops = StepFlops()
         self._actions: ActionClock | None = None
+        self._peak: float | None = None
 
     # FLOPs
 
@@ -116,9 +117,9 @@ class ThroughputCallback(Callback):
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
         self._detach()
-        self._actions = ActionClock(trainer.profiler)
+        self._actions = ActionClock(trainer.profiler)  # type: ignore[attr-defined]
         self.windows = []
-        self._peak: float | None = None
+        self._peak = None
         self._first: float | None = None
         self._counted = False
         # perf_counter at the end of the batch before; None where something else than training lies in between.
@@ -271,5 +272,5 @@ def compute_dtype(trainer: Trainer) -> torch.dtype:
     """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
-        return policy.compute  # type: ignore[no-any-return]
+        return policy.compute
     return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)

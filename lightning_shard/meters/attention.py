@@ -54,7 +54,7 @@ def counting_attention(add: Callable[[int], None], is_useful: Callable[[], bool]
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
         if is_useful():
             add(flops)
-        return _Attention.apply(query, key, value, attn_mask, lambda: add(2 * flops))  # type: ignore[no-any-return]
+        return _Attention.apply(query, key, value, attn_mask, lambda: add(2 * flops))
 
     functional.scaled_dot_product_attention = counted
     try:
@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
     """Shapes of attention and of its gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, add_backward: Callable[[], None]
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.add_backward()
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return (*(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None)

@@ -43,7 +43,9 @@ def storages(tensor: Tensor) -> Iterator[tuple[Storage, int]]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from storages(getattr(tensor, name))
+            # A DTensor names its mesh too.
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from storages(inner)
         return
     with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse, or on the meta device.
         storage = tensor.untyped_storage()

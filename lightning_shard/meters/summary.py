@@ -37,7 +37,7 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
         on_cpu: memory is the process's, and not a device's.
     """
     counted = windows[1:] or windows
-    rows = [("", "median", "10 %", "90 %")]
+    rows: list[tuple[str, ...]] = [("", "median", "10 %", "90 %")]
     for label, name, scale, form in (
         ("step time", "step_seconds", 1e3, "{:.1f} ms"),
         ("tokens/s", "tokens_per_second", 1, "{:,.0f}"),
