@@ -92,8 +92,9 @@ def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
         yield from parameter.all_gather_outputs
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._unsharded_param
-        if parameter._sharded_post_forward_param_data is not None:
-            yield parameter._sharded_post_forward_param_data
+        # With an integer `reshard_after_forward` what is kept of it after forward.
+        if (kept := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+            yield kept
 
 
 def cut_parameters(root: nn.Module) -> Iterator[nn.Parameter]:

@@ -8,25 +8,41 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
 def abstract_mode() -> Generator[None, None, None]:
-    """Inside, operations give fake tensors, of real ones too; nothing new where such a mode is on already."""
-    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+    """Inside, operations give fake tensors, of real ones too; where such a mode is on already it stays."""
+    stack = _get_current_dispatch_mode_stack()
+    present = next((mode for mode in reversed(stack) if isinstance(mode, FakeTensorMode)), None)
+    mode = FakeTensorMode() if present is None else present
+    with nullcontext() if present is not None else mode, _TakeForFakes(mode):
         yield
-        return
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+
+
+class _TakeForFakes(TorchDispatchMode):
+    """Takes real tensors for fakes. With ``allow_non_fake_inputs`` the mode itself runs ``x.add_(1)`` on real ones."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor, static_shapes=True)
 
 
 def abstract_copy(module: M) -> M:

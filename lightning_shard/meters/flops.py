@@ -71,6 +71,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     """
     phase = _Phase()
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_useful_formulas(phase))
+    counter.mod_tracker = _WholeCall()  # type: ignore[assignment]
     attention = {"flops": 0}
 
     def add(flops: int) -> None:
@@ -82,13 +83,25 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
         stack.enter_context(_whole_forward())
         stack.enter_context(counter)
         stack.enter_context(counting_attention(add, phase.is_useful))
-        with torch.enable_grad():
-            outputs = _outputs(function())
+        stack.enter_context(torch.enable_grad())
+        outputs = _outputs(function())
         forward = counter.get_total_flops() + attention["flops"]
         phase.backward = True
         _backward(outputs)
         total = counter.get_total_flops() + attention["flops"]
     return FlopCount(forward=forward, backward=total - forward)
+
+
+class _WholeCall:
+    """Attributes FLOPs to no submodule, which takes hooks that do not go with `torch.autograd.grad`."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
 
 
 def _useful_formulas(phase: _Phase) -> dict[Any, Any]:

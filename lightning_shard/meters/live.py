@@ -43,7 +43,9 @@ def storages(tensor: Tensor) -> Iterator[tuple[Storage, int]]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from storages(getattr(tensor, name))
+            # A DTensor names its mesh too.
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from storages(inner)
         return
     with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse, or on the meta device.
         storage = tensor.untyped_storage()
@@ -176,6 +178,13 @@ class StepMeter:
         """After the step: count the optimizer's state. The whole account."""
         self.stop()
         self._note()
+        return self.account
+
+    def failed(self) -> MemoryAccount:
+        """In the middle of the step, which won't go on: count what there is."""
+        saved = list(self._saved)
+        self.stop()
+        self._note(saved)
         return self.account
 
     def stop(self) -> None:

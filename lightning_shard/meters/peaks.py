@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-_TERA = 1e12
-
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
@@ -129,7 +127,8 @@ def peak_flops(
         rate = peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.single
     elif dtype in _FP8:
         rate = peaks.fp8
-    return None if rate is None else rate * _TERA
+    # In decimals of what the table shows.
+    return None if rate is None else round(rate * 1000) * 1e9
 
 
 def mfu(flops: float, seconds: float, peak: float, *, devices: int = 1) -> float:

@@ -159,6 +159,7 @@ class ShardStrategy(ConnectedStrategy):
             )
             if (sync := _lightning.layer_sync(self)) is not None:
                 sync.apply(self.lightning_module)
+            self._before_sharding(trainer)
             self._begin_ledger(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=fitting)
         _lightning.set_device(self.lightning_module, self.root_device)

@@ -42,6 +42,7 @@ from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.meters.advice import Sharding
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
@@ -386,6 +387,20 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             return super().held_tensors()
         kept = self._values.shares
         return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+
+    def sharding(self) -> Sharding:
+        """See the parent's; each stage cuts one kind more."""
+        asked = effective(self._fields)
+        kinds = ["masters", "optimizer", "gradients", "parameters"]
+        stepping = kinds[:3] if asked.optimizer_device != "none" else []
+        parameters = kinds[3:] if asked.parameter_device != "none" else []
+        return replace(
+            super().sharding(),
+            pieces=self.world_size,
+            cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
+            on_host=frozenset(stepping + parameters),
+            checkpointing=self._activation_checkpointing is not None,
+        )
 
     def gathered_tensors(self) -> Iterable[Held]:
         """See the parent's."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_shard import _lightning
 from lightning_shard.engines.holdings import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
+from lightning_shard.meters.advice import Sharding
 from lightning_shard.meters.live import StepMeter, account
 from lightning_shard.strategies.watching import WatchedStrategy
 
 
 class MeteredStrategy(WatchedStrategy):
     """Says what a rank holds; a subclass whose engine keeps more than the module and the optimizers says so."""
+
+    engine: str
+    aligned: bool
 
     def held_tensors(self) -> Iterable[Held]:
         """All live tensors of the run on this rank but activations, by kind and place. No communication."""
@@ -31,6 +37,16 @@ class MeteredStrategy(WatchedStrategy):
     def step_meter(self) -> StepMeter:
         """A meter for one optimizer step of this rank."""
         return StepMeter(self._metered(), self.held_tensors, self.gathered_tensors, device=self.root_device)
+
+    def sharding(self) -> Sharding:
+        """How the run holds its states."""
+        return Sharding(engine=self.engine, ranks=self.world_size, pieces=1, cut=frozenset(), aligned=self.aligned)
+
+    def _before_sharding(self, trainer: Trainer) -> None:
+        """Let callbacks see the module of a fit while its parameters are whole, or on the meta device."""
+        for callback in _lightning.callbacks(trainer):
+            if (hook := getattr(callback, "before_sharding", None)) is not None:
+                hook(trainer, self.lightning_module)
 
     def _metered(self) -> nn.Module:
         assert self.lightning_module is not None
