@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 from lightning.pytorch.profilers import Profiler
 
 DATA = ".train_dataloader_next"

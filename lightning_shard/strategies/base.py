@@ -69,6 +69,7 @@ class ShardStrategy(ConnectedStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
         super().__init__(
@@ -87,6 +88,7 @@ class ShardStrategy(ConnectedStrategy):
         self.accumulate_sync = accumulate_sync
         self.log_grad_norm = log_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
+        self.async_save = async_save
 
     def _check_configuration(self) -> None:
         """Refuse, before any process or parameter is touched, what can't work; see also the parent's."""
@@ -338,6 +340,7 @@ class ShardStrategy(ConnectedStrategy):
         Raises:
             ConfigurationError: a thawed parameter that has no master, since it was loaded in 16 bits and frozen.
         """
+        super().on_train_batch_start(batch, batch_idx)
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return
@@ -454,6 +457,7 @@ class ShardStrategy(ConnectedStrategy):
 
     def _release(self) -> None:
         """Let go of the run's resources, without Lightning's move of the module, which may be cut, to the host."""
+        self._end_saving()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -79,6 +79,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
         process_group_backend: str | None = None,
     ) -> None:
         """Set up DeepSpeed.
@@ -108,6 +109,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
                 names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
+            async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
+                which takes memory for that one copy. A write that fails is raised at the next batch.
             process_group_backend: "nccl", "gloo", ...; default: by device.
 
         Raises:
@@ -136,6 +139,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
             preemption=preemption,
+            async_save=async_save,
             process_group_backend=process_group_backend,
         )
         self._running: zero.ZeroEngine | None = None

@@ -44,6 +44,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
     ) -> None:
         """Set up FSDP2.
 
@@ -78,6 +79,8 @@ class ShardFSDPStrategy(ComposableStrategy):
             lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
                 names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
+            async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
+                which takes memory for that one copy. A write that fails is raised at the next batch.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -93,6 +96,7 @@ class ShardFSDPStrategy(ComposableStrategy):
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
             preemption=preemption,
+            async_save=async_save,
         )
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:

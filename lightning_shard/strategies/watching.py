@@ -63,6 +63,8 @@ class WatchedStrategy(PreemptibleStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or say which rank's failure this is the outcome of."""
+        # They end once they are told, and would take the save in the background with them.
+        self._end_saving()
         watch = self._watch
         if watch is not None and not isinstance(exception, Preempted):
             self._watch = None
