@@ -216,6 +216,7 @@ class ShardStrategy(WatchedStrategy):
     def _configure_launcher(self) -> None:
         """Check what can be known before any process is started, then choose how to start them."""
         assert self.cluster_environment is not None
+        meeting.check(self._launch, os.environ)
         self._check_configuration()
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = self._make_launcher()
@@ -230,7 +231,6 @@ class ShardStrategy(WatchedStrategy):
         Raises:
             ConfigurationError: on every rank alike.
         """
-        meeting.check(self._launch, os.environ)
         _ = self.policy
         self._mesh_shape()
         if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
