@@ -119,7 +119,7 @@ def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
         field = "use_cpu" if on_cpu else "distributed_type"
         reading.ask("trainer.accelerator", "cpu", field, content[field])
     else:
-        reading.ask("trainer.accelerator", "gpu", "use_cpu", content.get("use_cpu", False))
+        reading.ask("trainer.accelerator", "gpu", "use_cpu", None, "unless a Lightning YAML says another")
     if "num_machines" in content:
         reading.ask("trainer.num_nodes", machines, "num_machines", machines)
     if processes in (None, -1):
@@ -188,8 +188,8 @@ def _with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     content = _with_prefix(section)
-    known = {key for name in tables.FSDP for key in (name, name.removeprefix("fsdp_"))}
-    check_keys(reading, "fsdp_config", section, known | set(tables.OLD_FSDP), "fsdp_config")
+    known = {key for name in (*tables.FSDP, *tables.OLD_FSDP) for key in (name, name.removeprefix("fsdp_"))}
+    check_keys(reading, "fsdp_config", section, known, "fsdp_config")
     version = str(content.get("fsdp_version", 1))
     if version not in ("1", "2"):
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")

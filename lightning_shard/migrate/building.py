@@ -21,7 +21,8 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
         preset: arguments of the strategy name that the user gave; they hold whatever the sources ask for. None: the
             source's own engine, with all its settings.
     """
-    arguments = copy.deepcopy(dict(preset or {}))
+    # One by one: two groups of a preset may be one and the same mapping.
+    arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
     target = Target(engine=engine, arguments=arguments, fixed=frozenset(arguments), reading=reading)
     for asked in _once(reading, target.problems):
         if asked.name in together.SPECIAL:
@@ -82,7 +83,9 @@ def _by_table(target: Target, asked: Asked) -> None:
         return
     answer = find(asked.name).answer(target.engine, asked.value)
     group = asked.name.partition(".")[0]
-    if isinstance(answer, Holds):
+    if asked.name in _GATHERING and target.engine == "deepspeed" and target.stage < 3:
+        target.hold(asked, f"parameters are whole in stage {target.stage}, so that there is nothing to gather")
+    elif isinstance(answer, Holds):
         target.hold(asked, answer.note)
     elif not isinstance(answer, Equal):
         target.lose(asked, answer.reason, answer.nearest)
@@ -109,6 +112,9 @@ _ONLY_FP32 = (
     "comm_state",
 )
 """Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits."""
+
+
+_GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 
 def _compute(target: Target) -> str:

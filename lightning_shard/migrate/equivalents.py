@@ -289,6 +289,7 @@ TABLE: Mapping[str, Row] = {
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 
 _EXPORT = (Holds(note="every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`"),)
+_LOGS = (Holds(note="DeepSpeed's own prints; the Trainer logs by log_every_n_steps"),)
 _MODEL = "the optimizer comes from configure_optimizers, or `optimizer:` in the YAML"
 
 CONFIG: Mapping[str, Row] = {
@@ -303,9 +304,7 @@ CONFIG: Mapping[str, Row] = {
     "train_micro_batch_size_per_gpu": _deepspeed_only(
         "any", reason="the batch size is the dataloader's", nearest="data: batch_size"
     ),
-    "steps_per_print": _deepspeed_only(
-        "any", reason="DeepSpeed's own prints", nearest="trainer.log_every_n_steps", idle=(float("inf"),)
-    ),
+    "steps_per_print": Row(ddp=_LOGS, fsdp=_LOGS, deepspeed=(Equal(),)),
     "zero_allow_untested_optimizer": _deepspeed_only("any", reason="any optimizer runs", idle=(True, False)),
     "zero_force_ds_cpu_optimizer": _deepspeed_only("any", reason="any optimizer runs", idle=(True, False)),
     "zero_optimization.allgather_partitions": _deepspeed_only(

@@ -111,7 +111,7 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         reading.problems += [f"{field}.{key} is no key beside class_path, init_args, dict_kwargs" for key in others]
     elif isinstance(strategy, str) and strategy.lower() in known.presets:
         path, preset = known.presets[strategy.lower()]
-        arguments = copy.deepcopy(dict(preset))
+        arguments = dict(preset)
     elif isinstance(strategy, str) and strategy.lower() in stock.NAMES:
         path, arguments = f"lightning.pytorch.strategies.{stock.NAMES[strategy.lower()][0]}", {}
         arguments |= stock.NAMES[strategy.lower()][1]

@@ -138,8 +138,9 @@ MODEL_PARALLEL: Mapping[str, Field] = {
     "timeout": _BY_REFERENCE,
 }
 
+_SINGLE = ("accelerator", "checkpoint_io", "precision_plugin")
 SINGLE_DEVICE: Mapping[str, Field] = {
-    **{name: described for name, described in _COMMON.items() if name not in ("process_group_backend", "timeout")},
+    **{name: described for name, described in _COMMON.items() if name in _SINGLE},
     "device": Field(reason="the Trainer's", nearest="trainer.devices"),
 }
 
@@ -149,7 +150,7 @@ def _config(key: str, kind: str, *idle: Any) -> Field:
 
 
 DEEPSPEED: Mapping[str, Field] = {
-    **_COMMON,
+    **{name: described for name, described in _COMMON.items() if name != "checkpoint_io"},
     "config": _BY_REFERENCE,
     "zero_optimization": _BY_REFERENCE,
     "stage": _BY_REFERENCE,

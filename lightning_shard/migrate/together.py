@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_shard.migrate.form import LEVELS, Asked
+from lightning_shard.migrate.form import LEVELS, Asked, Engine
 from lightning_shard.migrate.target import CLASSES, Target, level_of
 
 _AS_TOLD = "as --to says"
@@ -111,6 +111,8 @@ def _offload(target: Target, asked: Asked, told: bool) -> None:
         _zero_offload(target, asked, group, device, told)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
+    elif device == "nvme" and "cpu_offload" in target.fixed:
+        target.note(asked, "strategy.cpu_offload", True, f"in host memory, {_AS_TOLD}")
     elif device == "nvme":
         target.lose(asked, "FSDP keeps nothing in files", "--to shard_fsdp_offload, in host memory")
     else:
@@ -160,6 +162,26 @@ def _accumulate_sync(target: Target, asked: Asked, told: bool) -> None:
         stages = "0 and 1" if asked.value == "boundary" else "2 and 3"
         reason = f"stage {target.stage} reduces accumulated gradients by {own}"
         target.lose(asked, reason, f"stages {stages}")
+
+
+def _accumulate(target: Target, asked: Asked, told: bool) -> None:
+    reading = target.reading
+    note = ""
+    if int(asked.value) > 1 and reading.engine is not None and reading.value("accumulate_sync") is None:
+        aligned = bool(reading.value("aligned"))
+        level = LEVELS.index(reading.value("shard", "gradients"))
+        before = _reduced(reading.engine, level, aligned)
+        after = _reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
+        if before != after:
+            note = f"gradients are reduced {after}, and were {before}: other fp32 roundings"
+            note += "; see accumulate_sync" if target.engine != "deepspeed" else ""
+    target.set(asked, asked.name, asked.value, note)
+
+
+def _reduced(engine: Engine, stage: int, aligned: bool) -> str:
+    """When an engine, of whichever package, reduces gradients that are accumulated."""
+    at_boundary = not aligned if engine == "ddp" else engine == "deepspeed" and stage < 2
+    return "once at the boundary" if at_boundary else "after each micro-batch"
 
 
 # Precision
@@ -238,6 +260,7 @@ SPECIAL: Mapping[str, Callable[[Target, Asked, bool], None]] = {
     "offload_parameters.device": _offload,
     "activation_checkpointing": _activation_checkpointing,
     "accumulate_sync": _accumulate_sync,
+    "trainer.accumulate_grad_batches": _accumulate,
     "precision": _precision,
     "reduce": _override,
     "output": _override,
