@@ -96,6 +96,7 @@ class ConnectedStrategy(MeteredStrategy):
     def _configure_launcher(self) -> None:
         """Check what can be known before any process is started, then choose how to start them."""
         assert self.cluster_environment is not None
+        meeting.check(self._launch, os.environ)
         self._check_configuration()
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = self._make_launcher()
@@ -110,7 +111,6 @@ class ConnectedStrategy(MeteredStrategy):
         Raises:
             ConfigurationError: on every rank alike.
         """
-        meeting.check(self._launch, os.environ)
         self._mesh_shape()
 
     @property
