@@ -181,6 +181,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _check_configuration(self) -> None:
         super()._check_configuration()
+        self._check_precision()
+
+    def _check_precision(self) -> None:
         check_policy(self._fields, self.policy, self.aligned)
         if self._stage == 0 and self.policy.compute != torch.float32:
             raise PrecisionError(
