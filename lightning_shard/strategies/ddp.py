@@ -17,8 +17,9 @@ from lightning_shard.engines import ddp, fsdp
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.strategies.base import AccumulateSync, refuse_cut_by_fsdp, refuse_cut_by_zero
+from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import ComposableStrategy
+from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 
 
 class ShardDDPStrategy(ComposableStrategy):
