@@ -25,6 +25,7 @@ from examples.benchmarks.processes import MEBIBYTE, Failed, run_processes
 from examples.benchmarks.races import contestants, rounds_of, rows_of, say, time_together
 from examples.benchmarks.turns import Plan, peak
 from examples.benchmarks.workload import Workload, add_arguments, describe, model_flops, workload_of
+from lightning_shard.meters.peaks import mfu, peak_flops
 
 RACES = {
     "ddp": ["hand_ddp", "lightning_ddp", "shard_ddp", "shard_ddp_aligned"],
@@ -94,6 +95,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=8, help="blocks of each contestant")
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each that do not count")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: computing alone, on a machine that others use"
+    )
     parser.add_argument("--apart", action="store_true", help="large models: the reference and one other at a time")
     parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU; default: by its name, where known")
     parser.add_argument("--skip", choices=["time", "memory"], help="measure the other alone")
@@ -110,7 +114,7 @@ def line_up(name: str, options: argparse.Namespace) -> list[list[str]]:
 
 def measure_time(race_name: str, work: Workload, options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     """Rows of contestants and of their blocks; prints who was left out, and why."""
-    plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup)
+    plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup, clock=options.clock)
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
     for names in line_up(race_name, options):
@@ -131,14 +135,12 @@ def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | Non
     """Model FLOPs utilisation, where the device's peak is known."""
     device_peak = None if peak_tflops is None else 1e12 * peak_tflops
     if device_peak is None and work.device == "cuda":
-        from lightning_shard.meters.peaks import peak_flops
-
         device_peak = peak_flops(torch.cuda.get_device_name(), work.compute_dtype)
     if device_peak is None:
         return
     flops = model_flops(work)
     for row in rows:
-        row["mfu"] = round(flops / (1e-3 * row["ms"]) / device_peak, 3)
+        row["mfu"] = round(mfu(flops, 1e-3 * row["ms"], device_peak), 3)
 
 
 def measure_memory(names: Sequence[str], work: Workload) -> dict[str, float]:

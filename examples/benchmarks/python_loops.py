@@ -111,6 +111,8 @@ def deepspeed_config(work: Workload, stage: int, *, offload: str | None = None) 
     config = {
         "train_micro_batch_size_per_gpu": work.batch_size,
         "gradient_accumulation_steps": 1,
+        # DeepSpeed clips at 1.0 where nothing is said.
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -11,7 +11,7 @@ from examples.benchmarks.workload import Workload
 
 Maker = Callable[..., Contestant]
 
-TOLERANCE = {"32-true": 1e-3, "bf16-mixed": 2e-2}
+TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 """Largest relative difference of a loss from the reference's. fp32 sums in another order differ by 1e-7 in the first
 step, and bf16 ones by 1e-3; training makes more of it, step by step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ class Plan:
     """Steps in a block; a round has a block of each contestant."""
     warmup: int = 3
     """Steps of each that do not count."""
+    clock: str = "wall"
+    """"cpu": the seconds that this process computed, without those that it waited, for a CPU too."""
 
     @property
     def total(self) -> int:
@@ -76,6 +79,7 @@ def race(
     running: dict[str, Contestant] = {}
     functions: dict[str, Any] = {}
     untouched = _functions()
+    now = time.process_time if plan.clock == "cpu" else place.now
     for name in names:
         _put(untouched)
         try:
@@ -100,9 +104,9 @@ def race(
         for name in list(running)[:: -1 if index % 2 else 1]:
             _put(functions[name])
             place.meet()
-            start = place.now()
+            start = now()
             running[name].run(plan.steps)
-            result.seconds[name].append((place.now() - start) / plan.steps)
+            result.seconds[name].append((now() - start) / plan.steps)
     for name, contestant in running.items():
         _put(functions[name])
         result.losses[name] = [loss.item() for loss in contestant.losses[: plan.total]]

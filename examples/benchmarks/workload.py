@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
 from examples.benchmarks.llama import SIZES, Llama, Size
 from examples.python_corpus import Windows, load, standard_library
+from lightning_shard.meters.flops import count_flops
 
 Batch = tuple[Tensor, Tensor]
 
@@ -91,8 +92,6 @@ def describe(work: Workload) -> str:
 
 def model_flops(work: Workload) -> int:
     """Model FLOPs of one process' step: forward and backward, attention counted causal."""
-    from lightning_shard.meters.flops import count_flops
-
     with torch.device("meta"):
         model = Llama(work.size, work.seq_len)
         tokens = torch.zeros(work.batch_size, work.seq_len, dtype=torch.int64)
