@@ -62,11 +62,11 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
 
 def _memory(window: Window, *, on_cpu: bool) -> str:
     if on_cpu:
-        return f"peak memory: {gib(window.allocated)} resident"
-    return f"peak memory: {gib(window.allocated)} allocated, {gib(window.reserved)} reserved"
+        return f"peak memory: {size_text(window.allocated)} resident"
+    return f"peak memory: {size_text(window.allocated)} allocated, {size_text(window.reserved)} reserved"
 
 
-def gib(size: float) -> str:
+def size_text(size: float) -> str:
     """Bytes as GiB, or MiB where they are few."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
