@@ -21,24 +21,21 @@ TOKENS = torch.zeros(4, 8, dtype=torch.int64)
 
 MASK = torch.tensor([[1] * 5 + [0] * 3] * 4)
 LABELS = torch.where(MASK > 0, TOKENS, -100)
+OTHER_FIRST = {"a": torch.zeros(4, 3, dtype=torch.int64), "b": TOKENS, "c": MASK}
 
 
 @pytest.mark.parametrize(
     ("batch", "keys", "expected"),
     [
         (TOKENS, {}, (4, 32, None)),
-        ((TOKENS, TOKENS), {}, (4, 32, 32)),
+        ((TOKENS, TOKENS.clone()), {}, (4, 32, 32)),
         ((TOKENS, LABELS), {}, (4, 32, 20)),
-        ({"text": ["a", "b"], "labels": torch.zeros(9, 9, dtype=torch.int64), "input_ids": TOKENS}, {}, (9, 32, None)),
+        ({"text": ["a", "b"], "labels": torch.zeros(9, 9, dtype=torch.int64), "input_ids": TOKENS}, {}, (4, 32, None)),
         ({"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}, {}, (4, 32, 20)),
         ({"input_ids": TOKENS, "attention_mask": MASK.bool()}, {}, (4, 32, 20)),
         ({"input_ids": TOKENS, "labels": LABELS}, {}, (4, 32, 20)),
-        ({"a": torch.zeros(4, 3, dtype=torch.int64), "b": TOKENS, "c": MASK}, {}, (4, 12, None)),
-        (
-            {"a": torch.zeros(4, 3, dtype=torch.int64), "b": TOKENS, "c": MASK},
-            {"tokens": "b", "mask": "c"},
-            (4, 32, 20),
-        ),
+        (OTHER_FIRST, {}, (4, 12, None)),
+        (OTHER_FIRST, {"tokens": "b", "mask": "c"}, (4, 32, 20)),
         ((TOKENS, torch.rand(4), MASK), {"tokens": 0, "mask": 2}, (4, 32, 20)),
         ((torch.rand(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)), {}, (5, None, None)),
         (torch.zeros(5, 3, 8, 8, dtype=torch.uint8), {}, (5, None, None)),

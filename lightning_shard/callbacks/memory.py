@@ -24,7 +24,8 @@ class MemoryCallback(Callback):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
     At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
-    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When memory runs out in the fit, the table and what would hold less go into the error's message.
+    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When
+    memory runs out in the fit, the table and what would hold less go into the error's message.
 
     Attributes:
         predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and

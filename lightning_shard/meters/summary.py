@@ -67,8 +67,11 @@ def _memory(window: Window, *, on_cpu: bool) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes as GiB, or MiB where they are few."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+    """Bytes as GiB, or in a smaller unit where they are few."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -74,11 +74,9 @@ class MeteredStrategy(WatchedStrategy):
     def _planned_engine(self) -> Engine:
         from lightning_shard.strategies.planned import engine_of  # It imports the strategies.
 
-        device = self.root_device.type
         strategy = cast("ShardStrategy", self)
-        return engine_of(
-            strategy, self._metered(), ranks=self.world_size, per_node=self.num_processes, device_type=device
-        )
+        ranks, per_node, device = self.world_size, strategy.num_processes, self.root_device
+        return engine_of(strategy, self._metered(), ranks=ranks, per_node=per_node, device_type=device.type)
 
     def sharding(self) -> Sharding:
         """How the run holds its states."""
