@@ -15,7 +15,7 @@ from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.advice import advice
 from lightning_shard.meters.live import StepMeter, account, most
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
-from lightning_shard.meters.summary import gib
+from lightning_shard.meters.summary import size_text
 from lightning_shard.meters.tables import from_numbers, largest, memory_table, to_numbers
 from lightning_shard.meters.windows import peak_bytes
 
@@ -23,12 +23,13 @@ from lightning_shard.meters.windows import peak_bytes
 class MemoryCallback(Callback):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
-    At the start of a fit what is there and what a step will add; after the first optimizer step what was counted on
-    live tensors in it, on every engine alike. Both tables are of the rank with the most, which they name. Later steps
-    cost nothing. When memory runs out in the fit, the table and what would hold less go into the error's message.
+    At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
+    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When
+    memory runs out in the fit, the table and what would hold less go into the error's message.
 
     Attributes:
-        predicted: this rank's account at the start, with the gradients and the state that the first step will make.
+        predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and
+            for modules that were cut before the run.
         measured: this rank's account of the first step; None before it.
         ranks: all ranks' measured accounts, on every rank.
     """
@@ -49,8 +50,13 @@ class MemoryCallback(Callback):
     # Start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what is held before the first step."""
+        """Print what the first step will need."""
         self.measured, self.ranks = None, []
+        predict = getattr(trainer.strategy, "predicted_account", None)
+        self.predicted = None if predict is None else predict()
+        if self.predicted is not None:
+            title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
+            rank_zero_info(memory_table(self.predicted, title=title))
         self._meter = self._new_meter(trainer, pl_module)
         self._steps = trainer.global_step
         self._forward_is_next = True
@@ -101,9 +107,9 @@ class MemoryCallback(Callback):
         self.ranks = [from_numbers(row[:-2]) for row in rows]
         rank = largest(self.ranks)
         *_, allocated, reserved = rows[rank]
-        note = f"peak so far: {gib(allocated)} allocated, {gib(reserved)} reserved by torch"
+        note = f"peak so far: {size_text(allocated)} allocated, {size_text(reserved)} reserved by torch"
         if device.type == "cpu":
-            note = f"peak so far: {gib(allocated)} resident in the process"
+            note = f"peak so far: {size_text(allocated)} resident in the process"
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
         rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note]))
 

@@ -44,6 +44,7 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.advice import Sharding
+from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
@@ -402,6 +403,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             return super().held_tensors()
         kept = self._values.shares
         return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+
+    def _planned_engine(self) -> Engine:
+        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
 
     def sharding(self) -> Sharding:
         """See the parent's; each stage cuts one kind more."""
