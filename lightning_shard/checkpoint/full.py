@@ -6,6 +6,7 @@ Written from any other form, tensor by tensor; `lightning_file` reads it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,13 @@ from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import NOTES, Stored, StoredTensor
 from lightning_shard.errors import CheckpointCorruptError
 
-FULL_SUFFIX = ".full.ckpt"
-"""A checkpoint that is saved to a path with this ending is one file in the ``full`` form."""
+
+def names_full(path: str) -> bool:
+    """Whether a checkpoint that is saved to this path is one file in the ``full`` form: it ends in ``.full.ckpt``.
+
+    Lightning's ModelCheckpoint makes ``.full-v1.ckpt`` of it where there is one of that name already.
+    """
+    return re.search(r"\.full(-v\d+)?\.ckpt$", path) is not None
 
 
 def write_full(path: str | os.PathLike[str], stored: Stored) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.forms import is_stock, open_any
-from lightning_shard.checkpoint.full import FULL_SUFFIX, write_full
+from lightning_shard.checkpoint.full import names_full, write_full
 from lightning_shard.checkpoint.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.ranks import Ranks
@@ -91,7 +91,7 @@ class CheckpointingStrategy(ParallelStrategy):
                 "no CheckpointIO to pass it to. Remove it."
             )
         target = str(self.broadcast(os.fspath(filepath)))
-        if not target.endswith(FULL_SUFFIX):
+        if not names_full(target):
             self._save_portable(checkpoint, target)
             return
 
