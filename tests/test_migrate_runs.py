@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from examples.gpt import GPT
@@ -19,6 +20,7 @@ BASE = FILES / "lightning" / "base.yaml"
 OWN = FILES / "own"
 # The files are of GPUs, and some of several nodes.
 HERE = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.num_nodes=1"]
+WITHOUT_SCHEDULE = ["--model=tests.test_migrate_runs.WithoutSchedule"]
 SECTIONS = ["--model=tests.test_migrate_runs.WithoutOptimizer", "--data.init_args.batch_size=4"]
 
 
@@ -27,6 +29,13 @@ class WithoutOptimizer(GPT):
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
         return None
+
+
+class WithoutSchedule(GPT):
+    """Leaves the schedule to the DeepSpeed file, whose values are "auto"."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 RUNS: dict[str, tuple[list[object], str, list[str]]] = {
@@ -72,7 +81,11 @@ REST: dict[str, tuple[list[object], str, list[str]]] = {
         if path != BASE
     },
     **{
-        f"deepspeed {path.stem}": ([path], "ShardDeepSpeedStrategy", SECTIONS)
+        f"deepspeed {path.stem}": (
+            [path],
+            "ShardDeepSpeedStrategy",
+            {"zero2_fp16_auto": WITHOUT_SCHEDULE, "zero3_offload": []}.get(path.stem, SECTIONS),
+        )
         for path in sorted((ROOT / "tests" / "deepspeed_files").glob("*.json"))
         if "nvme" not in path.stem
     },
