@@ -15,6 +15,8 @@ from lightning_shard import ShardCLI, migrate_command
 from tests.compiled import NVME, need
 from tests.harness import ROOT, run_distributed
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 FILES = ROOT / "tests" / "migrate_files"
 BASE = FILES / "lightning" / "base.yaml"
 OWN = FILES / "own"

@@ -108,7 +108,7 @@ def _name(target: Target, known: Known) -> Any:
 def _content(reading: Reading, target: Target, known: Known, strategy: Any) -> dict[str, Any]:
     carried = dict(reading.carried)
     trainer: Mapping[str, Any] = carried.pop("trainer", {})
-    first = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
+    first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
     kept = {key: value for key, value in trainer.items() if key not in first}
     own: dict[str, Any] = {"strategy": strategy, **first, **kept, **target.trainer}
     before = [key for key in known.top_keys if key == "seed_everything" and key in carried]
