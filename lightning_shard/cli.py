@@ -160,7 +160,7 @@ class ShardCLI(LightningCLI):
                 config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
         if self.config.get("subcommand") == "strategies":
             name = self.config["strategies"]["name"]
-            print(registry.table() if name is None else registry.preset_yaml(name).rstrip())
+            print(registry.table() if name is None else registry.preset_yaml(name) + registry.further_arguments(name))
             raise SystemExit(0)
         if self.config.get("subcommand") == "checkpoint":
             print(checkpoint_commands.run(self.config["checkpoint"]))
