@@ -56,6 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if options.output is not None and options.output.exists():
         raise ConfigurationError(f"{options.output} exists: choose another path, or remove it")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigurationError(f"{options.output}: there is no folder {options.output.parent}. Make it first.")
     if options.to is not None:
         options.to = registry.find(options.to.lower()).name
     migration = migrate(options.files, known(), options.to)

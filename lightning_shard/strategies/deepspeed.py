@@ -51,7 +51,7 @@ from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies import deepspeed_offload as offload
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.strategies.deepspeed_facts import run_facts
+from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.wrapping import find_units
 
 
@@ -254,7 +254,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         assert module is not None
         assert values is not None
         optimizer = self._only_optimizer()
-        config = deepspeed_config(self._fields, run_facts(self, trainer))
+        facts = run_facts(self, trainer, count_steps=asks_for_steps(self._fields))
+        config = deepspeed_config(self._fields, facts)
         self._config, self._folders = offload.prepare(self, config, optimizer)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in values.kept})
