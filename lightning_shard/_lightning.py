@@ -5,6 +5,7 @@ Tested with Lightning 2.6; a name that another version lacks fails here, on impo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import Strategy
@@ -60,6 +61,7 @@ __all__ = [
     "is_missing_optimizer",
     "layer_sync",
     "leave_signals_alone",
+    "let_checkpoints_wait",
     "let_children_end",
     "prepare_for_backward",
     "prediction_batches",
@@ -225,6 +227,39 @@ def after_each_batch(trainer: Trainer, hook: Callable[[Any], None]) -> None:
 
     # On the instance; a second fit replaces it.
     loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
+
+
+def let_checkpoints_wait(
+    trainer: Trainer, *, is_writing: Callable[[str], bool], link: Callable[[str, str], None]
+) -> None:
+    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background.
+
+    Args:
+        trainer: in a fit.
+        is_writing: whether the checkpoint at a path is still being written: its name is taken, as if it were there.
+        link: makes the second path a link to the first (``save_last="link"``) once that is whole; all ranks call it.
+    """
+
+    def follow(callback: ModelCheckpoint) -> None:
+        kind = type(callback)
+
+        def file_exists(filepath: Any, trainer: Trainer) -> bool:
+            exists = kind.file_exists(callback, filepath, trainer)  # a collective
+            return exists or is_writing(os.fspath(filepath))
+
+        def link_when_whole(trainer: Trainer, filepath: str, linkpath: str) -> None:
+            if is_writing(filepath):
+                link(filepath, linkpath)
+            else:
+                kind._link_checkpoint(trainer, filepath, linkpath)
+
+        # On the instance; a second fit replaces it.
+        callback.file_exists = file_exists  # type: ignore[method-assign]
+        callback._link_checkpoint = link_when_whole  # type: ignore[method-assign]
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            follow(callback)
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:

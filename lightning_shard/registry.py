@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,6 +205,20 @@ def preset_yaml(name: str) -> str:
     preset = find(name)
     strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
     return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
+
+
+def further_arguments(name: str) -> str:
+    """The constructor's other arguments with their defaults, as comments below `preset_yaml`.
+
+    Raises:
+        ConfigurationError: there is no such name.
+    """
+    preset = find(name)
+    module, _, attribute = preset.class_path.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters.values()
+    others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
+    lines = yaml.safe_dump(others, sort_keys=True).splitlines()
+    return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
 
 
 def table() -> str:

@@ -18,12 +18,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightning_shard.checkpoint.archive import materialize, read_archive, write_archive
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.export import export
 from lightning_shard.checkpoint.forms import open_any
 from lightning_shard.checkpoint.full import write_full
 from lightning_shard.checkpoint.inspect import describe, verify
 from lightning_shard.checkpoint.load import load_tensors, read_manifest
-from lightning_shard.checkpoint.save import OPTIMIZER_STATES, CheckpointInfo, save, save_training_state
+from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
 from lightning_shard.checkpoint.stored import StoredTensor, open_portable, write_portable
 from lightning_shard.errors import (
     CheckpointCorruptError,

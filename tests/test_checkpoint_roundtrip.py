@@ -217,8 +217,9 @@ def save_large(path: str, kind: str) -> int:
         cut = [Shard(0)] if kind == "fsdp" else [dist.tensor.Replicate(), Shard(0)]
         weights = [nn.Parameter(distribute_tensor(w.detach(), mesh, cut)) for w in weights]
     tensors = {f"model.w{i}": weight for i, weight in enumerate(weights)}
-    tensors |= {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
-    save(path, tensors=tensors, trainer_state={}, info=INFO)
+    differing = {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
+    tensors |= differing
+    save(path, tensors=tensors, trainer_state={}, info=INFO, first_counts=differing)
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 

@@ -21,7 +21,7 @@ ENGINES = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_fsdp_hybrid_aligned
 
 
 def _fit(
-    strategy: str,
+    strategy: Any,
     *,
     folder: str | None = None,
     resume: str | None = None,
@@ -33,7 +33,7 @@ def _fit(
 ) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module, final = TinyLM(dropout=0.1), Final()
-    callbacks: list[pl.Callback] = [final]
+    callbacks: list[pl.Callback] = [final, *kwargs.pop("callbacks", [])]
     if folder is not None:
         callbacks.append(
             ModelCheckpoint(

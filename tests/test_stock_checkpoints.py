@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.forms import is_stock, open_any
 from lightning_shard.checkpoint.full import write_full
 from lightning_shard.checkpoint.inspect import describe, verify
-from lightning_shard.checkpoint.save import OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import write_portable
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from tests.harness import run_distributed

@@ -77,6 +77,13 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     removed at the end.
     """
     sync_directory(temporary)
+    _replace(temporary, path, token)
+    _let_go(temporary)
+    _delete_leftovers(path)
+
+
+def _replace(temporary: Path, path: Path, token: str) -> None:
+    """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
     check_replaceable(path)
     if not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
         aside = _aside(path, token)
@@ -87,8 +94,6 @@ def publish(temporary: Path, path: Path, token: str) -> None:
             os.rename(aside, path)
             raise
     sync_directory(path.parent)
-    _let_go(temporary)
-    _delete_leftovers(path)
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> bool:
@@ -157,6 +162,22 @@ def remove_incomplete(path: str | os.PathLike[str]) -> None:
         check_replaceable(path)
         delete_tree(path)
     _delete_leftovers(path)
+
+
+def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    """Make ``name`` a relative link to the checkpoint ``path``, at once; what was at ``name`` is deleted afterwards.
+
+    Raises CheckpointError where a directory that is no checkpoint is at ``name``.
+    """
+    name, token = Path(name), new_token()
+    temporary = temporary_sibling(name, token)
+    os.symlink(os.path.relpath(path, name.parent), temporary)
+    try:
+        _replace(temporary, name, token)
+    except BaseException:
+        delete_tree(temporary)
+        raise
+    _delete_leftovers(name)
 
 
 # What this process is writing: temporary directories with the descriptors that hold their locks.

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.layout import MANIFEST, OPTIMIZER_PREFIX
 from lightning_shard.checkpoint.lightning_file import ModuleNames, open_full
-from lightning_shard.checkpoint.save import OPTIMIZER_STATES
 from lightning_shard.checkpoint.stock_deepspeed import deepspeed_folder, open_deepspeed
 from lightning_shard.checkpoint.stock_fsdp import is_stock_fsdp, open_stock_fsdp
 from lightning_shard.checkpoint.stored import Stored, open_portable
+from lightning_shard.checkpoint.under_way import settle
 
 
 def is_stock(path: str | os.PathLike[str]) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
     path = Path(path)
+    settle()
     commit.recover(path)
     if not path.is_dir():
         return path.is_file()

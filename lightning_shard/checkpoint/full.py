@@ -6,20 +6,68 @@ Written from any other form, tensor by tensor; `lightning_file` reads it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.archive import write_archive
+from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES, State
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX
 from lightning_shard.checkpoint.optimizer import hyperparameters
-from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
-from lightning_shard.checkpoint.stored import NOTES, Stored, StoredTensor
+from lightning_shard.checkpoint.plan import Plan, Plans, Values
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.save import Begun, begin
+from lightning_shard.checkpoint.stored import NOTES, Stored, StoredTensor, open_portable
 from lightning_shard.errors import CheckpointCorruptError
 
 FULL_SUFFIX = ".full.ckpt"
 """A checkpoint that is saved to a path with this ending is one file in the ``full`` form."""
+
+
+def begin_full(
+    ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], State], plans: Plans
+) -> tuple[BegunFull, State]:
+    """As `lightning_shard.checkpoint.save.begin`, of a save to one file in the ``full`` form.
+
+    Rank 0 writes it from a directory beside it, which is removed then, so that no rank ever holds more than one whole
+    tensor.
+    """
+
+    def place() -> tuple[str, str]:
+        target = Path(os.path.abspath(path))
+        commit.check_replaceable(target)
+        return str(target), str(commit.temporary_sibling(target, commit.new_token()))
+
+    target, parts = ranks.first(f"starting to save {path}", place)
+    begun, state = begin(ranks, parts, collect, plans)
+    return BegunFull(target=Path(target), parts=begun), state
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunFull:
+    """As `lightning_shard.checkpoint.save.Begun`, of a save to one file."""
+
+    target: Path
+    parts: Begun
+
+    @property
+    def plan(self) -> Plan:
+        """Of the directory."""
+        return self.parts.plan
+
+    def finish(self, ranks: Ranks, values: Values) -> None:
+        """Write the values and put the file in place. All ranks call it."""
+        self.parts.finish(ranks, values)
+
+        def write() -> None:
+            try:
+                write_full(self.target, open_portable(self.parts.target))
+            finally:
+                commit.remove(self.parts.target)
+
+        ranks.first(f"writing {self.target}", write)
 
 
 def write_full(path: str | os.PathLike[str], stored: Stored) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.fit import listed
 from lightning_shard.checkpoint.forms import is_stock
 from lightning_shard.checkpoint.layout import (
@@ -25,7 +26,6 @@ from lightning_shard.checkpoint.layout import (
 )
 from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.checkpoint.metadata import read_metadata
-from lightning_shard.checkpoint.save import OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import Stored
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.archive import ArchivedTensor, materialize, read_archive
+from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.layout import model_key, optimizer_key
 from lightning_shard.checkpoint.optimizer import hyperparameters
-from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.stepped import AnyOptimizer, groups_of
 from lightning_shard.checkpoint.stored import FULL, NOTES, Stored, StoredTensor

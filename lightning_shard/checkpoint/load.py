@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import Metadata
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint import manifest as manifests
+from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.fit import Fit, LoadReport, compare, listed
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, regular_file
@@ -23,20 +24,22 @@ from lightning_shard.checkpoint.optimizer_fill import check_scalars, create_slot
 from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
-from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import fqns, load_extra_state, model_aliases, model_tensors, reshard
 from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.under_way import settle
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 _BLOCK = 1 << 22
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint ``path``; a replacement that was interrupted is finished first.
+    """The manifest of the checkpoint ``path``; what this process writes in the background is waited for first.
 
-    Errors as for `lightning_shard.checkpoint.manifest.read_manifest`.
+    A replacement that was interrupted is finished. Errors as for
+    `lightning_shard.checkpoint.manifest.read_manifest`.
     """
+    settle()
     commit.recover(Path(path))
     return manifests.read_manifest(path)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.layout import regular_file
 from lightning_shard.checkpoint.manifest import read_manifest
+from lightning_shard.checkpoint.under_way import settle
 from lightning_shard.errors import CheckpointError
 
 
@@ -32,8 +33,9 @@ def find_checkpoints(folders: Iterable[str | os.PathLike[str]], run: str) -> Fou
 
     The run is the one that the manifest names: a checkpoint without a name, or with weights only, is never taken.
     Newest: of the most optimizer steps, and among those the one that was saved last. Checksums are left to who loads.
-    Replacements that were interrupted are finished first.
+    Replacements that were interrupted are finished first, and what this process writes in the background.
     """
+    settle()
     own: list[tuple[int, float, str]] = []
     broken: list[str] = []
     others: set[str] = set()

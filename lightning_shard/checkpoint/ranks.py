@@ -34,12 +34,19 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
-            group = _default_cpu_group()
+            group = _cpu_group()
         elif not _has_cpu_backend(group):
             raise CheckpointError(
                 "the process group given for a checkpoint has no CPU backend: give a gloo group, or none"
             )
         return Ranks(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+    @staticmethod
+    def in_background() -> Ranks:
+        """All ranks over a gloo group that nothing else uses, for a thread; made at the first call (a collective)."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks.of()
+        return Ranks.of(_own_group("background"))
 
     @property
     def is_first(self) -> bool:
@@ -163,17 +170,24 @@ def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return torch.device("cpu") in group._device_types
 
 
-# The default group and the gloo group made beside it. Kept with the default group so that a group of a process
-# group that was destroyed since is never used.
-_cached: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# The default group and the gloo groups made beside it, by what they are for. Kept with the default group so that a
+# group of a process group that was destroyed since is never used.
+_made: tuple[dist.ProcessGroup, dict[str, dist.ProcessGroup]] | None = None
 
 
-def _default_cpu_group() -> dist.ProcessGroup:
-    global _cached
+def _cpu_group() -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
-    if _has_cpu_backend(default):
-        return default
-    if _cached is None or _cached[0] is not default:
-        _cached = (default, dist.new_group(backend="gloo"))
-    return _cached[1]
+    return default if _has_cpu_backend(default) else _own_group("cpu")
+
+
+def _own_group(purpose: str) -> dist.ProcessGroup:
+    global _made
+    default = dist.group.WORLD
+    assert default is not None
+    if _made is None or _made[0] is not default:
+        _made = (default, {})
+    groups = _made[1]
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend="gloo")
+    return groups[purpose]

@@ -1,52 +1,31 @@
-"""Writing a portable checkpoint."""
+"""Writing a portable checkpoint: all ranks agree on who writes what, and write it.
+
+Where the values come from, and over which group the ranks that write them speak, is not said at the beginning: a save
+in the background writes copies, over a group of its own.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import Metadata, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.collect import CheckpointInfo, State, training_state
 from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.checkpoint.layout import MANIFEST, TRAINER_STATE, FileEntry, dtype_name, model_key
+from lightning_shard.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, FileEntry, dtype_name
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
-from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
+from lightning_shard.checkpoint.plan import Plan, Plans, Values, live_values
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.state import extra_state, fqns, model_aliases, model_tensors, reshard
 from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.writer import HashedFile, HashingWriter, TensorSavePlanner
+from lightning_shard.checkpoint.writer import Written, encode_metadata, write_boxes, write_file
 from lightning_shard.errors import CheckpointError
-
-OPTIMIZER_STATES = "optimizer_states"
-EXTRA_STATE = "module_extra_state"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """What a checkpoint says about the run that wrote it."""
-
-    engine: str
-    """``"ddp"``, ``"fsdp"`` or ``"deepspeed"``."""
-
-    policy: str
-    """The precision policy in words."""
-
-    ledger: Mapping[str, Any] = field(default_factory=dict)
-    """The measured dtypes, in plain JSON values."""
-
-    run: Mapping[str, Any] = field(default_factory=dict)
-    """Of a training state: ``name`` of the run, ``step`` and ``time``; rank 0's counts."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Key of a tied name to the key of its tensor."""
 
 
 def save_training_state(
@@ -62,27 +41,20 @@ def save_training_state(
 ) -> None:
     """Save a module (wrapped or not), its optimizers and the rest of the run. All ranks call it.
 
-    ``trainer_state`` counts on rank 0; ``optimizer_states`` in it is replaced by the groups' hyperparameters, and
-    ``module_extra_state`` by what the module keeps beyond tensors. ``info.aliases`` is found here. No
-    ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the module that the checkpoint is not to have.
-    ``masters``: FQN to what is saved as ``model.<fqn>`` in the place of the module's own tensor. Errors as for `save`.
+    Arguments as for `training_state`. Errors as for `save`.
     """
-    ranks = Ranks.of(group)
 
-    def collect() -> tuple[dict[str, Tensor | FlatTensor], dict[str, str], dict[str, Any]]:
-        reshard(module)
-        names = fqns(module)
-        skipped = {model_key(fqn) for fqn in leave_out}
-        kept = {key: tensor for key, tensor in model_tensors(module, masters).items() if key not in skipped}
-        tensors = kept | optimizer_tensors(optimizers, names)
-        own: dict[str, Any] = {EXTRA_STATE: extra_state(module)}
-        if optimizers:
-            own[OPTIMIZER_STATES] = optimizer_groups(optimizers, names)
-        return tensors, {alias: key for alias, key in model_aliases(module).items() if key in kept}, own
+    def collect() -> State:
+        return training_state(
+            module=module,
+            optimizers=optimizers,
+            trainer_state=trainer_state,
+            info=info,
+            leave_out=leave_out,
+            masters=masters,
+        )
 
-    tensors, aliases, own = ranks.agree("collecting the state to save", collect)
-    info = replace(info, aliases=aliases)
-    save(path, tensors=tensors, trainer_state={**trainer_state, **own}, info=info, group=group)
+    _save(Ranks.of(group), path, collect)
 
 
 def save(
@@ -91,139 +63,134 @@ def save(
     tensors: Mapping[str, Any],
     trainer_state: Mapping[str, Any],
     info: CheckpointInfo,
+    first_counts: Collection[str] = (),
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Save the checkpoint directory ``path``, whole or not at all. All ranks call it; rank 0's ``path`` counts.
 
-    ``tensors``: key to this rank's plain tensor (the whole), DTensor or object with torch's checkpointable protocol;
-    each box is written by one of the ranks that have it, in place, without gathering. ``trainer_state`` counts on
-    rank 0. A checkpoint that is at the path stays until the new one is whole.
+    Arguments as for `State`. Each box of a tensor is written by one of the ranks that have it, in place, without
+    gathering. A checkpoint that is at the path stays until the new one is whole.
 
     Raises CheckpointError on every rank alike if anything fails on any of them; the path is as it was then.
     """
-    ranks = Ranks.of(group)
+    state = State(tensors=tensors, trainer_state=trainer_state, info=info, first_counts=first_counts)
+    _save(Ranks.of(group), path, lambda: state)
+
+
+def _save(ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], State]) -> None:
+    begun, state = begin(ranks, path, collect, Plans())
+    begun.finish(ranks, live_values(state.tensors))
+
+
+def begin(
+    ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], State], plans: Plans
+) -> tuple[Begun, State]:
+    """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
+
+    All ranks call it; rank 0's ``path`` counts. ``collect`` is called on each rank, without communication. Raises as
+    `save` does.
+    """
     token = commit.new_token()
+    collected: list[State] = []
     encoded: list[bytes] = []
 
-    def begin() -> tuple[str, str]:
-        encoded.append(encode_trainer_state(trainer_state))
+    def look() -> bool:
+        collected.append(collect())
+        return plans.know(collected[0].tensors, collected[0].first_counts)
+
+    def decide(known: list[bool]) -> list[tuple[str, str, bool]]:
+        encoded.append(encode_trainer_state(collected[0].trainer_state))
         target = Path(os.path.abspath(path))
-        return str(target), str(commit.begin(target, token))
+        return [(str(target), str(commit.begin(target, token)), all(known))] * ranks.size
 
-    target, temporary = map(Path, ranks.first(f"starting to save {path}", begin))
+    target, temporary, known = ranks.exchange(f"starting to save {path}", look, decide)
+    (state,) = collected
     try:
-        writer = HashingWriter(temporary)
-        plan, planner, metadata = _plan(ranks, writer, tensors)
-        results = _write(ranks, target, writer, plan, planner, encoded)
-
-        def finish() -> None:
-            assert metadata is not None
-            assert results is not None
-            _finish(temporary, target, token, writer, metadata, results, info, ranks.size)
-
-        ranks.first(f"completing {target}", finish)
+        plan = plans.agreed(ranks, known=known)
     except BaseException:
         if ranks.is_first:
-            commit.delete_tree(temporary)
+            commit.delete_tree(Path(temporary))
         raise
-
-
-def _plan(
-    ranks: Ranks, writer: HashingWriter, tensors: Mapping[str, Any]
-) -> tuple[SavePlan, TensorSavePlanner, Metadata | None]:
-    """This rank's part, and on rank 0 the metadata of the whole."""
-    planner = TensorSavePlanner()
-    whole: list[Metadata] = []
-
-    def local() -> SavePlan:
-        for key, tensor in tensors.items():
-            _check_savable(key, tensor)
-        planner.set_up_planner(dict(tensors), None, ranks.is_first)
-        writer.set_up_storage_writer(ranks.is_first, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def decide(plans: list[SavePlan]) -> list[SavePlan]:
-        parts, metadata = planner.create_global_plan(plans)
-        whole.append(metadata)
-        return writer.prepare_global_plan(parts)
-
-    part = ranks.exchange("planning the save", local, decide)
-    return planner.finish_plan(part), planner, whole[0] if whole else None
-
-
-def _check_savable(key: str, tensor: Any) -> None:
-    if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-        what = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
-        raise CheckpointError(f"{key} is {what}; only dense tensors with values can be saved")
-
-
-_Written = tuple[list[WriteResult], dict[str, FileEntry]]
-
-
-def _write(
-    ranks: Ranks,
-    target: Path,
-    writer: HashingWriter,
-    plan: SavePlan,
-    planner: TensorSavePlanner,
-    encoded: list[bytes],
-) -> list[_Written] | None:
-    """Write this rank's files; on rank 0 what all ranks wrote."""
-
-    def write() -> _Written:
-        results = writer.write_data(plan, planner).wait()
-        if ranks.is_first:
-            with HashedFile(writer.directory / TRAINER_STATE) as stream:
-                stream.write(encoded[0])
-            writer.files[TRAINER_STATE] = stream.entry()
-        return results, dict(writer.files)
-
-    gathered: list[list[_Written]] = []
-
-    def keep(written: list[_Written]) -> list[None]:
-        gathered.append(written)
-        return [None] * ranks.size
-
-    ranks.exchange(f"writing {target}", write, keep)
-    return gathered[0] if gathered else None
-
-
-def _finish(
-    temporary: Path,
-    target: Path,
-    token: str,
-    writer: HashingWriter,
-    metadata: Metadata,
-    results: list[_Written],
-    info: CheckpointInfo,
-    world_size: int,
-) -> None:
-    """On rank 0: the metadata, last the manifest, then all of it in place."""
-    writer.finish(metadata, [part for part, _ in results])
-    files = {name: entry for _, written in results for name, entry in written.items()} | writer.files
-    for name, entry in files.items():
-        _check_arrived(temporary / name, entry)
-    entries = {
-        key: TensorEntry(shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype))  # type: ignore[union-attr]
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    lost = sorted(key for key in info.aliases.values() if key not in entries)
-    if lost:
-        raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
-    manifest = Manifest(
-        engine=info.engine,
-        policy=info.policy,
-        ledger=info.ledger,
-        world_size=world_size,
-        tensors=entries,
-        aliases=info.aliases,
-        files=files,
-        versions=library_versions(),
-        run=info.run,
+    begun = Begun(
+        target=Path(target),
+        temporary=Path(temporary),
+        token=token,
+        plan=plan,
+        trainer_state=encoded[0] if encoded else b"",
+        info=state.info,
     )
-    with HashedFile(temporary / MANIFEST) as stream:
-        stream.write(manifest.to_json().encode())
-    commit.publish(temporary, target, token)
+    return begun, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A save whose values are still to be written; one of `finish` and `abandon` is called."""
+
+    target: Path
+    """Where the checkpoint is to be."""
+
+    temporary: Path
+    token: str
+    plan: Plan
+    trainer_state: bytes
+    """The contents of ``trainer.pt``, on rank 0."""
+
+    info: CheckpointInfo
+
+    def finish(self, ranks: Ranks, values: Values) -> None:
+        """Write the values and put the checkpoint in place. All ranks call it.
+
+        ``ranks``: the same processes as at the beginning, over the same or another group. Raises as `save` does.
+        """
+        gathered: list[list[Written]] = []
+
+        def keep(written: list[Written]) -> list[None]:
+            gathered.append(written)
+            return [None] * ranks.size
+
+        try:
+            ranks.exchange(f"writing {self.target}", lambda: self._write(ranks.rank, values), keep)
+            ranks.first(f"completing {self.target}", lambda: self._complete(gathered[0]))
+        except BaseException:
+            if ranks.is_first:
+                commit.delete_tree(self.temporary)
+            raise
+
+    def _write(self, rank: int, values: Values) -> Written:
+        """This rank's files."""
+        written = write_boxes(self.temporary, rank, self.plan.mine, values)
+        if rank == 0:
+            entry = write_file(self.temporary / TRAINER_STATE, self.trainer_state)
+            return replace(written, files={**written.files, TRAINER_STATE: entry})
+        return written
+
+    def _complete(self, written: Sequence[Written]) -> None:
+        """On rank 0: the metadata, last the manifest, then all of it in place."""
+        assert self.plan.whole is not None
+        files = {name: entry for part in written for name, entry in part.files.items()}
+        files[METADATA] = write_file(self.temporary / METADATA, encode_metadata(self.plan.whole, written))
+        for name, entry in files.items():
+            _check_arrived(self.temporary / name, entry)
+        tensors = {
+            key: TensorEntry(shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype))
+            for key, entry in self.plan.whole.tensors.items()
+        }
+        lost = sorted(key for key in self.info.aliases.values() if key not in tensors)
+        if lost:
+            raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
+        manifest = Manifest(
+            engine=self.info.engine,
+            policy=self.info.policy,
+            ledger=self.info.ledger,
+            world_size=len(written),
+            tensors=tensors,
+            aliases=self.info.aliases,
+            files=files,
+            versions=library_versions(),
+            run=self.info.run,
+        )
+        write_file(self.temporary / MANIFEST, manifest.to_json().encode())
+        commit.publish(self.temporary, self.target, self.token)
 
 
 def _check_arrived(path: Path, entry: FileEntry) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from lightning_shard.checkpoint.archive import ArchivedTensor, materialize, read_archive
+from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.layout import check_relative, model_key, optimizer_key
 from lightning_shard.checkpoint.optimizer import hyperparameters
-from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.stored import Stored, StoredTensor
 from lightning_shard.checkpoint.zero_layout import Place, flat_tensor, frozen_tensor, places_of
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

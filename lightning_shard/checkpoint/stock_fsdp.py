@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from lightning_shard.checkpoint.archive import materialize, read_archive, refusal
+from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, FileEntry, model_key, optimizer_key
 from lightning_shard.checkpoint.metadata import ForeignMetadata, parse_foreign_metadata
 from lightning_shard.checkpoint.optimizer import hyperparameters
 from lightning_shard.checkpoint.reader import CheckedReader, read_whole
-from lightning_shard.checkpoint.save import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.state import WRAPPED
 from lightning_shard.checkpoint.stored import Stored, StoredTensor
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

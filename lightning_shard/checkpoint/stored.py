@@ -17,11 +17,12 @@ from torch.distributed.checkpoint import WriteItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
+from lightning_shard.checkpoint.collect import CheckpointInfo
 from lightning_shard.checkpoint.layout import torch_dtype
 from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.checkpoint.metadata import read_metadata
 from lightning_shard.checkpoint.reader import CheckedReader, read_whole
-from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.save import save
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 
 PORTABLE, FULL = "portable", "full"

@@ -1,46 +1,31 @@
-"""Writing torch.distributed.checkpoint files: the plan and the writer.
+"""Writing torch.distributed.checkpoint files.
 
 The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box of a tensor), so that
-torch's tools read them. What differs: a file is hashed while it is written, plain tensors that every rank has are
-spread over the ranks, and at most one item is copied to the host at a time.
-
-Anything with torch's checkpointable protocol (``torch/distributed/_checkpointable.py``) can stand for a tensor.
+torch's tools read them. What differs: a file is hashed while it is written, and at most one item is copied to the host
+at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-import math
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemWriter,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, OPTIMIZER_PREFIX, FileEntry
-from lightning_shard.errors import CheckpointError
+from lightning_shard.checkpoint.layout import DATA_SUFFIX, FileEntry
+from lightning_shard.checkpoint.plan import Values, Whole
 
-DCP_VERSION = "1.0.0"
+_VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 
 
 class HashedFile:
@@ -90,125 +75,57 @@ class HashedFile:
         return FileEntry(size=self._size, sha256=self._hash.hexdigest())
 
 
-class TensorSavePlanner(DefaultSavePlanner):
-    """Plans tensors alone, and gives each box of a tensor to one of the ranks that have it."""
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one rank wrote."""
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Take the tensors of this rank, unflattened: a key may hold dots."""
-        self.state_dict = state_dict
-        self.is_coordinator = is_coordinator
+    places: Sequence[tuple[int, int]]
+    """Offset and length of each of its boxes in its file, in the order in which it was given them."""
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On rank 0: who writes what, and the checkpoint's metadata."""
-        plans, metadata = create_default_global_save_plan(_write_once(all_plans, self._is_same_everywhere))
-        errors = _validate_global_plan(plans, metadata) or _incomplete(metadata, self.state_dict)
-        if errors:
-            raise CheckpointError(f"the ranks' tensors do not make up whole ones: {'; '.join(errors[:5])}")
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """This rank's part as rank 0 gave it."""
-        return new_plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """This rank's tensor for a planned box."""
-        return find_tensor_shard(self.state_dict[index.fqn], index)
-
-    def _is_same_everywhere(self, key: str) -> bool:
-        # Buffers may differ between ranks (running statistics): there rank 0's count, as they do in DDP.
-        return isinstance(self.state_dict.get(key), (nn.Parameter, FlatTensor)) or key.startswith(OPTIMIZER_PREFIX)
+    files: Mapping[str, FileEntry]
 
 
-def _incomplete(metadata: Metadata, keys: Iterable[str]) -> list[str]:
-    # torch looks neither for tensors that no rank has a part of, nor at the volume of scalars or on one rank.
-    incomplete = []
-    for key in keys:
-        entry = metadata.state_dict_metadata.get(key)
-        if entry is None:
-            incomplete.append(f"no rank has a part of {key}")
-        elif isinstance(entry, TensorStorageMetadata):
-            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if held != math.prod(entry.size):
-                incomplete.append(f"the ranks have {held} elements of {key} of shape {tuple(entry.size)}")
-    return incomplete
+def data_file(rank: int) -> str:
+    """Name of the file with the boxes that a rank writes."""
+    return f"__{rank}_0{DATA_SUFFIX}"
 
 
-def _write_once(plans: list[SavePlan], may_spread: Callable[[str], bool]) -> list[SavePlan]:
-    """Leave every box in one plan: that of the least loaded rank that has it, or of the lowest."""
-    holders: dict[MetadataIndex, list[int]] = {}
-    items: dict[MetadataIndex, WriteItem] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            holders.setdefault(item.index, []).append(rank)
-            items.setdefault(item.index, item)
-    load = [0] * len(plans)
-    writer: dict[MetadataIndex, int] = {}
-    # What only one rank can write comes first, then the largest: the rest evens the ranks out.
-    order = sorted(items, key=lambda index: (len(holders[index]) > 1, -(items[index].tensor_storage_size() or 0)))
-    for index in order:
-        ranks = holders[index]
-        chosen = min(ranks, key=lambda rank: load[rank]) if may_spread(index.fqn) else min(ranks)
-        load[chosen] += items[index].tensor_storage_size() or 1
-        writer[index] = chosen
-    return [
-        dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
+def write_boxes(directory: Path, rank: int, boxes: Sequence[MetadataIndex], values: Values) -> Written:
+    """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
+    places: list[tuple[int, int]] = []
+    if not boxes:
+        return Written(places=places, files={})
+    with HashedFile(directory / data_file(rank)) as stream:
+        for index in boxes:
+            start = stream.tell()
+            torch.save(_row_major(values(index)), cast(BinaryIO, stream))
+            places.append((start, stream.tell() - start))
+    return Written(places=places, files={data_file(rank): stream.entry()})
 
 
-class HashingWriter(FileSystemWriter):
-    """Writes this rank's items into one file in an existing directory; ``files`` has what it wrote."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.directory = directory
-        self.files: dict[str, FileEntry] = {}
-
-    def storage_meta(self) -> StorageMeta:
-        """Nothing: no path of the machine that wrote it, no random number."""
-        return StorageMeta()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is; the directory exists."""
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items one after the other, each copied to the host when its turn comes."""
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0{DATA_SUFFIX}"
-            with HashedFile(self.directory / name) as stream:
-                for item in plan.items:
-                    start = stream.tell()
-                    torch.save(_row_major(item, planner), cast(BinaryIO, stream))
-                    length = stream.tell() - start
-                    info = _StorageInfo(name, start, length)
-                    results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
-            self.files[name] = stream.entry()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: write ``.metadata``."""
-        metadata.version = DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-        metadata.storage_meta = self.storage_meta()
-        with HashedFile(self.directory / METADATA) as stream:
-            pickle.dump(metadata, stream)
-        self.files[METADATA] = stream.entry()
-
-
-def _row_major(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """A host tensor with the item's values in row-major order and a storage of no more than them."""
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor), item.index
+def _row_major(tensor: Tensor) -> Tensor:
+    """The same values on the host, in row-major order and a storage of no more than them."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write a new file at once."""
+    with HashedFile(path) as stream:
+        stream.write(data)
+    return stream.entry()
+
+
+def encode_metadata(whole: Whole, written: Sequence[Written]) -> bytes:
+    """The contents of ``.metadata``; ``written``: by rank."""
+    places = {
+        index: _StorageInfo(data_file(rank), offset, length)
+        for rank, (boxes, part) in enumerate(zip(whole.writers, written, strict=True))
+        for index, (offset, length) in zip(boxes, part.places, strict=True)
+    }
+    # No path of the machine that wrote it, no random number.
+    return pickle.dumps(
+        Metadata(dict(whole.tensors), storage_data=places, storage_meta=StorageMeta(), version=_VERSION)
+    )

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_shard.engines import forward, fsdp
 from lightning_shard.engines.replicas import average_gradients
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.strategies.base import ShardStrategy, refuse_cut_by_zero
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.cut_modules import refuse_cut_by_zero
 
 FORWARD_METHODS = ("encode", "generate")
 """Methods that run a model without ``forward``, by the names that are common."""

@@ -17,8 +17,9 @@ from lightning_shard.engines import ddp, fsdp
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.strategies.base import AccumulateSync, refuse_cut_by_fsdp, refuse_cut_by_zero
+from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import ComposableStrategy
+from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 
 
 class ShardDDPStrategy(ComposableStrategy):
@@ -51,6 +52,7 @@ class ShardDDPStrategy(ComposableStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
     ) -> None:
         """Set up data parallelism.
 
@@ -83,6 +85,8 @@ class ShardDDPStrategy(ComposableStrategy):
             lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
                 names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
+            async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
+                which takes memory for that one copy. A write that fails is raised at the next batch.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -98,6 +102,7 @@ class ShardDDPStrategy(ComposableStrategy):
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
             preemption=preemption,
+            async_save=async_save,
         )
         if aligned and comm_hook is not None:
             raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -11,6 +12,7 @@ from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.meters.advice import Sharding
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
 
@@ -42,6 +44,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         init_timeout_seconds: float = 300.0,
         lost_rank_seconds: float | None = 120.0,
         preemption: PreemptionConfig | None = None,
+        async_save: bool = False,
     ) -> None:
         """Set up FSDP2.
 
@@ -76,6 +79,8 @@ class ShardFSDPStrategy(ComposableStrategy):
             lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
                 names it; null: they wait for ``timeout_seconds``.
             preemption: what a fit does when it is told to stop by a signal or a time limit.
+            async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
+                which takes memory for that one copy. A write that fails is raised at the next batch.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -91,6 +96,7 @@ class ShardFSDPStrategy(ComposableStrategy):
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
             preemption=preemption,
+            async_save=async_save,
         )
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
@@ -113,6 +119,17 @@ class ShardFSDPStrategy(ComposableStrategy):
 
     def _sharding_options(self) -> fsdp.ShardingOptions:
         return self._options
+
+    def sharding(self) -> Sharding:
+        """See the parent's; parameters, gradients and optimizer state are cut alike."""
+        states = frozenset({"parameters", "gradients", "optimizer"})
+        return replace(
+            super().sharding(),
+            pieces=self._mesh_shape()[1],
+            cut=states,
+            on_host=states if self._options.cpu_offload else frozenset(),
+            checkpointing=self._options.activation_checkpointing is not None,
+        )
 
     def _check_configuration(self) -> None:
         super()._check_configuration()

@@ -26,7 +26,8 @@ from lightning_shard.cluster.preemption import (
     TimeLimit,
     describe,
 )
-from lightning_shard.cluster.watch import dump_stacks
+from lightning_shard.cluster.traces import dump_stacks
+from lightning_shard.errors import CheckpointError
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.resuming import ResumingStrategy
@@ -39,7 +40,7 @@ class PreemptibleStrategy(ResumingStrategy):
     _limit: TimeLimit | None = None
     _agreement: Agreement | None = None
     _max_steps: int | None = None
-    _longest_save = 0.0
+    _agreed = 0
     _last_look: float | None = None
 
     # Beginning and end
@@ -65,8 +66,7 @@ class PreemptibleStrategy(ResumingStrategy):
         self._agreed = self._looks = 0
         # Of the last looks: the first steps compile, and are no measure of those to come.
         self._gaps: deque[float] = deque([0.0], maxlen=50)
-        self._longest_save = 0.0
-        self._last_look: float | None = None
+        self._last_look = None
         self._stoppable = False
         self._agreement = Agreement(Ranks.of().group)
         self._limit = self._read_limit() if self.is_global_zero else None
@@ -141,7 +141,7 @@ class PreemptibleStrategy(ResumingStrategy):
         if not self._agreed and self._looks % self.preemption.every_n_steps == 0:
             own = 0 if self._flag is None else self._flag.received
             # Two looks: the one at which all ranks know is the one after.
-            reserve = 2 * self.preemption.every_n_steps * max(self._gaps) + self._longest_save
+            reserve = 2 * self.preemption.every_n_steps * max(self._gaps) + self.saver.reserve_seconds
             if not own and self._limit is not None and self._limit.is_near(reserve):
                 own = TIME_LIMIT
             self._agreed = self._agreement(own)
@@ -150,12 +150,12 @@ class PreemptibleStrategy(ResumingStrategy):
     # Saving and leaving
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """See the parent's; the time that it takes is kept free before the time limit."""
-        start = time.monotonic()
+        """See the parent's; a step is not the longer for it."""
         super().save_checkpoint(*args, **kwargs)
-        now = time.monotonic()
-        self._longest_save = max(self._longest_save, now - start)
-        self._last_look = now
+        self._last_look = time.monotonic()
+
+    def _saves_in_background(self) -> bool:
+        return super()._saves_in_background() and not self._agreed
 
     def _save_and_leave(self) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
@@ -166,6 +166,10 @@ class PreemptibleStrategy(ResumingStrategy):
         watchdog.daemon = True
         watchdog.start()
         path = self._own_path()
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            rank_zero_warn(f"A checkpoint could not be saved in the background: {error}")
         if path is None:
             rank_zero_warn(f"stopped by {reason}, but default_root_dir {trainer.default_root_dir} is not a local path.")
         else:

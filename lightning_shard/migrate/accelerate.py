@@ -1,0 +1,412 @@
+"""Accelerate config files, read into the neutral form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_shard.migrate import accelerate_fields as tables
+from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed
+from lightning_shard.migrate.fields import Field, check_keys, nearest, read_field
+from lightning_shard.migrate.files import read_file
+from lightning_shard.migrate.form import Engine, Reading, shown
+
+_REDUCED = (
+    "parameters and inputs are cast whole instead of by autocast; gradients are reduced in fp32, by Accelerate's FSDP "
+    "in 16 bits: ShardPrecision(reduce=...)"
+)
+
+
+def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
+    """Add to ``reading`` what an Accelerate config file asks for.
+
+    Args:
+        reading: problems, such as unknown keys and contradictions, are added to it too.
+        content: of the file.
+        path: of the file; a ``deepspeed_config_file`` is looked for from the current folder, then beside it.
+    """
+    check_keys(reading, "", content, tables.TOP, "an Accelerate config file")
+    if str(content.get("compute_environment", "LOCAL_MACHINE")).upper() == "AMAZON_SAGEMAKER":
+        reading.problems.append(
+            "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
+            "LOCAL_MACHINE"
+        )
+        return
+    engine = _engine(reading, content)
+    for name, described in tables.TOP.items():
+        if name in content and described != Field():
+            read_field(reading, name, described, content[name])
+    _processes(reading, content)
+    _launch(reading, content)
+    sections = {name: _section(reading, content, name) for name in _SECTIONS}
+    _check_sections(reading, str(content.get("distributed_type", "NO")).upper(), sections)
+    if engine == "fsdp" and sections["fsdp_config"]:
+        _fsdp(reading, sections["fsdp_config"])
+        _mesh(reading, sections["parallelism_config"], content)
+    if engine == "deepspeed":
+        _deepspeed(reading, sections["deepspeed_config"], content, path)
+    _precision(reading, content)
+    _dynamo(reading, {**sections["dynamo_config"], **_old_dynamo(content)})
+    for name, reason in _SECTIONS_WITHOUT_EQUAL.items():
+        for key, value in sections[name].items():
+            if value not in (None, False, {}, [], "none"):
+                reading.lose(f"{name}.{key}", value, reason)
+
+
+_SECTIONS = (
+    "fsdp_config",
+    "deepspeed_config",
+    "parallelism_config",
+    "dynamo_config",
+    "megatron_lm_config",
+    "fp8_config",
+    "tp_config",
+    "mpirun_config",
+    "ipex_config",
+)
+
+_SECTIONS_WITHOUT_EQUAL = {
+    "megatron_lm_config": "there is no Megatron-LM engine here",
+    "fp8_config": "no engine here computes in fp8",
+    "tp_config": "the mesh has no tensor-parallel axis",
+    "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
+    "ipex_config": "Intel's extension is not used",
+}
+
+
+def _section(reading: Reading, content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        reading.problems.append(f"{name} is {shown(section)!r}, but must be a mapping of keys")
+        return {}
+    return dict(section)
+
+
+def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
+    given = content.get("distributed_type")
+    kind = str(given).upper()
+    if given is None:
+        reading.problems.append(
+            f"distributed_type is missing, but must be one of {', '.join(tables.DISTRIBUTED)}, as Accelerate asks too"
+        )
+        return None
+    if kind in tables.OTHER_DEVICES:
+        reading.problems.append(f"distributed_type is {given}, but the engines here run on CUDA devices and on CPUs")
+        return None
+    if kind not in tables.DISTRIBUTED:
+        known = [*tables.DISTRIBUTED, *tables.OTHER_DEVICES]
+        reading.problems.append(f"distributed_type is {given!r}, which Accelerate does not have{nearest(kind, known)}")
+        return None
+    engine = cast(Engine, tables.DISTRIBUTED[kind])
+    reading.engine = engine
+    if kind in ("MEGATRON_LM", "TP"):
+        reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
+    else:
+        reading.ask("engine", engine, "distributed_type", given)
+    return engine
+
+
+def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
+    machines = read_field(reading, "num_machines", Field(kind="int"), content.get("num_machines")) or 1
+    processes = read_field(reading, "num_processes", Field(kind="int"), content.get("num_processes"))
+    on_cpu = read_field(reading, "use_cpu", Field(kind="bool"), content.get("use_cpu"))
+    if str(content.get("distributed_type")).upper() == "NO" and processes is None:
+        processes = 1
+    if on_cpu or str(content.get("distributed_type")).upper() == "MULTI_CPU":
+        field = "use_cpu" if on_cpu else "distributed_type"
+        reading.ask("trainer.accelerator", "cpu", field, content[field])
+    else:
+        reading.ask("trainer.accelerator", "gpu", "use_cpu", None, "unless a Lightning YAML says another")
+    if "num_machines" in content:
+        reading.ask("trainer.num_nodes", machines, "num_machines", machines)
+    if processes in (None, -1):
+        reading.ask("trainer.devices", "auto", "num_processes", processes, "as many as the node has")
+        return
+    if machines < 1 or processes < 1 or processes % machines != 0:
+        reading.problems.append(
+            f"num_processes is {processes} on num_machines {machines}, but each machine must have as many processes"
+        )
+        return
+    _devices(reading, content.get("gpu_ids"), processes, processes // machines)
+
+
+def _devices(reading: Reading, given: Any, processes: int, local: int) -> None:
+    ids = [part.strip() for part in str(given).split(",")] if given not in (None, "all") else []
+    if not ids:
+        note = f"of each of the {processes // local} machines" if processes != local else ""
+        reading.ask("trainer.devices", local, "num_processes", processes, note)
+    elif not all(part.isdigit() for part in ids):
+        reading.problems.append(f"gpu_ids is {given!r}, but must be all, or numbers with commas between them")
+    elif len(ids) != local:
+        reading.problems.append(
+            f"gpu_ids is {given!r}, {len(ids)} devices, but num_processes asks for {local} processes on each machine"
+        )
+    else:
+        reading.ask("trainer.devices", [int(part) for part in ids], "gpu_ids", given)
+
+
+def _launch(reading: Reading, content: Mapping[str, Any]) -> None:
+    names = {"main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT", "machine_rank": "NODE_RANK"}
+    several = isinstance(content.get("num_machines"), int) and content["num_machines"] > 1
+    for field, variable in names.items():
+        value = content.get(field)
+        if value is None or (field == "machine_rank" and not several):
+            if value is not None:
+                reading.rest(field, value)
+            continue
+        reading.launch[variable] = str(value)
+        reading.meet(field, value, f"the environment's: {variable}={value}; srun and torchrun set it themselves")
+
+
+def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str, Any]]) -> None:
+    owners = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+    for name, owner in owners.items():
+        if sections[name] and kind != owner:
+            reading.problems.append(
+                f"{name} is given, but distributed_type is {kind}, so that Accelerate does not read it: remove the "
+                f"section, or set distributed_type: {owner}"
+            )
+    version = _with_prefix(sections["fsdp_config"]).get("fsdp_version", 1)
+    if sections["parallelism_config"] and (kind != "FSDP" or str(version) != "2"):
+        reading.problems.append(
+            f"parallelism_config is given with distributed_type {kind} and fsdp_version {version}, but Accelerate "
+            "takes it with FSDP and fsdp_version 2 alone"
+        )
+
+
+# FSDP
+
+
+def _with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys as they are since Accelerate 0.20, as its own launcher makes them."""
+    named = {key if str(key).startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
+    return {tables.OLD_FSDP.get(key, key): value for key, value in named.items()}
+
+
+def _fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
+    content = _with_prefix(section)
+    known = {key for name in (*tables.FSDP, *tables.OLD_FSDP) for key in (name, name.removeprefix("fsdp_"))}
+    check_keys(reading, "fsdp_config", section, known, "fsdp_config")
+    version = str(content.get("fsdp_version", 1))
+    if version not in ("1", "2"):
+        reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
+    else:
+        reading.meet("fsdp_config.fsdp_version", int(version), "the engine is FSDP2 always")
+    for name, described in tables.FSDP.items():
+        if described != Field():
+            read_field(reading, f"fsdp_config.{name}", described, content.get(name))
+    _sharding(reading, content, version)
+    _wrapping(reading, content)
+    _loading(reading, content, version)
+
+
+def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> None:
+    fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
+    if version == "2":
+        described = Field(kind="bool", name="shard", words={True: "parameters", False: "gradients"})
+        read_field(
+            reading, "fsdp_config.fsdp_reshard_after_forward", described, content.get("fsdp_reshard_after_forward")
+        )
+        if "fsdp_sharding_strategy" in fields:
+            reading.problems.append(
+                f"fsdp_config.fsdp_sharding_strategy is {shown(content['fsdp_sharding_strategy'])}, but fsdp_version "
+                "is 2, where Accelerate reads fsdp_reshard_after_forward alone: remove it, or set fsdp_version: 1"
+            )
+        return
+    found = {field: _strategy(reading, field, content[field]) for field in fields}
+    if None in found.values():
+        return
+    if len(set(found.values())) > 1:
+        both = " and ".join(f"{field} {shown(content[field])}" for field in fields)
+        reading.problems.append(f"fsdp_config has {both}, which contradict each other: remove one")
+        return
+    for field, strategy in list(found.items())[-1:]:
+        assert strategy is not None
+        ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
+        note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
+        add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], strategy, note)
+
+
+def _strategy(reading: Reading, field: str, value: Any) -> str | None:
+    words: dict[Any, str] = {**dict(enumerate(tables.STRATEGIES, 1)), **{name: name for name in tables.STRATEGIES}}
+    probe = Reading()
+    if isinstance(value, bool):
+        expected = "one of " + ", ".join(tables.STRATEGIES)
+        probe.problems.append(
+            f"fsdp_config.{field} is {shown(value)}, but must be {expected}: true and false go with fsdp_version 2"
+        )
+    else:
+        read_field(probe, f"fsdp_config.{field}", Field(kind="word", name="shard", words=words), value)
+    reading.problems += probe.problems
+    return str(probe.asked[0].value) if probe.asked else None
+
+
+def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
+    """Add what a ``ShardingStrategy`` of FSDP version 1 is here; stock Lightning has the same names."""
+    level = {"SHARD_GRAD_OP": "gradients", "HYBRID_SHARD_ZERO2": "gradients", "_HYBRID_SHARD_ZERO2": "gradients"}
+    reading.ask("shard", "none" if strategy == "NO_SHARD" else level.get(strategy, "parameters"), field, given, note)
+    if strategy.lstrip("_").startswith("HYBRID"):
+        reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, "cut in a node, copied across nodes")
+
+
+def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
+    names_field, size_field = "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"
+    names = read_field(reading, f"fsdp_config.{names_field}", Field(kind="names"), content.get(names_field) or None)
+    size = read_field(reading, f"fsdp_config.{size_field}", Field(kind="count"), content.get(size_field))
+    given = content.get("fsdp_auto_wrap_policy")
+    path = "fsdp_config.fsdp_auto_wrap_policy"
+    probe = Reading()
+    read_field(probe, path, Field(kind="str", name="units", words=tables.POLICIES), given)
+    reading.problems += probe.problems
+    policy = probe.value("units")
+    if policy == "classes" and names:
+        reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
+    elif policy == "classes":
+        reading.ask("units", "auto", path, given, "_no_split_modules, and repeated blocks where there are none")
+    elif policy == "size" and size != 0:
+        reading.ask("units", size or 100_000_000, f"fsdp_config.{size_field}", size, "the model itself is a unit too")
+    elif policy in ("none", "size"):
+        reading.ask("units", [], path, given, "the model is one unit")
+    elif not probe.problems:
+        reading.meet(path, given, "Accelerate's default is NO_WRAP; here units: auto, which changes no number")
+    for field, value, owner in ((names_field, names, "classes"), (size_field, size, "size")):
+        if value is not None and policy != owner:
+            reading.meet(f"fsdp_config.{field}", value, f"Accelerate does not read it with {shown(given)} either")
+
+
+def _loading(reading: Reading, content: Mapping[str, Any], version: str) -> None:
+    loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
+    efficient = Field(
+        kind="bool",
+        idle=(False,),
+        met="build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
+    )
+    loads = read_field(reading, f"fsdp_config.{loading}", efficient, content.get(loading))
+    synced = read_field(
+        reading,
+        f"fsdp_config.{sync}",
+        Field(kind="bool", met="rank 0's values go to all ranks always"),
+        content.get(sync),
+    )
+    if loads and synced is False:
+        reading.problems.append(
+            f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
+            "it too"
+        )
+    prefetch = "fsdp_forward_prefetch"
+    wanted = Field(kind="bool", name="forward_prefetch", words={True: 1}, idle=(False,))
+    if version == "2":
+        wanted = Field(kind="bool", idle=(False,), met="Accelerate does not read it with fsdp_version 2 either")
+    read_field(reading, f"fsdp_config.{prefetch}", wanted, content.get(prefetch))
+
+
+def _mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    prefix = "parallelism_config_"
+    plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
+    known = {key for name in tables.PARALLELISM for key in (name, prefix + name)}
+    check_keys(reading, "parallelism_config", section, known, "parallelism_config")
+    sizes: dict[str, int] = {}
+    for name, described in tables.PARALLELISM.items():
+        described = Field(kind="int") if name.startswith("dp_") else described
+        value = read_field(reading, f"parallelism_config.{name}", described, plain.get(name))
+        if name.endswith("_size") and value is not None:
+            sizes[name] = value
+    if not sizes:
+        return
+    copies, pieces = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    others = [sizes.get(name, 1) for name in ("tp_size", "cp_size", "sp_size")]
+    product = copies * pieces * others[0] * others[1] * others[2]
+    processes = content.get("num_processes")
+    if isinstance(processes, int) and processes > 0 and product != processes:
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        reading.problems.append(
+            f"parallelism_config: {factors} is {product}, but num_processes is {processes}; they must be equal"
+        )
+    shard = pieces if others == [1, 1, 1] else "auto"
+    given = {name: size for name, size in sizes.items() if name.startswith("dp_")}
+    reading.ask("mesh", {"replicate": copies, "shard": shard}, "parallelism_config", given)
+
+
+# DeepSpeed
+
+
+def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> None:
+    check_keys(reading, "deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
+    file = section.get("deepspeed_config_file")
+    if file in (None, "none"):
+        for name, described in tables.DEEPSPEED.items():
+            if described != Field():
+                read_field(reading, f"deepspeed_config.{name}", described, section.get(name))
+        if section.get("zero_stage") is None:
+            reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
+        return
+    for name, described in tables.DEEPSPEED.items():
+        if name in tables.IGNORED_WITH_A_FILE and section.get(name) is not None:
+            reading.problems.append(
+                f"deepspeed_config.{name} is {shown(section[name])} beside deepspeed_config_file, where Accelerate "
+                "refuses it: set it in the DeepSpeed file, and remove it here"
+            )
+        elif described != Field() and name not in tables.IGNORED_WITH_A_FILE:
+            read_field(reading, f"deepspeed_config.{name}", described, section.get(name))
+    if content.get("mixed_precision") is not None:
+        reading.problems.append(
+            f"mixed_precision is {content['mixed_precision']} beside deepspeed_config_file, where Accelerate refuses "
+            "it: set bf16 or fp16 in the DeepSpeed file, and remove it here"
+        )
+    found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
+    if found is None:
+        reading.problems.append(f"deepspeed_config.deepspeed_config_file is {file!r}, but there is no such file")
+        return
+    reading.meet("deepspeed_config.deepspeed_config_file", file, "its content, below")
+    read_deepspeed(reading, read_file(found), f"{found.name}: ")
+
+
+# Precision and compilation
+
+
+def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
+    given = content.get("mixed_precision")
+    field = "mixed_precision"
+    if given is None and content.get("fp16") is not None:
+        field, given = "fp16", content["fp16"]
+        given = "fp16" if given in (True, "yes", "true") else "no"
+    if given is None:
+        return
+    if isinstance(given, bool):  # YAML 1.1 reads an unquoted no as false
+        given = "no" if not given else "true"
+    kind = str(given).upper()
+    if kind == "FP8":
+        reading.lose(field, given, "no engine here computes in fp8", "precision: bf16-mixed")
+        reading.ask("precision", "bf16-mixed", field, given)
+    elif kind not in tables.PRECISIONS:
+        near = nearest(kind.lower(), [*map(str.lower, tables.PRECISIONS), "fp8"])
+        reading.problems.append(f"{field} is {given!r}, but must be one of no, fp16, bf16, fp8{near}")
+    else:
+        engine = reading.engine
+        if engine == "deepspeed" and kind == "FP16":
+            reading.meet(field, given, SCALE_NOTE)
+        note = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": _DDP_NOTE}.get(str(engine), "")
+        reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else "")
+
+
+_DDP_NOTE = "parameters and inputs are cast whole instead of by autocast"
+
+
+def _old_dynamo(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
+
+
+def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
+    content = {key if str(key).startswith("dynamo_") else f"dynamo_{key}": value for key, value in section.items()}
+    known = {key for name in tables.DYNAMO for key in (name, name.removeprefix("dynamo_"))}
+    check_keys(reading, "dynamo_config", section, known, "dynamo_config")
+    backend = str(content.get("dynamo_backend") or "NO").upper()
+    for name, described in tables.DYNAMO.items():
+        value = content.get(name)
+        if name == "dynamo_backend" and backend in tables.OTHER_BACKENDS:
+            reading.lose(f"dynamo_config.{name}", value, "units are compiled by inductor alone", "compile: true")
+        elif backend != "NO" or name == "dynamo_backend":
+            read_field(reading, f"dynamo_config.{name}", described, value)
