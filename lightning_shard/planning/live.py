@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.meters.attention import attention_flops
 from lightning_shard.planning.fake import TorchDispatchMode
 
 Phase = Literal["forward", "backward"]
 _ITEM = torch.ops.aten._local_scalar_dense.default
+# To the place of the queries among the arguments.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 0,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
+}
 
 
 @dataclass(kw_only=True)
@@ -141,9 +147,7 @@ class LiveBytes(TorchDispatchMode):
         if func is _ITEM:
             return self._item(args[0])
         result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        self.flops += _flops(func, args, kwargs or {}, result)
         for tensor in _tensors(result):
             self._track(tensor)
         self.note()
@@ -154,6 +158,19 @@ class LiveBytes(TorchDispatchMode):
         if tensor.is_floating_point():
             return 1.0
         raise DataDependent(f"{self.last} reads a number of dtype {tensor.dtype} out of a tensor")
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """FLOPs of one operation; attention on the CPU, which torch has no formula for, as on GPUs."""
+    if func._overloadpacket in _CPU_ATTENTION:
+        first = _CPU_ATTENTION[func._overloadpacket]
+        query, key, value = (t.shape for t in args[first : first + 3])
+        # forward (q, k, v, dropout, is_causal), backward (gradient, q, k, v, out, logsumexp, dropout, is_causal)
+        place = 7 if first else 4
+        causal = bool(args[place] if len(args) > place else kwargs.get("is_causal", False))
+        return attention_flops(query, key, value, is_causal=causal) * (2 if first else 1)
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
