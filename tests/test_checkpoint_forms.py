@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.archive import materialize, read_archive, write_
 from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.export import export
 from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.full import write_full
+from lightning_shard.checkpoint.full import names_full, write_full
 from lightning_shard.checkpoint.inspect import describe, verify
 from lightning_shard.checkpoint.load import load_tensors, read_manifest
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
@@ -139,6 +139,21 @@ def test_a_file_that_is_none(tmp_path: Path, data: bytes) -> None:
 
 
 # The full form
+
+
+@pytest.mark.parametrize(
+    ("path", "full"),
+    [
+        ("runs/last.full.ckpt", True),
+        ("epoch=0-step=2.full-v1.ckpt", True),  # as ModelCheckpoint calls a second one of the same name
+        ("epoch=0-step=2.full-v12.ckpt", True),
+        ("full.ckpt", False),
+        ("a.fuller.ckpt", False),
+        ("a.full.ckpt/model.ckpt", False),
+    ],
+)
+def test_the_name_says_the_form(path: str, full: bool) -> None:
+    assert names_full(path) is full
 
 
 def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> None:

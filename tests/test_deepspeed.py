@@ -195,6 +195,30 @@ def test_the_ledger_shows_the_masters() -> None:
         assert run["reductions"] == {torch.float32}
 
 
+def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, torch.dtype]:
+    """Engine -> the one dtype in which gradients waited for the next micro-batch's; each was seen on some rank."""
+    trainer = {"accumulate_grad_batches": 2, "max_steps": 1}
+    ranks = run_distributed(fit_all, 2, engines, TinyLM, precision, strategy, trainer, timeout=240)
+    found: dict[str, torch.dtype] = {}
+    for engine in engines:
+        columns: dict[str, set[torch.dtype]] = {}
+        for rank in ranks:
+            for name, entry in rank[engine]["ledger"].items():
+                if entry.kind == "trainable":
+                    columns.setdefault(name, set()).update(entry.column("accumulated"))
+        assert all(columns.values()), (engine, columns)
+        (found[engine],) = set().union(*columns.values())
+    return found
+
+
+def test_the_ledger_shows_gradients_held_between_micro_batches() -> None:
+    engines = [*STAGES, "zero_1_offload", *OFFLOADED]
+    assert held_in(engines, "bf16-mixed") == dict.fromkeys(engines, torch.float32)
+    whole = ["zero_2", "zero_2_offload"]
+    assert held_in(whole, "32-true") == dict.fromkeys(whole, torch.float32)
+    assert held_in(STAGES, "bf16-true", aligned=False) == dict.fromkeys(STAGES, torch.bfloat16)
+
+
 def test_a_plain_name_reduces_in_the_dtype_that_it_is_told() -> None:
     strategy = {"aligned": False, "communication_data_type": "bf16"}
     [rank, _] = run_distributed(fit_all, 2, STAGES, TinyLM, "bf16-mixed", strategy, {}, timeout=120)

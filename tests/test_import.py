@@ -24,8 +24,8 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "checkpoint_commands", "cli", "doctor", "explain", "full_tensors", "loading", "mistakes"}
-    | {"registry", "submit"},
+    {"", "__main__", "checkpoint_commands", "cli", "doctor", "explain", "full_tensors", "loading", "migrate_command"}
+    | {"mistakes", "plan_inputs", "plan_run", "planner", "registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = set().union(*LAYERS[:4])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +19,7 @@ from tests.harness import run_distributed
 from tests.test_preflight import _free_port
 
 
-def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
+def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     box = [_free_port()]
     dist.broadcast_object_list(box)
@@ -27,7 +31,7 @@ def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
     told: dict[str, Any] = {"cause": None}
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, lost_seconds, grace_seconds=3.5, exit_process=exits.append)
+        watch = Watch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
         if not (case in ("silent", "connection") and rank == 2):
             watch.start()
         if case == "raises" and rank == 1:
@@ -46,6 +50,7 @@ def _watched(case: str, lost_seconds: float = 60.0) -> dict[str, Any]:
                 # In time: what the failure of rank 1 makes of its own collective.
                 time.sleep(2)
                 told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
+        told["alive"] = watch._thread.is_alive()
         dist.barrier()
     told |= {"exits": exits, "printed": printed.getvalue()}
     del store
@@ -60,15 +65,31 @@ def test_what_a_rank_raises_ends_the_others() -> None:
     assert "failed: ValueError: no such token: 7" in zero["printed"]
     assert "ends while it is here" in zero["printed"]
     assert two["exits"] == []
+    # A thread that is in the store while the interpreter ends aborts the process.
+    assert not one["alive"]
+    assert not two["alive"]
     assert "failed: ValueError: no such token: 7" in two["cause"]
 
 
-def test_a_rank_that_falls_silent_is_named() -> None:
-    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0)
+def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "failures" / "123"
+    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0, folder=folder)
     assert zero["exits"] == one["exits"] == [1]
     for told in (zero, one):
         assert "rank 2 on " in told["printed"]
         assert "gave no sign of life: killed" in told["printed"]
+    # Both were stuck, and wrote what they could before they ended.
+    assert {path.name for path in folder.iterdir()} == {"collectives_0", "collectives_1", "rank_0.txt", "rank_1.txt"}
+    for rank, told in enumerate((zero, one)):
+        assert f"wrote {folder / f'rank_{rank}.txt'}" in told["printed"]
+        collectives, stacks = (folder / f"rank_{rank}.txt").read_text().split("\n\n", 1)
+        # The object's size, then the object; and the barrier.
+        last = [line for line in collectives.splitlines() if "gloo:" in line][-3:]
+        assert [line.split()[3] for line in last] == ["gloo:broadcast"] * 2 + ["gloo:barrier"]
+        assert all(f"from _watched at {__file__}:" in line for line in last)
+        assert "in _watched" in stacks
+        record = pickle.loads((folder / f"collectives_{rank}").read_bytes())
+        assert record["entries"][-1]["profiling_name"] == "gloo:barrier"
 
 
 def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
@@ -81,4 +102,18 @@ def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
 
 def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
     for told in run_distributed(_watched, 3, "ends"):
-        assert (told["cause"], told["exits"], told["printed"]) == (None, [], "")
+        assert (told["cause"], told["exits"], told["printed"], told["alive"]) == (None, [], "", False)
+
+
+def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
+    """Its thread is in the store most of the time, where the interpreter's end would abort it."""
+    code = f"""
+from lightning_shard.cluster import watch
+from lightning_shard.cluster.preflight import Place, connect
+watch.INTERVAL_SECONDS = 1e-4
+place = Place(address="127.0.0.1", port={_free_port()}, rank=0, world_size=1)
+store = connect(place, 20)
+watch.Watch(place, 60.0).start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -1,81 +1,145 @@
-"""Tokens per second and the time of a step, over all ranks, in the progress bar and the loggers."""
+"""How fast a run is, over all ranks: in the progress bar, in the loggers, as a table at the end and as a CSV."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_shard.callbacks._actions import CHECKPOINT, DATA, ActionClock
+from lightning_shard.callbacks._flops import StepFlops
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters.batches import batch_size
+from lightning_shard.meters.peaks import peak_flops
+from lightning_shard.meters.summary import summary_table, write_csv
+from lightning_shard.meters.windows import RankWindow, Window, combine, from_numbers, peak_bytes, to_numbers
 
-
-def count_items(batch: Any) -> tuple[int, bool]:
-    """How much a batch holds, and whether that is tokens.
-
-    Tokens where there is an integer tensor of two or more dims, such as (batch, time): the elements of the first
-    one. Else samples: the size of the first dim of the first tensor that has one; 0 where there is none. Tensors are
-    looked for in mappings and sequences, in their order.
-    """
-    samples = 0
-    for tensor in _tensors(batch):
-        if tensor.ndim > 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-            return tensor.numel(), True
-        if not samples and tensor.ndim:
-            samples = tensor.shape[0]
-    return samples, False
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return [tensor for item in batch for tensor in _tensors(item)]
-    return []
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
 class ThroughputCallback(Callback):
-    """Logs ``tokens/s`` (``samples/s`` where a batch has no tokens) and ``step_seconds``.
+    """Logs ``tokens/s``, ``samples/s``, both also per device, ``step_seconds``, ``mfu`` and where time and memory go.
 
-    Both are means over a window of optimizer steps. The items of all ranks are summed; the time is up to where the
-    slowest rank ends. Loading data is part of it; validation and saving checkpoints are not. The ranks meet once in a
-    window, so a step costs no collective and no wait for the device.
+    Values are those of a window of optimizer steps. The work of all ranks is added up; the time is up to where the
+    slowest rank ends. Waiting for data is part of it, and is logged as ``data_share``; validation and saving
+    checkpoints are not. The ranks meet once in a window, so a step costs no collective and no wait for the device.
+
+    ``mfu`` is the share of the devices' peak FLOP/s that the model's own FLOPs make up: forward and backward as torch
+    counts them on the module before it is sharded, causal attention half, nothing that is recomputed
+    (`lightning_shard.meters.flops.count_flops`), at the first batch, and for others in proportion to their tokens or
+    samples; divided by time and by the dense peak of the compute dtype. It is left out, with a line that says why,
+    where the step can't be counted or the peak is not known.
+
+    Attributes:
+        windows: all that was measured, on every rank.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        tokens_key: str | int | None = None,
+        mask_key: str | int | None = None,
+        peak_tflops: float | None = None,
+        mfu: bool = True,
+        summary: bool = True,
+        csv: str | None = None,
+    ) -> None:
         """Set up the window.
 
         Args:
             every_n_steps: optimizer steps in a window; default: the Trainer's ``log_every_n_steps``.
+            tokens_key: the batch's entry that holds tokens, a name or a place; default: ``input_ids``, or the first
+                integer tensor of two or more dims.
+            mask_key: the batch's entry that is zero, or -100, where a token only fills up; default:
+                ``attention_mask``, else ``labels`` or another integer tensor of the tokens' shape where it is -100.
+            peak_tflops: dense peak of one device in TFLOP/s, where the table does not have it or you know better.
+            mfu: count the model's FLOPs.
+            summary: print a table at the end.
+            csv: where the windows are written at the end, one line each; default: ``throughput.csv`` in the logger's
+                folder, and nowhere without a logger.
 
         Raises:
-            ConfigurationError: a window of less than one step.
+            ConfigurationError: a window of less than one step, a peak of nothing.
         """
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps is {every_n_steps}, but must be 1 or more.")
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ConfigurationError(f"peak_tflops is {peak_tflops}, but must be greater than 0.")
         self.every_n_steps = every_n_steps
-        self._latest: dict[str, float] = {}
+        self.tokens_key = tokens_key
+        self.mask_key = mask_key
+        self.peak_tflops = peak_tflops
+        self.mfu = mfu
+        self.summary = summary
+        self.csv = csv
+        self.windows: list[Window] = []
+        self.flops = StepFlops()
+        self._actions: ActionClock | None = None
+        self._peak: float | None = None
+
+    # FLOPs
+
+    def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the module without its memory, to count a step on. This package's strategies call it."""
+        if self.mfu:
+            self.flops.copy(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Under another strategy, copy what it left."""
+        if self.mfu and not hasattr(trainer.strategy, "step_meter"):
+            self.flops.copy(pl_module)
+
+    def _count(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        device = trainer.strategy.root_device
+        dtype = compute_dtype(trainer)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak = peak_flops(name, dtype, override=None if self.peak_tflops is None else self.peak_tflops * 1e12)
+        if self._peak is None:
+            self.flops.why_not = (
+                f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known; give it as peak_tflops"
+            )
+        elif self.flops.ready:
+            self.flops.measure(batch, batch_idx, device=device)
+        if self.flops.count is None:
+            rank_zero_info(
+                f"ThroughputCallback: no MFU for {type(trainer.lightning_module).__name__}: {self.flops.why_not}."
+            )
+
+    # Windows
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the first window."""
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
-        self._window = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
+        self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
+        self._detach()
+        self._actions = ActionClock(trainer.profiler)  # type: ignore[attr-defined]
+        self.windows = []
+        self._peak = None
+        self._first: float | None = None
+        self._counted = False
         # perf_counter at the end of the batch before; None where something else than training lies in between.
         self._mark: float | None = None
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
+        assert self._actions is not None
         self._first_step = trainer.global_step
-        self._items = 0
-        self._seconds = 0.0
+        self._window = RankWindow()
+        self._padding: list[Tensor] = []
+        self._before = dict(self._actions.seconds)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock, unless it runs since the batch before."""
+        if not self._counted:
+            self._counted = True
+            if self.mfu:
+                self._count(trainer, batch, batch_idx)
+            self._mark = None
         if self._mark is None:
             self._mark = time.perf_counter()
 
@@ -83,20 +147,63 @@ class ThroughputCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; at the end of a window meet the other ranks and log."""
-        items, is_tokens = count_items(batch)
-        self._items += items
-        steps = trainer.global_step - self._first_step
-        ends = steps >= self._window
-        total = _sum_over_ranks(trainer, self._items) if ends else 0.0
+        self._add(batch)
+        ends = trainer.global_step - self._first_step >= self._every
+        if not ends:
+            self._tick()
+            return
+        window = self._finish(trainer)
+        if window is not None:
+            _log(pl_module, window, on_cpu=trainer.strategy.root_device.type == "cpu")
+
+    def _add(self, batch: Any) -> None:
+        size = batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
+        self._window.samples += size.samples
+        items = size.samples if size.tokens is None else size.tokens
+        if size.tokens is not None:
+            self._window.tokens += size.tokens
+            if size.real is None:
+                self._window.real_tokens += size.tokens
+            else:
+                # Read at the window's end: it may not be there yet.
+                self._padding.append(size.real)
+        if self.flops.count is not None:
+            self._first = self._first or items
+            self._window.flops += self.flops.count.total * (items / self._first if self._first else 1)
+
+    def _tick(self) -> None:
         now = time.perf_counter()
         if self._mark is not None:
-            self._seconds += now - self._mark
+            self._window.seconds += now - self._mark
         self._mark = now
-        if ends and self._seconds:
-            pl_module.log("tokens/s" if is_tokens else "samples/s", round(total / self._seconds), prog_bar=True)
-            pl_module.log("step_seconds", self._seconds / steps)
-        if ends:
-            self._begin(trainer)
+
+    def _finish(self, trainer: Trainer) -> Window | None:
+        """Exchange the window over all ranks, which all call it, and begin the next one."""
+        assert self._actions is not None
+        device = trainer.strategy.root_device
+        if self._padding:
+            # Waits for the device, so that the clock sees the work and not its launches.
+            self._window.real_tokens += float(torch.stack(self._padding).sum())
+        elif device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._tick()
+        spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
+        self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
+        self._window.allocated, self._window.reserved = peak_bytes(device)
+        numbers = torch.tensor(to_numbers(self._window), dtype=torch.float64, device=device)
+        gathered = trainer.strategy.all_gather(numbers).reshape(-1, len(numbers))
+        norm = trainer.callback_metrics.get("grad_norm")
+        window = combine(
+            [from_numbers(row) for row in gathered.tolist()],
+            step=trainer.global_step,
+            steps=trainer.global_step - self._first_step,
+            peak=self._peak,
+            grad_norm=None if norm is None else float(norm),
+        )
+        self._begin(trainer)
+        if window is not None:
+            self.windows.append(window)
+        return window
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
@@ -106,8 +213,64 @@ class ThroughputCallback(Callback):
         """Stop the clock."""
         self._mark = None
 
+    # End
 
-def _sum_over_ranks(trainer: Trainer, value: int) -> float:
-    """The sum; reading it waits for the device, so that a clock read next sees the work and not its launches."""
-    local = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
-    return float(trainer.strategy.reduce(local, reduce_op="sum"))
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finish the last window, which may be shorter."""
+        if trainer.global_step > self._first_step:
+            self._finish(trainer)
+        folder = trainer.log_dir if trainer.loggers else None
+        self._path = Path(self.csv) if self.csv is not None else Path(folder) / "throughput.csv" if folder else None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table and write the CSV, on rank 0."""
+        assert self._actions is not None
+        blocked = self._actions.seconds[CHECKPOINT]
+        self._detach()
+        if not self.windows or not trainer.is_global_zero:
+            return
+        if self._path is not None:
+            write_csv(self.windows, self._path)
+        if self.summary:
+            on_cpu = trainer.strategy.root_device.type == "cpu"
+            where = f"\nwindows: {self._path}" if self._path is not None else ""
+            rank_zero_info(summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the profiler."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._actions is not None:
+            self._actions.detach()
+
+
+def _log(module: LightningModule, window: Window, *, on_cpu: bool) -> None:
+    """Log a window's values; on all ranks, which have the same."""
+    tokens = window.tokens_per_second
+    if tokens is not None:
+        module.log("tokens/s", round(tokens), prog_bar=True)
+        module.log("tokens/s/device", round(tokens / window.devices))
+    if window.padding_share is not None:
+        module.log("padding_share", window.padding_share)
+    module.log("samples/s", window.samples_per_second, prog_bar=tokens is None)
+    module.log("samples/s/device", window.samples_per_second_per_device)
+    module.log("step_seconds", window.step_seconds)
+    module.log("data_share", window.data_share)
+    module.log("checkpoint_seconds", window.checkpoint_seconds)
+    if window.mfu is not None:
+        module.log("mfu", window.mfu, prog_bar=True)
+    module.log("memory/rank", float(window.largest_rank))
+    if on_cpu:
+        module.log("memory/resident_gib", window.allocated / 2**30)
+    else:
+        module.log("memory/allocated_gib", window.allocated / 2**30)
+        module.log("memory/reserved_gib", window.reserved / 2**30)
+
+
+def compute_dtype(trainer: Trainer) -> torch.dtype:
+    """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
+    policy = getattr(trainer.strategy, "policy", None)
+    if policy is not None:
+        return policy.compute
+    return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)

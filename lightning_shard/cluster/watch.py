@@ -7,8 +7,7 @@ and end, wherever their main threads are.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
+import atexit
 import os
 import socket
 import sys
@@ -16,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
+from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place
 
 INTERVAL_SECONDS = 1.0
@@ -26,6 +27,8 @@ INTERVAL_SECONDS = 1.0
 
 GRACE_SECONDS = 15.0
 """More than a backend takes to tell the main thread that a connection is lost."""
+
+_STORE_SECONDS = 10.0  # how long a call of the store waits for an answer
 
 _FAREWELL_SECONDS = 5.0  # how long rank 0, which keeps the store, waits for the others to have read
 
@@ -39,6 +42,7 @@ class Watch:
         lost_seconds: float,
         *,
         run: int = 0,
+        folder: Path | None = None,
         grace_seconds: float = GRACE_SECONDS,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -48,16 +52,23 @@ class Watch:
             place: where the store is, and which rank this is.
             lost_seconds: how long a rank may be silent before the others take it for lost.
             run: number of the run on this process group.
+            folder: where a rank that is stuck writes its last collectives and its stacks; None: nowhere.
             grace_seconds: how long the main thread may take to end by itself once the cause is known.
             exit_process: what ends this process.
         """
         store = TCPStore(
-            place.address, place.port, None, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+            place.address,
+            place.port,
+            None,
+            is_master=False,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
         )
         self._store = PrefixStore(f"watch/{place.agent or 0}/{run}", store)
         self._rank, self._size = place.rank, place.world_size
         self._lost_seconds = lost_seconds
         self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 200)
+        self._folder = folder
         self._grace_seconds = grace_seconds
         self._exit = exit_process
         self._ending = threading.Event()
@@ -69,6 +80,8 @@ class Watch:
     def start(self) -> None:
         """Begin to watch and to be watched."""
         self._thread.start()
+        # For a process that ends without `end` or `failed`.
+        atexit.register(self._stop)
 
     def end(self) -> None:
         """The run has ended well on this rank; rank 0, which keeps the store, waits a moment for the others."""
@@ -79,7 +92,8 @@ class Watch:
             if self._rank == 0:
                 self._until(lambda: self._store.check([f"ended/{rank}" for rank in range(self._size)]))
         except RuntimeError:
-            return  # the store is gone, and with it whoever would care
+            pass  # the store is gone, and with it whoever would care
+        self._stop()
 
     def failed(self, error: BaseException) -> str | None:
         """This rank raises ``error``: tell the others, unless it is the outcome of another's failure.
@@ -87,9 +101,12 @@ class Watch:
         Returns what another rank has failed of, which is the cause of this error, or None.
         """
         self._ending.set()
+        if _is_lost_connection(error):
+            # The collective that failed, or did not end in time, is the last one of each rank's record.
+            self._write_traces()
         try:
             with self._lock:
-                own = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
+                own = failure = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
                 if _is_lost_connection(error) and (lost := self._silent_ranks()):
                     own = self._lost_message(lost)
                 cause = self._store.compare_set("failed", "", own).decode()
@@ -99,7 +116,17 @@ class Watch:
                 self._until(lambda: self._store.check([f"told/{rank}" for rank in range(self._size)]))
         except RuntimeError:
             return f"rank 0 was lost: the store that it keeps is gone ({type(error).__name__}: {error})"
-        return None if cause == f"{self._name(self._rank)} failed: {type(error).__name__}: {error}" else cause
+        finally:
+            self._stop()
+        return None if cause == failure else cause
+
+    def _stop(self) -> None:
+        """Let the thread end: one that comes back from the store while the interpreter ends aborts the process."""
+        atexit.unregister(self._stop)
+        self._ending.set()
+        if self._thread.is_alive():
+            # A call of the store may take that long.
+            self._thread.join(2 * _STORE_SECONDS)
 
     def _run(self) -> None:
         while not self._ending.wait(self._interval):
@@ -154,8 +181,15 @@ class Watch:
         if self._ending.wait(self._grace_seconds):
             return
         print(f"[{self._name(self._rank)}] ends while it is here:", file=sys.stderr, flush=True)
-        dump_stacks()
+        traces.dump_stacks()
+        self._write_traces()
         self._exit(1)
+
+    def _write_traces(self) -> None:
+        if self._folder is None:
+            return
+        for path in traces.write(self._folder, self._rank):
+            print(f"[{self._name(self._rank)}] wrote {path}", file=sys.stderr, flush=True)
 
     def _lost_message(self, ranks: list[int]) -> str:
         names = ", ".join(self._name(rank) for rank in ranks[:4]) + (" and others" if len(ranks) > 4 else "")
@@ -175,12 +209,6 @@ class Watch:
                 if condition():
                     return
             time.sleep(0.05)
-
-
-def dump_stacks() -> None:
-    """Write the stacks of all threads to the process' stderr, whatever Python's may have been replaced by."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -84,3 +84,37 @@ def whole_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor
             held = parameter._unsharded_param.grad
         if held is not None:
             yield parameter._module_info.module, parameter._module_info.param_name, held
+
+
+def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
+    """What ``module``'s unit gathers its parameters into; without memory while they are not gathered."""
+    for parameter in _parameters_of(module):
+        yield from parameter.all_gather_outputs
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._unsharded_param
+        # With an integer `reshard_after_forward` what is kept of it after forward.
+        if (kept := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+            yield kept
+
+
+def cut_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+    """The shards of all units below ``root``, whether their parameters are gathered or not."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            yield from (parameter.sharded_param for parameter in _parameters_of(module))
+
+
+def offloaded_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """The shards that FSDP keeps on the host."""
+    return {
+        parameter.sharded_param
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for parameter in _parameters_of(module)
+        if parameter.offload_to_cpu
+    }
+
+
+def _parameters_of(module: FSDPModule) -> list[Any]:
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)

@@ -7,6 +7,8 @@ middle of a validation, and after neither of them repeats or leaves out a batch.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -36,6 +38,63 @@ def mark_before_validation(fit_loop: Any) -> None:
         counter.processed = counter.completed = done
         counter.ready = counter.started = done + 1
     val.is_last_batch = False
+
+
+def saved_after_batch(fit_loop: Any, loops: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The loops' part of a checkpoint, such that nothing is left out that follows the batch in which it is saved.
+
+    Lightning takes a state saved in ``on_train_batch_end`` for one in which the validation after that batch, and the
+    end of the epoch, have been. Where one of them is still to come, the state is made that of the moment before it.
+
+    Args:
+        fit_loop: of a fit, which is anywhere.
+        loops: the loops' state in the checkpoint; not changed.
+
+    Returns:
+        The state, and whether the end of the epoch comes next, for `end_epoch` to be told.
+    """
+    loop = fit_loop.epoch_loop
+    batches = loop.batch_progress.total
+    if batches.completed != batches.processed - 1:
+        return dict(loops), False
+    validates = validation_follows(fit_loop, fit_loop._data_fetcher)
+    if not validates and not loop._num_ready_batches_reached():
+        return dict(loops), False
+    state = copy.deepcopy(dict(loops))
+    fit = state["fit_loop"]
+    for counter in ("total", "current"):
+        counted = fit["epoch_loop.batch_progress"][counter]
+        counted["completed"] = counted["processed"]
+    if validates:
+        _mark_before_validation(fit["epoch_loop.val_loop.batch_progress"])
+    elif not loop._should_accumulate():
+        # The loop counts it after the batch, which it has no part in any more when it goes on.
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    return state, not validates
+
+
+def end_epoch(fit_loop: Any) -> None:
+    """After loading a state from which the end of the epoch comes next: run no batch before it, and no validation.
+
+    The loops do not restart then as soon as their counters are set, so that the epoch's schedulers are stepped too.
+    """
+    loop = fit_loop.epoch_loop
+
+    def reset() -> None:
+        del loop.reset
+        loop.reset()
+        loop._restarting = fit_loop._restarting = False
+
+    # On the instance, for once.
+    loop.reset = reset
+
+
+def _mark_before_validation(val: dict[str, Any]) -> None:
+    """As `mark_before_validation`, on a state."""
+    before = val["total"]["completed"] - val["current"]["completed"]
+    for counter, done in ((val["total"], before), (val["current"], 0)):
+        counter.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    val["is_last_batch"] = False
 
 
 def settle_validation(fit_loop: Any) -> int | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,12 +20,11 @@ from torch.optim import Optimizer
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.state import fqns
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
-from lightning_shard.cluster.launch import Launch
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.engines.whole import LiveTensor, gather, scatter
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from lightning_shard.mesh import MeshConfig, data_parallel_coordinates
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import (
@@ -41,12 +36,10 @@ from lightning_shard.resume import (
     place_batches,
     prepare_loader,
 )
-from lightning_shard.strategies import meeting
+from lightning_shard.strategies.connecting import ConnectedStrategy
 from lightning_shard.strategies.reading import canonical, own_or, slot_of
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
-from lightning_shard.strategies.watching import WatchedStrategy, remember_place
 
-T = TypeVar("T")
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
@@ -57,7 +50,7 @@ def _evaluating() -> Generator[None, None, None]:
         yield
 
 
-class ShardStrategy(WatchedStrategy):
+class ShardStrategy(ConnectedStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     _predictions_left = 0
@@ -79,67 +72,33 @@ class ShardStrategy(WatchedStrategy):
         async_save: bool = False,
     ) -> None:
         """Store the settings; nothing is touched before the Trainer sets the strategy up."""
-        super().__init__()
+        super().__init__(
+            mesh=mesh,
+            timeout_seconds=timeout_seconds,
+            init_timeout_seconds=init_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
+            preemption=preemption,
+            process_group_backend=process_group_backend,
+        )
         if accumulate_sync not in ("auto", "boundary", "micro_batch"):
             raise ConfigurationError(
                 f"accumulate_sync is {accumulate_sync!r}, but must be 'auto', 'boundary' or 'micro_batch'."
             )
-        if timeout_seconds <= 0:
-            raise ConfigurationError(f"timeout_seconds is {timeout_seconds}, but must be greater than 0.")
-        if init_timeout_seconds <= 0:
-            raise ConfigurationError(f"init_timeout_seconds is {init_timeout_seconds}, but must be greater than 0.")
-        if lost_rank_seconds is not None and lost_rank_seconds <= 0:
-            raise ConfigurationError(f"lost_rank_seconds is {lost_rank_seconds}, but must be greater than 0, or null.")
-        self.mesh_config = mesh
         self.aligned = aligned
         self.accumulate_sync = accumulate_sync
         self.log_grad_norm = log_grad_norm
         self.error_if_nonfinite = error_if_nonfinite
-        self.timeout = timedelta(seconds=timeout_seconds)
-        self.process_group_backend = process_group_backend
-        self.lost_rank_seconds = lost_rank_seconds
-        self.init_timeout_seconds = init_timeout_seconds
-        self.preemption = preemption or PreemptionConfig()
         self.async_save = async_save
-        self.num_nodes = 1
-        self._device_mesh: DeviceMesh | None = None
 
-    # Facts about the processes
-
-    @property
-    def is_distributed(self) -> bool:
-        """True; without it Lightning gives a custom strategy no distributed sampler."""
-        return True
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
-        assert self._device_mesh is not None, "the mesh exists once the processes are connected"
-        return self._device_mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each data-parallel rank reads its own part of the data."""
-        replicas, rank = data_parallel_coordinates(self.device_mesh)
-        return {"num_replicas": replicas, "rank": rank}
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and Lightning's rank-zero helpers, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _lightning.set_rank(self.global_rank)
+    def _check_configuration(self) -> None:
+        """Refuse, before any process or parameter is touched, what can't work; see also the parent's."""
+        super()._check_configuration()
+        _ = self.policy
+        if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
+                "accelerator: cpu."
+            )
 
     # Precision
 
@@ -184,78 +143,6 @@ class ShardStrategy(WatchedStrategy):
         self._optimizers = optimizers
         self._lightning_optimizers = _lightning.wrapped(optimizers, self)
 
-    # Launch and connect
-
-    def _configure_launcher(self) -> None:
-        """Check what can be known before any process is started, then choose how to start them."""
-        assert self.cluster_environment is not None
-        self._check_configuration()
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = self._make_launcher()
-
-    def _make_launcher(self) -> Any:
-        assert self.cluster_environment is not None
-        return _lightning.SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _check_configuration(self) -> None:
-        """Refuse, before any process or parameter is touched, what can't work.
-
-        Raises:
-            ConfigurationError: on every rank alike.
-        """
-        meeting.check(self._launch, os.environ)
-        _ = self.policy
-        self._mesh_shape()
-        if _lightning.layer_sync(self) is not None and self.root_device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
-                "accelerator: cpu."
-            )
-
-    @property
-    def _launch(self) -> Launch:
-        assert self.cluster_environment is not None
-        assert self.parallel_devices is not None
-        return meeting.launch_of(
-            self.cluster_environment,
-            nodes=self.num_nodes,
-            devices=self.num_processes,
-            gpu=self.parallel_devices[0].type == "cuda",
-        )
-
-    def _mesh_shape(self) -> tuple[int, int]:
-        return resolve_mesh(
-            self.mesh_config,
-            world_size=self.num_nodes * self.num_processes,
-            processes_per_node=self.num_processes,
-        )
-
-    def setup_environment(self) -> None:
-        """Connect the processes and build the mesh. Collective: all ranks call it."""
-        self._identify_run(os.environ)
-        self._take_over_end()
-        self._take_over_signals()
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        backend = self.process_group_backend or _lightning.default_backend(self.root_device)
-        assert self.cluster_environment is not None
-        device_id = None if self.root_device.type == "cpu" else self.root_device
-        options: dict[str, Any] = {"timeout": self.timeout, "device_id": device_id}
-        if not _lightning.is_initialized() and self.world_size > 1:
-            store, place = meeting.meet(
-                self, self.cluster_environment, self._launch, os.environ, seconds=self.init_timeout_seconds
-            )
-            store.set_timeout(self.timeout)
-            _lightning.init_process_group(self.cluster_environment, backend, store=store, **options)
-            remember_place(place)
-        else:
-            _lightning.init_process_group(self.cluster_environment, backend, **options)
-        self._start_watch()
-        self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
-        assert self.lightning_module is not None
-        _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
-
     # Set-up
 
     def setup(self, trainer: Trainer) -> None:
@@ -274,6 +161,7 @@ class ShardStrategy(WatchedStrategy):
             )
             if (sync := _lightning.layer_sync(self)) is not None:
                 sync.apply(self.lightning_module)
+            self._before_sharding(trainer)
             self._begin_ledger(self.lightning_module)
         self.model = self._prepare_module(self.lightning_module, fitting=fitting)
         _lightning.set_device(self.lightning_module, self.root_device)
@@ -575,24 +463,3 @@ class ShardStrategy(WatchedStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    # Collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if not _lightning.is_initialized():
-            return
-        ids = [self.root_device.index] if self.root_device.type == "cuda" else None
-        dist.barrier(device_ids=ids)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s object, on every rank."""
-        if not _lightning.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; anything else is returned as it is."""
-        return _lightning.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor

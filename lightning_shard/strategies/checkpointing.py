@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.stored import write_portable
+from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.saving import RUN_STATE, SavingStrategy
 
@@ -107,7 +108,10 @@ class CheckpointingStrategy(SavingStrategy):
             self._resumed = checkpoint[RUN_STATE]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing left to do: the slots were read together with the parameters."""
+        """Nothing left to do but for the loops, which were loaded before: the slots were read with the parameters."""
+        assert self.lightning_module is not None
+        if self._resumed is not None and self._resumed.get("epoch_ends"):
+            stopping.end_epoch(self.lightning_module.trainer.fit_loop)
 
     def on_train_start(self) -> None:
         """Go on with the generators and metrics of a resumed run, after all that draws from or resets them."""

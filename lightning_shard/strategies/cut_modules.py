@@ -1,4 +1,4 @@
-"""Refusing modules whose parameters another engine has cut, which no later run can put together in place."""
+"""Refusing modules whose parameters another engine has cut."""
 
 from __future__ import annotations
 

@@ -36,22 +36,23 @@ from lightning_shard.engines.deepspeed_config import (
     loss_scaling_from,
     read_config,
 )
+from lightning_shard.engines.holdings import Held
 from lightning_shard.engines.whole import LiveTensor
-from lightning_shard.engines.zero import cpu_adam, cutting, layout, masters, process
+from lightning_shard.engines.zero import cpu_adam, cutting, gradients, holdings, process
 from lightning_shard.engines.zero import engine as zero
+from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.meters.advice import Sharding
+from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies import deepspeed_offload as offload
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.strategies.deepspeed_facts import run_facts
+from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.wrapping import find_units
-
-_MASTERS = "_shard_zero_masters"
-"""Where a module that stage 3 has cut keeps this rank's masters between runs."""
 
 
 class ShardDeepSpeedStrategy(ShardStrategy):
@@ -147,9 +148,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._config: dict[str, Any] = {}
         self._folders: list[Path] = []
-        self._kept: masters.Kept = {}
-        self._frozen: masters.Kept = {}
-        self._rounded: masters.Rounded | None = None
+        self._values: Values | None = None
         self._failed = False
         self._ended = False
         self._connection: process.Connection | None = None
@@ -184,6 +183,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _check_configuration(self) -> None:
         super()._check_configuration()
+        self._check_precision()
+
+    def _check_precision(self) -> None:
         check_policy(self._fields, self.policy, self.aligned)
         if self._stage == 0 and self.policy.compute != torch.float32:
             raise PrecisionError(
@@ -221,18 +223,18 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if fitting:
             offload.warn_of_lock()
         self._undo = self._add_transforms(module)
-        self._running, self._frozen, self._ended, self._failed = None, {}, False, False
-        self._kept = module.__dict__.pop(_MASTERS, {})
+        self._running, self._ended, self._failed = None, False, False
+        self._values = Values(module)
         if not fitting and self._stage == 3:
             config = deepspeed_config(self._fields, run_facts(self, module.trainer))
             # Evaluation steps nothing.
             config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
             self._config, self._folders = offload.prepare(self, config, None)
-            self._cut(module)
+            self._cut(module, self._values)
             self._running = zero.start(module, optimizer=None, config=self._config, names={})
-            self._keep_frozen(module)
+            self._values.share(self._running, rank=self.global_rank, size=self.world_size)
         elif not fitting and self.policy.compute != torch.float32:
-            self._rounded = masters.Rounded(module, self.policy.compute)
+            self._values.round(self.policy.compute)
         if not fitting:
             self._stand_in(module)
         return module
@@ -248,26 +250,27 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         return undo + [transforms.checkpoint_forward(part) for part in checkpointed]
 
     def _engage(self, trainer: Trainer) -> None:
-        module = self.lightning_module
+        module, values = self.lightning_module, self._values
         assert module is not None
+        assert values is not None
         optimizer = self._only_optimizer()
-        config = deepspeed_config(self._fields, run_facts(self, trainer))
+        facts = run_facts(self, trainer, count_steps=asks_for_steps(self._fields))
+        config = deepspeed_config(self._fields, facts)
         self._config, self._folders = offload.prepare(self, config, optimizer)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
-        self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in self._kept})
+        self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in values.kept})
         if self._stage == 3:
-            self._cut(module)
+            self._cut(module, values)
             _lightning.count_cut_parameters(trainer)
         else:
-            self._kept = masters.keep(module, self.policy.compute)
+            values.keep(self.policy.compute)
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
         self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
         assert self._running.optimizer is not None
         self.optimizers = [self._running.optimizer]
         if self._running.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
-        masters.put(self._running.groups, self._kept)
-        self._keep_frozen(module)
+        values.share(self._running, rank=self.global_rank, size=self.world_size)
         self._stand_in(module)
 
     def _stand_in(self, module: LightningModule) -> None:
@@ -297,7 +300,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self.optimizers = []
         return None
 
-    def _cut(self, module: LightningModule) -> None:
+    def _cut(self, module: LightningModule, values: Values) -> None:
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
@@ -308,16 +311,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             seed=self._agreed_seed(),
             config=self._config,
         )
-        self._kept = {**kept, **self._kept}
+        values.keep_cut(kept)
         cutting.replace_parameters(self.optimizers, made)
-
-    def _keep_frozen(self, module: LightningModule) -> None:
-        """Of what DeepSpeed cast and nothing steps, hold the loaded values, cut, for checkpoints."""
-        assert self._running is not None
-        stepped = {member.fqn for group in self._running.groups for member in group.members if member.stepped}
-        rest = {n: p for n, p in module.named_parameters() if n in self._kept and n not in stepped}
-        self._frozen = masters.shares(self._kept, rest, rank=self.global_rank, size=self.world_size)
-        self._kept = {}
 
     def _gathers_in_forward(self) -> bool:
         return self._stage == 3
@@ -372,7 +367,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         assert self._running is not None
         if self._stage == 0:
             return super()._gradients(optimizer)
-        return layout.gradients(self._running.zero) if self._running.pending else []
+        return gradients.reduced(self._running.zero) if self._running.pending else []
 
     @property
     def _gradient_pieces(self) -> DeviceMesh | None:
@@ -388,16 +383,48 @@ class ShardDeepSpeedStrategy(ShardStrategy):
     def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         if self._running is None or self._stage == 0:
             return super()._live_gradient(fqn, parameter)
-        return layout.gradient(self._running.zero, self._running.groups, fqn) if self._running.pending else None
+        return gradients.of_parameter(self._running.zero, self._running.groups, fqn) if self._running.pending else None
 
-    def _held_gradients(self) -> list[tuple[str, Tensor]]:
-        return []
+    def _held_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        assert self.lightning_module is not None
+        if self._running is None or self._stage == 0:
+            return super()._held_gradients()
+        names: dict[Tensor, str] = {p: n for n, p in self.lightning_module.named_parameters() if p.requires_grad}
+        return gradients.held(self._running.zero, names)
 
     def _follow_freezing(self) -> None:
         raise ConfigurationError(
             "Parameters were frozen or thawed after the fit began, but DeepSpeed steps those that were trainable then. "
             "Freeze before the fit, or use shard_fsdp."
         )
+
+    def held_tensors(self) -> Iterable[Held]:
+        """See the parent's; with masters, buckets and staging buffers, and tensors in files."""
+        if self._running is None or self._values is None or not self._running.groups:
+            return super().held_tensors()
+        kept = self._values.shares
+        return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+
+    def _planned_engine(self) -> Engine:
+        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
+
+    def sharding(self) -> Sharding:
+        """See the parent's; each stage cuts one kind more."""
+        asked = effective(self._fields)
+        kinds = ["masters", "optimizer", "gradients", "parameters"]
+        stepping = kinds[:3] if asked.optimizer_device != "none" else []
+        parameters = kinds[3:] if asked.parameter_device != "none" else []
+        return replace(
+            super().sharding(),
+            pieces=self.world_size,
+            cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
+            on_host=frozenset(stepping + parameters),
+            checkpointing=self._activation_checkpointing is not None,
+        )
+
+    def gathered_tensors(self) -> Iterable[Held]:
+        """See the parent's."""
+        return holdings.gathered(self._metered())
 
     # Checkpoints
 
@@ -423,14 +450,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
 
     def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
-        if self._rounded is not None:
-            return self._rounded.values()
-        if self._running is None:
-            return {}
-        assert self.lightning_module is not None
-        parameters = dict(self.lightning_module.named_parameters())
-        cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
-        return {**cut, **layout.masters(self._running.groups), **masters.flat(self._frozen, parameters)}
+        return {} if self._values is None else self._values.tensors(self._running)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read the tensors, and let the optimizer go on from the step that they are of; see the parent's."""
@@ -439,13 +459,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             cpu_adam.replay(self._running.optimizer, self._running.groups)
 
     def _after_reading_tensors(self) -> None:
-        if self._rounded is not None:
-            self._rounded.refresh()
-        if self._running is None or self._stage == 0:
-            return
-        assert self.lightning_module is not None
-        masters.show(self._frozen, dict(self.lightning_module.named_parameters()), device=self.root_device)
-        zero.refresh(self._running)
+        assert self._values is not None
+        self._values.show(self._running, device=self.root_device)
 
     # End
 
@@ -464,18 +479,14 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         module = self.lightning_module
         if module is not None:
             stand_ins.remove(module)
-        if self._running is not None and module is not None and not self._ended:
-            if self._stage == 3:
-                module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(self._running.groups)}
-            elif not self._failed:
-                zero.make_whole(self._running, dict(module.named_parameters()), device=self.root_device)
+        if self._running is not None and self._values is not None and not self._ended:
+            self._values.leave(self._running, device=self.root_device, communicate=not self._failed)
             # What it stepped stays, so that a checkpoint can be saved after the fit too.
             zero.stop(self._running)
             self._ended = True
         offload.clean_up(self, self._folders)
-        if self._rounded is not None:
-            self._rounded.undo()
-            self._rounded = None
+        if self._values is not None:
+            self._values.unround()
         while self._undo:
             self._undo.pop()()
         self._release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -11,6 +12,7 @@ from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.meters.advice import Sharding
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
 
@@ -117,6 +119,17 @@ class ShardFSDPStrategy(ComposableStrategy):
 
     def _sharding_options(self) -> fsdp.ShardingOptions:
         return self._options
+
+    def sharding(self) -> Sharding:
+        """See the parent's; parameters, gradients and optimizer state are cut alike."""
+        states = frozenset({"parameters", "gradients", "optimizer"})
+        return replace(
+            super().sharding(),
+            pieces=self._mesh_shape()[1],
+            cut=states,
+            on_host=states if self._options.cpu_offload else frozenset(),
+            checkpointing=self._options.activation_checkpointing is not None,
+        )
 
     def _check_configuration(self) -> None:
         super()._check_configuration()

@@ -26,7 +26,7 @@ from lightning_shard.cluster.preemption import (
     TimeLimit,
     describe,
 )
-from lightning_shard.cluster.watch import dump_stacks
+from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state

@@ -28,6 +28,9 @@ AUTO = "auto"
 FOLDER = "preempted"
 """In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run."""
 
+FAILURES = "failures"
+"""In the Trainer's ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
+
 NAMELESS = "local"
 """The run's name where no launcher gave it one."""
 
@@ -54,10 +57,20 @@ class ResumingStrategy(LedgerStrategy):
     def _run_facts(self) -> dict[str, Any]:
         return {"name": self._run_name, "step": self._trainer.global_step, "time": time.time()}
 
+    def _local_folder(self, name: str) -> Path | None:
+        """A folder in the Trainer's, which may not exist; None where the Trainer's is not a local path."""
+        root = str(self._trainer.default_root_dir)
+        return None if re.match(r"\w+://", root) else Path(root) / name
+
     def _own_path(self) -> Path | None:
         """Where this run saves when it is stopped; None where the Trainer's folder is not a local path."""
-        root = str(self._trainer.default_root_dir)
-        return None if re.match(r"\w+://", root) else Path(root) / FOLDER / f"{self._run_name}.ckpt"
+        folder = self._local_folder(FOLDER)
+        return None if folder is None else folder / f"{self._run_name}.ckpt"
+
+    def _failure_folder(self) -> Path | None:
+        """Where ranks that are stuck in a collective write what they can; None as for `_own_path`."""
+        folder = self._local_folder(FAILURES)
+        return None if folder is None else folder / self._run_name
 
     def _choose_checkpoint(self, asked: Any) -> Any:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.

@@ -23,13 +23,16 @@ def before_validation(trainer: Trainer) -> dict[str, Any]:
     return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
 
 
-def collect(trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
+def collect(
+    trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any], *, epoch_ends: bool
+) -> dict[str, Any]:
     """The run's state on all ranks, in types that load with ``weights_only=True``. Collective: all ranks call it.
 
     Args:
         trainer: in a fit.
         loops: the loops' part of the checkpoint that is being written.
         rewound: parts to be saved as they were before, such as `before_validation`'s.
+        epoch_ends: whether the end of the epoch comes next.
     """
     own = {
         "rng": rng_state(),
@@ -38,7 +41,7 @@ def collect(trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, An
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
         **rewound,
     }
-    return {"seed": torch.initial_seed(), "ranks": gather_states(own)}
+    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": gather_states(own)}
 
 
 def place_loaders(checkpoint: dict[str, Any], run: Mapping[str, Any], rank: int) -> None:

@@ -20,6 +20,7 @@ from lightning_shard.checkpoint.state import fqns
 from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 
 RUN_STATE = "lightning_shard"
@@ -96,9 +97,10 @@ class SavingStrategy(ParallelStrategy):
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
-            checkpoint[RUN_STATE] = run_state.collect(
-                self.lightning_module.trainer, checkpoint["loops"], self._rewound or {}
-            )
+            trainer = self.lightning_module.trainer
+            loops, epoch_ends = stopping.saved_after_batch(trainer.fit_loop, checkpoint["loops"])
+            checkpoint["loops"] = loops
+            checkpoint[RUN_STATE] = run_state.collect(trainer, loops, self._rewound or {}, epoch_ends=epoch_ends)
 
         def collect() -> State:
             assert self.lightning_module is not None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from collections.abc import Callable
 
 from torch.distributed import ProcessGroup, group
 
 from lightning_shard import _lightning
+from lightning_shard.cluster import prefix
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.cluster.watch import Watch
@@ -28,6 +31,7 @@ class WatchedStrategy(PreemptibleStrategy):
 
     lost_rank_seconds: float | None
     _watch: Watch | None = None
+    _unmark_messages: Callable[[], None] = staticmethod(lambda: None)
 
     def _start_watch(self) -> None:
         """Watch the other ranks until the run ends, if this package made the process group. All ranks call it."""
@@ -36,14 +40,22 @@ class WatchedStrategy(PreemptibleStrategy):
         if self.lost_rank_seconds is None or _met is None or _met[0] is not group.WORLD:
             return
         _met = (_met[0], _met[1], _met[2] + 1)
-        self._watch = Watch(_met[1], self.lost_rank_seconds, run=_met[2])
+        self._watch = Watch(_met[1], self.lost_rank_seconds, run=_met[2], folder=self._failure_folder())
         self._watch.start()
 
     def _take_over_end(self) -> None:
         """Have Lightning call `_at_end` in place of restoring its signal handlers."""
         _lightning.at_teardown(self._trainer, self._at_end)
 
+    def _mark_messages(self) -> None:
+        """Have this process' log lines and warnings say which rank they are of, until the run ends."""
+        self._unmark_messages()
+        self._unmark_messages = prefix.install(
+            prefix.rank_prefix(self.global_rank, self.world_size, socket.gethostname())
+        )
+
     def _at_end(self) -> None:
+        self._unmark_messages()
         self._give_signals_back()
         watch, self._watch = self._watch, None
         if watch is not None:

@@ -24,13 +24,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_shard import ConfigurationError, MeshConfig, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard import (
+    ConfigurationError,
+    MeshConfig,
+    PreemptionConfig,
+    ShardDDPStrategy,
+    ShardDeepSpeedStrategy,
+    ShardFSDPStrategy,
+)
 from tests.models import TinyLM, loader, whole_parameters
 
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda **kwargs: ShardDDPStrategy(**kwargs),
     "fsdp": lambda **kwargs: ShardFSDPStrategy(**kwargs),
     "hybrid": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate="auto", shard="auto"), **kwargs),
+    "zero_2": lambda **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
+    "zero_3": lambda **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
 }
 
 

@@ -111,7 +111,7 @@ def test_by_the_time_limit_and_by_signals(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero_3"])
 def test_again_and_again(jobs: Jobs, tmp_path: Path, engine: str) -> None:
     run = Stopping(jobs, tmp_path, steps=300, engine=engine)
     for number in range(10):

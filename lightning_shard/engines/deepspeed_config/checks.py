@@ -105,14 +105,7 @@ def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
 
 def _check_trainer_owned(merged: dict[str, Any], problems: list[str]) -> None:
     """What DeepSpeed would do itself but the Trainer or the strategy does here."""
-    owned = {
-        "managed_gradient_accumulation": (False, "the strategy sets it by the Trainer's accumulate_grad_batches"),
-        "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
-        "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
-        "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
-        "fp16.auto_cast": (True, "floating inputs are cast by the precision policy on every engine"),
-    }
-    for path, (refused, reason) in owned.items():
+    for path, (refused, reason) in TRAINER_OWNED.items():
         if get(merged, path) is refused:
             problems.append(f"{path} is {str(refused).lower()}, but {reason}. Remove it")
     if get(merged, "fp16.enabled") is True and get(merged, "bf16.enabled") is True:
@@ -126,6 +119,15 @@ def _check_trainer_owned(merged: dict[str, Any], problems: list[str]) -> None:
         if isinstance(value, str) and value != AUTO and value.lower() not in allowed:
             problems.append(f"{path} is {value!r}, but must be one of {', '.join(allowed)}")
 
+
+TRAINER_OWNED = {
+    "managed_gradient_accumulation": (False, "the strategy sets it by the Trainer's accumulate_grad_batches"),
+    "dataloader_drop_last": (True, "the Trainer has its own dataloader: set drop_last there"),
+    "compile.deepcompile": (True, "DeepCompile needs DeepSpeed's own compile call"),
+    "checkpoint.load_universal": (True, "checkpoints are this package's own, which load at any world size"),
+    "fp16.auto_cast": (True, "floating inputs are cast by the precision policy on every engine"),
+}
+"""Key to the value that can't be had, and the reason."""
 
 _LEAST = {
     "gradient_clipping": 0,

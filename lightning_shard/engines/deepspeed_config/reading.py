@@ -70,20 +70,20 @@ def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     for key in list(config):
         if key in REMOVED or key in FOREIGN:
             reason = REMOVED.get(key) or FOREIGN[key]
-            if not _is_off(config.pop(key), key):
+            if not is_off(config.pop(key), key):
                 problems.append(f"{key} can't be used: {reason}. Remove it")
     config = _zero_without_old_keys(config, problems)
     return _section(config, known_keys(), "", problems)
 
 
-def _is_off(value: Any, key: str = "") -> bool:
+def is_off(value: Any, key: str = "") -> bool:
     """Whether the setting of a feature that there is not asks for nothing."""
     if key in ("sequence_parallel_size", "data_parallel_size") and value == 1:
         return True
     if key == "tensor_parallel" and isinstance(value, Mapping) and set(value) == {"autotp_size"}:
         return value["autotp_size"] in (0, 1)
     if isinstance(value, Mapping):
-        return not value or _is_off(value.get("enabled", "on"))
+        return not value or is_off(value.get("enabled", "on"))
     return value in (None, False, 0, AUTO) or (isinstance(value, str) and value.lower() == "false")
 
 
@@ -98,7 +98,7 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     zero = dict(zero)
     for key, reason in REMOVED_ZERO.items():
         value = zero.pop(key, None)
-        if not (_is_off(value) or value == -1):
+        if not (is_off(value) or value == -1):
             problems.append(f"zero_optimization.{key} is {value!r}, but {reason}. Remove it")
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if understood(zero.pop(old, False), "bool", f"zero_optimization.{old}", problems) is True:

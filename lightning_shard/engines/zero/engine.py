@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.stepped import FlatGroup
 from lightning_shard.engines.whole import gather
-from lightning_shard.engines.zero import layout, swapping
+from lightning_shard.engines.zero import gradients, layout, swapping
 from lightning_shard.errors import ConfigurationError
 
 
@@ -190,7 +190,7 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
     running.overflow = skip
     running.engine.step()
     if running.groups:
-        layout.forget_gradients(running.zero)
+        gradients.forget(running.zero)
     swapping.show(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)

@@ -146,66 +146,8 @@ def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     }
 
 
-def gradients(zero: Any) -> list[Tensor]:
-    """This rank's reduced gradients, disjoint from those of other ranks; padding in them is zero.
-
-    They are complete from the end of an accumulation until the step.
-    """
-    return [part for index in range(_count(zero)) for part in _gradient_parts(zero, index)]
-
-
-def gradient(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | None:
-    """This rank's part of one parameter's reduced gradient, in place; None where there is none."""
-    for index, group in enumerate(groups):
-        for member in group.members:
-            if member.fqn == fqn and member.stepped and (parts := _gradient_parts(zero, index)):
-                return FlatTensor(member.shape, parts[0].dtype, _cut_out(parts, member))
-    return None
-
-
-def forget_gradients(zero: Any) -> None:
-    """After a step, taken or skipped: leave nothing of its gradients where DeepSpeed keeps the next ones.
-
-    It writes the gradients that come and reads all, so that a parameter without one would be stepped on its last one;
-    and under offload stages 1 and 2 would add to what a skipped step left.
-    """
-    if kind(zero) == STAGES_1_2:
-        for index in zero.averaged_gradients:
-            zero.averaged_gradients[index] = None
-    if kind(zero) == STAGE_3:
-        zero.grad_partitions_flat_buffer.zero_()
-    if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
-        for flat in _flats(zero):
-            if flat.grad is not None:
-                flat.grad.zero_()
-
-
-def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]:
-    """The pieces of a member in tensors that lie behind one another as the flat tensor does."""
-    begin = 0
-    for part in parts:
-        low = max(begin, member.offset)
-        high = min(begin + part.numel(), member.offset + member.length)
-        if low < high:
-            data = part.detach().view(-1)[low - begin : high - begin]
-            yield FlatPiece(data=data, start=member.start + low - member.offset)
-        begin += part.numel()
-
-
-def _count(zero: Any) -> int:
-    return len(zero.fp32_groups_flat_partition if kind(zero) == BF16 else _flats(zero))
-
-
-def _flats(zero: Any) -> Sequence[Tensor]:
-    return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
-
-
-def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
+def flats(zero: Any) -> Sequence[Tensor]:
+    """The flat tensors that DeepSpeed's optimizer ``zero`` steps on this rank."""
     if kind(zero) == BF16:
-        return [zero.fp32_groups_gradient_flat_partition[index]]
-    if swapping.is_swapped(zero, index):
-        return [swapping.gradient(zero, index)]
-    if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
-        gradient = _flats(zero)[index].grad
-        return [] if gradient is None else [gradient]
-    return list(zero.averaged_gradients.get(index) or [])
+        return zero.fp32_groups_flat_partition
+    return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups

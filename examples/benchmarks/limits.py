@@ -1,0 +1,90 @@
+"""The largest of something that fits into a given memory, found by runs that really take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.benchmarks.processes import PeakMemory, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A run that fitted."""
+
+    size: int
+    """What was tried."""
+    peak: int
+    """Bytes of the rank that needed most."""
+    seconds: float
+    """Per step, or what the run measured."""
+    other: Any = None
+    """What else it measured."""
+
+
+class MemoryLimit:
+    """A limit on what a process takes above what it has now.
+
+    On CUDA the allocator holds it, and a run that does not fit ends with torch's out-of-memory error. On CPUs, where
+    nothing ends a process at so many bytes of resident memory, its peak is compared with the limit, as often as
+    `check` is called.
+    """
+
+    def __init__(self, place: Place, limit: int) -> None:
+        """Hold ``limit`` bytes."""
+        self._limit = limit
+        if place.device.type == "cuda":
+            total = torch.cuda.get_device_properties(place.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), place.device)
+        self._memory = PeakMemory(place)
+
+    def check(self) -> int:
+        """The peak of the rank that needs most. All ranks call it.
+
+        Raises:
+            MemoryError: on all ranks, if one is above the limit.
+        """
+        peaks: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(peaks, self._memory.bytes())
+        if max(peaks) > self._limit:
+            raise MemoryError(f"{max(peaks)} bytes")
+        return max(peaks)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a run ended for the limit, and for nothing else."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def largest(attempt: Callable[[int], Trial | None], *, most: int, resolution: int = 16) -> tuple[Trial | None, int]:
+    """The largest size for which ``attempt`` gives a trial, and how many were made; sizes begin at 1.
+
+    Doubled until one does not fit, then halved between, until what is left is below 1 / ``resolution`` of the size.
+
+    Args:
+        attempt: a trial, or None where the size does not fit. What fits is taken to fit when it is smaller.
+        most: no larger size is tried.
+        resolution: see above.
+    """
+    best: Trial | None = None
+    low, high, tried = 0, 1, 0
+    while high <= most:
+        tried += 1
+        trial = attempt(high)
+        if trial is None:
+            break
+        best, low, high = trial, high, high * 2
+    high = min(high, most + 1)
+    while high - low > max(1, low // resolution):
+        middle = (low + high) // 2
+        tried += 1
+        trial = attempt(middle)
+        if trial is None:
+            high = middle
+        else:
+            best, low = trial, middle
+    return best, tried

@@ -1,0 +1,168 @@
+"""Fresh processes with a process group, and how much memory they take."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+MEBIBYTE = 2**20
+
+PRELOAD = [
+    "deepspeed",
+    "lightning.pytorch",
+    "lightning_shard.strategies.deepspeed",
+    "lightning_shard.strategies.ddp",
+    "lightning_shard.strategies.fsdp",
+    "examples.benchmarks.python_loops",
+    "examples.benchmarks.trainers",
+]
+"""Imported once for all processes on CPUs: they start in no time, and their memory is that of a run."""
+
+
+class Failed(RuntimeError):
+    """Processes that did not end well; the message is the reason in a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process runs."""
+
+    rank: int
+    device: torch.device
+
+    def now(self) -> float:
+        """Seconds on a clock, once the device has nothing left to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def meet(self) -> None:
+        """Let all ranks begin together."""
+        dist.barrier()
+
+
+def run_processes(
+    function: Callable[..., Any], *arguments: Any, processes: int, device: str, timeout: float = 1200.0
+) -> list[Any]:
+    """``function(place, *arguments)`` in new processes with a process group; the results by rank.
+
+    Raises:
+        Failed: one of them raised or was killed, or the time was up.
+    """
+    _prepare(processes, device)
+    # A process that was forked can't use a CUDA that its parent has looked at.
+    method = "spawn" if device == "cuda" else "forkserver"
+    with tempfile.TemporaryDirectory() as folder:
+        started = start_processes(
+            _run, (function, arguments, processes, device, folder), nprocs=processes, join=False, start_method=method
+        )
+        assert started is not None
+        deadline = time.monotonic() + timeout
+        try:
+            while not started.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise Failed(f"it did not end in {timeout:g} s")
+        except Failed:
+            raise
+        except Exception as error:
+            raise Failed(reason(error)) from error
+        finally:
+            for process in started.processes:
+                process.kill()
+        return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(processes)]
+
+
+def _prepare(processes: int, device: str) -> None:
+    """What new processes inherit."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        multiprocessing.set_forkserver_preload(PRELOAD)
+
+
+def reason(error: BaseException) -> str:
+    """The last line of an error's message or traceback, without the module of the exception's class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = re.sub(r"^(?:\w+\.)+(?=\w+: )", "", lines[-1]) if lines else type(error).__name__
+    return last if len(last) <= 300 else last[:297] + "..."
+
+
+def _run(
+    rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], processes: int, device: str, folder: str
+) -> None:
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "torch", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # What launchers such as torchrun say: Lightning and Accelerate take the processes, and their group, as they are.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        NODE_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
+    )
+    on_gpu = device == "cuda"
+    place = Place(rank=rank, device=torch.device("cuda", rank) if on_gpu else torch.device("cpu"))
+    if on_gpu:
+        torch.cuda.set_device(place.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=processes,
+        device_id=place.device if on_gpu else None,
+    )
+    result = function(place, *arguments)
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    place.meet()
+    # What is left of engines, threads and groups ends with the process, in no order.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class PeakMemory:
+    """The most memory that this process takes above what it took at first: on CUDA tensors', on CPUs the process'."""
+
+    def __init__(self, place: Place) -> None:
+        """Begin to watch."""
+        self._cuda = place.device if place.device.type == "cuda" else None
+        gc.collect()
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._before = torch.cuda.memory_allocated(self._cuda)
+        else:
+            # proc(5): 5 resets the peak resident set size.
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+
+    def bytes(self) -> int:
+        """The peak so far, in bytes."""
+        now = torch.cuda.max_memory_allocated(self._cuda) if self._cuda is not None else _status("VmHWM")
+        return now - self._before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")

@@ -1,0 +1,71 @@
+"""Races from outside: started in new processes, and made into rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from examples.benchmarks.processes import run_processes
+from examples.benchmarks.turns import Contestant, Plan, Result, build, difference, paired, race, spread
+from examples.benchmarks.workload import Workload
+
+Maker = Callable[..., Contestant]
+
+TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
+"""Largest relative difference of a loss from the reference's. fp32 sums in another order differ by 1e-7 in the first
+step, and bf16 ones by 1e-3; training makes more of it, step by step."""
+
+
+def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
+    """Race ``names`` in new processes; of all ranks the slowest, block by block, and all losses.
+
+    Raises:
+        Failed: the processes did not end well.
+    """
+    ranks: list[Result] = run_processes(race, names, work, plan, make, processes=work.processes, device=work.device)
+    result = Result(left_out=ranks[0].left_out)
+    for name in ranks[0].seconds:
+        result.seconds[name] = [max(block) for block in zip(*(r.seconds[name] for r in ranks), strict=True)]
+        result.losses[name] = [loss for r in ranks for loss in r.losses[name]]
+    return result
+
+
+def rows_of(race_name: str, result: Result, work: Workload, reference_of: Callable[[str], str]) -> list[dict[str, Any]]:
+    """A row for each contestant that ran; ``failed`` where its losses are not those of its reference."""
+    rows = []
+    for name, seconds in result.seconds.items():
+        own, reference = spread(seconds), reference_of(name)
+        row: dict[str, Any] = {
+            "race": race_name,
+            "contestant": name,
+            "ms": round(1e3 * own.median, 1),
+            "quartiles": f"{1e3 * own.low:.1f}..{1e3 * own.high:.1f}",
+            "tokens": round(work.tokens / own.median),
+        }
+        if reference in result.seconds:
+            row["loss"] = difference(result.losses[name], result.losses[reference])
+            row["failed"] = not row["loss"] <= TOLERANCE[work.precision]
+            ratio = paired(seconds, result.seconds[reference])
+            row["ratio"] = None if row["failed"] else round(ratio.median, 4)
+            row["ratios"] = "losses differ" if row["failed"] else f"{ratio.smallest:.3f}..{ratio.largest:.3f}"
+        rows.append(row)
+    return rows
+
+
+def rounds_of(race_name: str, result: Result) -> list[dict[str, Any]]:
+    """A row for each block."""
+    return [
+        {"race": race_name, "contestant": name, "round": index, "seconds_per_step": seconds}
+        for name, blocks in result.seconds.items()
+        for index, seconds in enumerate(blocks)
+    ]
+
+
+def contestants(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Whom there is a row of."""
+    return {row["contestant"] for row in rows}
+
+
+def say(line: str) -> None:
+    """Tell now, in the middle of a long run."""
+    print(line, flush=True)

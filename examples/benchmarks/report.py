@@ -1,0 +1,101 @@
+"""A table, a CSV file and a picture of what was measured."""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = Mapping[str, Any]
+
+
+def environment(device: str) -> str:
+    """When, on what and with which versions, in a line."""
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_count()} CPU cores"
+    names = ("torch", "lightning", "deepspeed", "accelerate")
+    versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{when}, {hardware}, Python {platform.python_version()}, {versions}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """Lines of text, a row each; ``columns``: key in a row to its heading. What a row lacks is "-"."""
+    cells = [list(columns.values()), *([_text(row.get(key)) for key in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """One line for each row, under the keys of all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, keys)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_bars(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Horizontal bars, a panel beside the other.
+
+    A panel has ``title``, ``labels``, ``values``, and where wanted ``errors`` ((below, above) for each value),
+    ``line`` (a value to compare with) and ``start`` (where the axis begins).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    most = max(len(panel["labels"]) for panel in panels)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(6.5 * len(panels), 1.4 + 0.27 * most), layout="constrained", squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        labels, values = panel["labels"], panel["values"]
+        errors = panel.get("errors")
+        colors = ["C0" if label.strip().startswith("shard_") else "C7" for label in labels]
+        axis.barh(
+            range(len(labels)),
+            values,
+            color=colors,
+            height=0.7,
+            xerr=None if errors is None else list(zip(*errors, strict=True)),
+            error_kw={"elinewidth": 1, "capsize": 2},
+        )
+        axis.set_yticks(range(len(labels)), labels, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(panel["title"], fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+        if panel.get("line") is not None:
+            axis.axvline(panel["line"], color="black", linewidth=1)
+        if panel.get("start") is not None:
+            axis.set_xlim(left=panel["start"])
+    figure.suptitle(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,172 @@
+"""Contestants that run in turn in the same processes, so that a machine that is busy or slows down is so for all."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from examples.benchmarks.processes import PeakMemory, Place, reason
+from examples.benchmarks.python_loops import LOOPS
+from examples.benchmarks.trainers import TrainerLoop
+from examples.benchmarks.workload import Workload
+
+
+class Contestant(Protocol):
+    """Something that trains."""
+
+    losses: Sequence[Tensor]
+
+    def run(self, steps: int) -> None:
+        """Take optimizer steps."""
+
+    def end(self) -> None:
+        """Let go of what a process can't end with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How often everything is done."""
+
+    rounds: int = 8
+    steps: int = 5
+    """Steps in a block; a round has a block of each contestant."""
+    warmup: int = 3
+    """Steps of each that do not count."""
+    clock: str = "wall"
+    """"cpu": the seconds that this process computed, without those that it waited, for a CPU too."""
+
+    @property
+    def total(self) -> int:
+        """Steps of each contestant."""
+        return self.warmup + self.rounds * self.steps
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one process measured."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds per step of each block, by contestant."""
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """This rank's loss in every step."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why a contestant did not run."""
+
+
+def build(name: str, work: Workload, place: Place, plan: Plan, **options: Any) -> Contestant:
+    """The contestant of this name."""
+    if name in LOOPS:
+        return LOOPS[name](work, place)
+    return TrainerLoop(name, work, place, steps=plan.total, **options)
+
+
+def race(
+    place: Place,
+    names: Sequence[str],
+    work: Workload,
+    plan: Plan,
+    make: Callable[..., Contestant] = build,
+) -> Result:
+    """Run the contestants in turn, a block of steps each, every second round backwards. All ranks call it."""
+    result = Result()
+    running: dict[str, Contestant] = {}
+    functions: dict[str, Any] = {}
+    untouched = _functions()
+    now = time.process_time if plan.clock == "cpu" else place.now
+    for name in names:
+        _put(untouched)
+        try:
+            contestant = make(name, work, place, plan)
+            contestant.run(plan.warmup)
+        except Exception as error:
+            contestant, why = None, why_not(error)
+        else:
+            why = None
+        # An engine that one rank alone can't run would leave the others waiting.
+        whys: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(whys, why)
+        found = next((w for w in whys if w is not None), None)
+        if found is not None:
+            result.left_out[name] = found
+            continue
+        assert contestant is not None
+        running[name] = contestant
+        functions[name] = _functions()
+        result.seconds[name] = []
+    for index in range(plan.rounds):
+        for name in list(running)[:: -1 if index % 2 else 1]:
+            _put(functions[name])
+            place.meet()
+            start = now()
+            running[name].run(plan.steps)
+            result.seconds[name].append((now() - start) / plan.steps)
+    for name, contestant in running.items():
+        _put(functions[name])
+        result.losses[name] = [loss.item() for loss in contestant.losses[: plan.total]]
+        contestant.end()
+    return result
+
+
+def _functions() -> tuple[Any, Any]:
+    """What DeepSpeed's stage 3 replaces for the whole process; each contestant gets those that it had at its start."""
+    return functional.linear, functional.embedding
+
+
+def _put(functions: tuple[Any, Any]) -> None:
+    functional.linear, functional.embedding = functions
+
+
+def why_not(error: Exception) -> str:
+    """Why an engine did not run, in a line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return reason(error)
+
+
+def peak(place: Place, name: str, work: Workload, plan: Plan) -> int:
+    """The most bytes that this rank needs for a contestant alone, above what it had before it was built."""
+    memory = PeakMemory(place)
+    contestant = build(name, work, place, plan)
+    contestant.run(plan.total)
+    found = memory.bytes()
+    contestant.end()
+    return found
+
+
+# What it comes to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median, quartiles and extremes."""
+
+    median: float
+    low: float
+    high: float
+    smallest: float
+    largest: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of at least one value."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(median=statistics.median(values), low=low, high=high, smallest=min(values), largest=max(values))
+
+
+def paired(seconds: Sequence[float], reference: Sequence[float]) -> Spread:
+    """Of the ratios of blocks of the same round."""
+    return spread([own / other for own, other in zip(seconds, reference, strict=True)])
+
+
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of two loss curves; NaN if there is one in them."""
+    found = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
+    return math.nan if any(math.isnan(one) for one in found) else max(found)

@@ -1,0 +1,139 @@
+"""What every contestant of a benchmark does: one model, one stream of batches, one optimizer, one loss."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
+
+from examples.benchmarks.llama import SIZES, Llama, Size
+from examples.python_corpus import Windows, load, standard_library
+from lightning_shard.meters.flops import count_flops
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and what it is trained on."""
+
+    size: Size = SIZES["5M"]
+    seq_len: int = 128
+    batch_size: int = 4
+    """Sequences in a batch of one process."""
+    precision: str = "32-true"
+    """"32-true" or "bf16-mixed": masters, optimizer state and reduction are fp32 in both."""
+    device: str = "cpu"
+    processes: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a batch of one process."""
+        return self.seq_len * self.batch_size
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What is multiplied in."""
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The dtypes, as FSDP2 takes them."""
+        if self.precision == "32-true":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that make a `Workload`."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--processes", type=int, help="default: 2 on CPUs, all GPUs")
+    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: 32-true on CPUs, bf16-mixed")
+    parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M on CPUs, 1B")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: 128 on CPUs, 4096")
+    parser.add_argument("--batch-size", type=int, help="sequences in a batch of one process; default: 4 on CPUs, 1")
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """The workload that the options describe."""
+    on_gpu = options.device == "cuda"
+
+    def given(name: str, cpu: object, gpu: object) -> object:
+        value = getattr(options, name)
+        return value if value is not None else gpu if on_gpu else cpu
+
+    return Workload(
+        size=SIZES[given("size", "5M", "1B")],
+        seq_len=given("seq_len", 128, 4096),
+        batch_size=given("batch_size", 4, 1),
+        precision=given("precision", "32-true", "bf16-mixed"),
+        device=options.device,
+        processes=given("processes", 2, torch.cuda.device_count()),
+    )
+
+
+def describe(work: Workload) -> str:
+    """One line for the head of a table."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
+    return (
+        f"{parameters / 1e6:.1f} M parameters, {work.processes} processes on {work.device}, "
+        f"{work.batch_size} x {work.seq_len} tokens each, {work.precision}"
+    )
+
+
+def model_flops(work: Workload) -> int:
+    """Model FLOPs of one process' step: forward and backward, attention counted causal."""
+    with torch.device("meta"):
+        model = Llama(work.size, work.seq_len)
+        tokens = torch.zeros(work.batch_size, work.seq_len, dtype=torch.int64)
+    return count_flops(lambda: loss_of(model(tokens), tokens)).total
+
+
+def build_model(work: Workload) -> Llama:
+    """The model, on the host, with the same values in every process and contestant."""
+    torch.manual_seed(1)
+    return Llama(work.size, work.seq_len)
+
+
+def build_optimizer(work: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW; on GPUs its fused form."""
+    fused = True if work.device == "cuda" else None
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+
+def build_loader(work: Workload, rank: int) -> DataLoader[Batch]:
+    """Inputs and targets, int64 (batch_size, seq_len) each: this rank's share, in the same order for everyone."""
+    text, _ = load(standard_library(), 0.05, None)
+    once = Windows(text, work.seq_len)
+    # Long ones several times over, so that no run gets to an epoch's end.
+    windows = ConcatDataset([once] * math.ceil(20_000 / len(once)))
+    return DataLoader(
+        windows,
+        work.batch_size,
+        sampler=DistributedSampler(windows, work.processes, rank, seed=1, drop_last=True),
+        drop_last=True,
+        pin_memory=work.device == "cuda",
+    )
+
+
+def stream(work: Workload, rank: int, device: torch.device) -> Iterator[Batch]:
+    """The batches of `build_loader`, on the device."""
+    loader = build_loader(work, rank)
+    for epoch in itertools.count():
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for inputs, targets in loader:
+            yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy per token, in fp32 whatever the compute dtype."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

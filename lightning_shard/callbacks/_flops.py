@@ -1,0 +1,92 @@
+"""Model FLOPs of a LightningModule's training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_shard import _lightning
+from lightning_shard.meters.abstract import abstract_copy, place
+from lightning_shard.meters.flops import FlopCount, count_flops
+
+
+class StepFlops:
+    """Counts what one training step takes, on a copy without memory of the module as it was before sharding."""
+
+    def __init__(self) -> None:
+        """Nothing is copied yet."""
+        self.count: FlopCount | None = None
+        self.why_not: str | None = "the module was sharded before it could be copied"
+        self._copy: LightningModule | None = None
+
+    def copy(self, module: LightningModule) -> None:
+        """Copy ``module`` while its parameters are whole."""
+        self.count, self._copy, self.why_not = None, None, None
+        if not module.automatic_optimization:
+            self.why_not = "its training_step optimizes manually"
+        elif not is_whole(module):
+            self.why_not = "its parameters are cut already"
+        else:
+            try:
+                self._copy = _without_side_effects(abstract_copy(module))
+            except Exception as error:
+                self.why_not = f"it can't be copied ({_short(error)})"
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a copy that was not counted yet."""
+        return self._copy is not None
+
+    def measure(self, batch: Any, batch_idx: int, *, device: torch.device) -> None:
+        """Count a step on ``batch``; afterwards either ``count`` or ``why_not`` is set."""
+        module, self._copy = self._copy, None
+        assert module is not None
+
+        def step() -> object:
+            place(module, device)
+            _lightning.set_device(module, device)
+            return module.training_step(batch, batch_idx)
+
+        try:
+            self.count = count_flops(step)
+        except Exception as error:
+            self.why_not = f"its training_step does not run without values ({_short(error)})"
+
+
+def _without_side_effects(module: LightningModule) -> LightningModule:
+    """Let a copy log nothing and update no metric; it has no Trainer, since a copy never has."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    for name in ("log", "log_dict", "print"):
+        setattr(module, name, nothing)
+    for part in list(module.modules()):
+        if isinstance(part, Metric | MetricCollection):
+            value = _no_metrics if isinstance(part, MetricCollection) else _zero
+            vars(part).update(forward=value, compute=value, update=nothing, reset=nothing)
+    return module
+
+
+def _zero(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    return {}
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether every parameter is whole on every rank."""
+    return not any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())

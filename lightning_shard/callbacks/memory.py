@@ -1,0 +1,148 @@
+"""Where each rank's memory goes: a table at the start of a fit, one after its first step, one in the error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.engines.holdings import module_tensors
+from lightning_shard.memory import MemoryAccount
+from lightning_shard.meters.advice import advice
+from lightning_shard.meters.live import StepMeter, account, most
+from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
+from lightning_shard.meters.summary import size_text
+from lightning_shard.meters.tables import from_numbers, largest, memory_table, to_numbers
+from lightning_shard.meters.windows import peak_bytes
+
+
+class MemoryCallback(Callback):
+    """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
+
+    At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
+    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When
+    memory runs out in the fit, the table and what would hold less go into the error's message.
+
+    Attributes:
+        predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and
+            for modules that were cut before the run.
+        measured: this rank's account of the first step; None before it.
+        ranks: all ranks' measured accounts, on every rank.
+    """
+
+    def __init__(self, activations: bool = True) -> None:
+        """Say what is measured.
+
+        Args:
+            activations: count what autograd keeps in the first step. Turn it off where hooks on saved tensors get in
+                the way of something else.
+        """
+        self.activations = activations
+        self.predicted: MemoryAccount | None = None
+        self.measured: MemoryAccount | None = None
+        self.ranks: list[MemoryAccount] = []
+        self._meter: StepMeter | None = None
+
+    # Start
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what the first step will need."""
+        self.measured, self.ranks = None, []
+        predict = getattr(trainer.strategy, "predicted_account", None)
+        self.predicted = None if predict is None else predict()
+        if self.predicted is not None:
+            title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
+            rank_zero_info(memory_table(self.predicted, title=title))
+        self._meter = self._new_meter(trainer, pl_module)
+        self._steps = trainer.global_step
+        self._forward_is_next = True
+
+    def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
+        make = getattr(trainer.strategy, "step_meter", None)
+        if make is not None:
+            return make()
+        device = trainer.strategy.root_device
+
+        def held() -> Any:
+            return module_tensors(module, trainer.optimizers, device=device, wrapped=trainer.strategy.model)
+
+        return StepMeter(module, held, device=device)
+
+    # The first step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Watch the first forward."""
+        # In manual optimization backward runs inside of the step, and hooks on saved tensors can't be taken off there.
+        watches = self.activations and pl_module.automatic_optimization
+        if self._meter is not None and self._forward_is_next and watches:
+            self._meter.start()
+        self._forward_is_next = False
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Count what it kept."""
+        if self._meter is not None:
+            self._meter.forward_ended()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Count the gradients."""
+        if self._meter is not None:
+            self._meter.ready_to_step()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the first optimizer step, count its state, meet the other ranks and print."""
+        if self._meter is None or trainer.global_step == self._steps:
+            return
+        meter, self._meter = self._meter, None
+        self.measured = meter.stepped()
+        device = trainer.strategy.root_device
+        allocated, reserved = peak_bytes(device)
+        own = torch.tensor([*to_numbers(self.measured), allocated, reserved], dtype=torch.int64, device=device)
+        rows = trainer.strategy.all_gather(own).reshape(-1, len(own)).tolist()
+        self.ranks = [from_numbers(row[:-2]) for row in rows]
+        rank = largest(self.ranks)
+        *_, allocated, reserved = rows[rank]
+        note = f"peak so far: {size_text(allocated)} allocated, {size_text(reserved)} reserved by torch"
+        if device.type == "cpu":
+            note = f"peak so far: {size_text(allocated)} resident in the process"
+        title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
+        rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note]))
+
+    # End
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave no hook behind."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say in an error of used up memory where it went, and what would hold less."""
+        meter, self._meter = self._meter, None
+        try:
+            if is_out_of_memory(exception) and hasattr(self, "_steps"):
+                append_to_message(exception, self._explanation(trainer, meter))
+        finally:
+            if meter is not None:
+                meter.stop()
+
+    def _explanation(self, trainer: Trainer, meter: StepMeter | None) -> str:
+        """No communication: other ranks may be anywhere."""
+        rank = trainer.global_rank
+        held = getattr(trainer.strategy, "held_tensors", None)
+        found = self.measured or self.predicted or MemoryAccount()
+        if meter is not None:
+            found = most(found, meter.failed())
+        elif held is not None:
+            found = most(found, account(held()))
+        text = memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
+        sharding = getattr(trainer.strategy, "sharding", None)
+        return text if sharding is None else f"{text}\n{advice(found, sharding())}"

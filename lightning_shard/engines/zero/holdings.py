@@ -1,0 +1,77 @@
+"""The tensors that a rank holds under DeepSpeed's ZeRO; see `lightning_shard.engines.holdings`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.engines.holdings import Held, buffers, optimizer_tensors, place_of, tensors_in
+from lightning_shard.engines.zero import layout, swapping
+
+
+def zero_tensors(zero: Any, module: nn.Module, *, device: torch.device, kept: Iterable[Tensor] = ()) -> Iterator[Held]:
+    """What DeepSpeed's engine and a module under it hold. Tensors of files are those that are mapped between steps.
+
+    Args:
+        zero: the engine's ``optimizer``, of stages 1 to 3.
+        module: under the engine.
+        device: where this rank computes.
+        kept: values on the host that stand beside the module's parameters as masters do.
+    """
+    stage_3 = layout.kind(zero) == layout.STAGE_3
+    offloaded = bool(getattr(zero, "offload_optimizer" if stage_3 else "cpu_offload", False))
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
+    stepping = "host" if offloaded else "device"
+    flats = list(layout.flats(zero))
+    places = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
+    yield from (Held("masters", places[id(flat)], flat) for flat in flats)
+    yield from (Held("masters", "host", values) for values in kept)
+    yield from (Held("gradients", "device", p.grad) for p in parameters if p.grad is not None)
+    # Whole, or this rank's part, or where parts are summed up: by the kind of DeepSpeed's optimizer.
+    held = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+    for tensor in tensors_in([getattr(zero, name, None) for name in held]):
+        yield Held("gradients", stepping, tensor)
+    yield from (Held("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
+    yield from optimizer_tensors([zero.optimizer], lambda stepped, _: places.get(id(stepped), stepping))
+    yield from buffers(module, device=device)
+    yield from _staging(zero, parameters, device=device)
+
+
+def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Held]:
+    if not layout.is_cut(parameter):
+        yield Held("parameters", place_of(parameter, device), parameter)
+        return
+    in_file = parameter.ds_tensor.final_location == swapping.IN_FILES
+    place = "nvme" if in_file else "host" if offloaded else "device"
+    yield Held("parameters", place, swapping.piece(parameter))
+    if parameter.ds_secondary_tensor is not None:
+        # hpZ's copy of the piece, which fewer ranks share.
+        yield Held("parameters", "device", parameter.ds_secondary_tensor)
+    # Empty while the parameter is not gathered.
+    yield Held("gathered", "device", parameter.data)
+
+
+def gathered(module: nn.Module) -> Iterator[Held]:
+    """What is whole of stage 3's parameters at this moment."""
+    return (Held("gathered", "device", p.data) for p in module.parameters() if layout.is_cut(p))
+
+
+def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Held]:
+    """Whatever else DeepSpeed's optimizer refers to: buckets, and buffers between host, device and files."""
+    swappers = {id(s): s for p in parameters if (s := getattr(p, "nvme_swapper", None)) is not None}
+    for swapper in swappers.values():
+        for tensor in tensors_in([swapper.buffers, swapper.partitioned_swap_buffer]):
+            yield Held("communication", "host", tensor)
+    if swapping.swaps(zero):
+        for tensor in tensors_in(zero.optimizer_swapper.swap_buffer_manager.all_buffers):
+            yield Held("communication", "host", tensor)
+    for name, value in vars(zero).items():
+        # DeepSpeed names its buffers on the host so, which on a CPU nothing else tells from the others.
+        on_host = "cpu" in name or "pin_buffer" in name
+        for tensor in tensors_in(value):
+            yield Held("communication", "host" if on_host else place_of(tensor, device), tensor)

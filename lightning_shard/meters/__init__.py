@@ -1,0 +1,1 @@
+"""What a run achieves: floating point operations, peaks, bytes and times. Nothing here imports Lightning."""

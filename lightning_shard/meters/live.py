@@ -1,0 +1,204 @@
+"""Bytes counted on live tensors: what a rank holds now, and the most that it holds of each kind in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard.engines.holdings import Held, gathered, module_tensors
+from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
+
+Storage = tuple[torch.device, int]
+
+
+def account(held: Iterable[Held], *, known: set[Storage] | None = None) -> MemoryAccount:
+    """The bytes of ``held``: of each storage once, whatever views there are, for the kind that is given first.
+
+    Args:
+        held: what to count; a storage counts whole, a bucket with its padding too.
+        known: storages that count for nothing; those of ``held`` are added.
+    """
+    known = set() if known is None else known
+    places: dict[str, dict[str, int]] = {place: dict.fromkeys(KINDS, 0) for place in ("device", "host", "nvme")}
+    for kind, place, tensor in held:
+        if isinstance(tensor, int):
+            places[place][kind] += tensor
+            continue
+        for storage, size in storages(tensor):
+            if storage not in known:
+                known.add(storage)
+                places[place][kind] += size
+    return MemoryAccount(**{place: KindBytes(**kinds) for place, kinds in places.items()})
+
+
+def storages(tensor: Tensor) -> Iterator[tuple[Storage, int]]:
+    """The memory behind a tensor, with its bytes: a DTensor's and other wrappers' is that of the tensors inside."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            # A DTensor names its mesh too.
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from storages(inner)
+        return
+    with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse, or on the meta device.
+        storage = tensor.untyped_storage()
+        if (size := storage.nbytes()) and (address := storage.data_ptr()):
+            yield (storage.device, address), size
+
+
+def most(first: MemoryAccount, second: MemoryAccount) -> MemoryAccount:
+    """The greater of each kind, which two accounts may have had at different times."""
+
+    def greater(a: KindBytes, b: KindBytes) -> KindBytes:
+        return KindBytes(**{kind: max(getattr(a, kind), getattr(b, kind)) for kind in KINDS})
+
+    return MemoryAccount(
+        device=greater(first.device, second.device),
+        host=greater(first.host, second.host),
+        nvme=greater(first.nvme, second.nvme),
+    )
+
+
+def account_of(
+    module: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    device: torch.device,
+    wrapped: nn.Module | None = None,
+    zero: Any = None,
+) -> MemoryAccount:
+    """What this rank holds now, under any engine, this package's or driven by hand.
+
+    Args:
+        module: whole, or cut by FSDP2 or ZeRO.
+        optimizers: those that step it; DeepSpeed's is found by ``zero``.
+        device: where this rank computes.
+        wrapped: torch's DDP around ``module``, if there is one.
+        zero: DeepSpeed's ``engine.optimizer`` of stages 1 to 3, if there is one.
+    """
+    if zero is None:
+        return account(module_tensors(module, optimizers, device=device, wrapped=wrapped))
+    from lightning_shard.engines.zero.holdings import zero_tensors
+
+    return account(zero_tensors(zero, module, device=device))
+
+
+class _Saved:
+    """A tensor that forward keeps for backward, for as long as autograd keeps it."""
+
+    def __init__(self, tensor: Tensor, kind: str) -> None:
+        self.tensor = tensor
+        self.kind = kind
+
+
+class StepMeter:
+    """Measures one optimizer step: the most that this rank holds of each kind, at the times when it is asked.
+
+    Activations are what autograd has saved when backward begins: with checkpointing the inputs of what is recomputed,
+    and not what exists for a moment in between. Parameters that it saves whole, as a product's backward needs them,
+    count as gathered. The kinds' greatest values need not be of one time: their sum is a bound from above.
+
+    Start it before a forward pass, and call `forward_ended`, `ready_to_step` and `stepped` in this order. `stop` may be
+    called at any time, and takes the hooks away.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        held: Callable[[], Iterable[Held]],
+        gathered: Callable[[], Iterable[Held]] | None = None,
+        *,
+        device: torch.device,
+    ) -> None:
+        """Say what is looked at.
+
+        Args:
+            module: whose forward is measured.
+            held: gives all that the rank holds but activations.
+            gathered: gives what is whole for the moment, of engines that free it before forward ends; default:
+                FSDP2's.
+            device: where this rank computes.
+        """
+        self.account = MemoryAccount()
+        self._module = module
+        self._held = held
+        self._gathered = gathered or (lambda: _fsdp_gathered(module, device))
+        self._saved: WeakSet[_Saved] = WeakSet()
+        self._whole: set[Storage] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._saving: saved_tensors_hooks | None = None
+
+    def start(self) -> None:
+        """Before forward: watch what autograd saves, and what is gathered for each module that has parameters."""
+        self._note()
+        for part in self._module.modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                # A unit's parameters are gathered by a hook of its engine's, which was there before.
+                self._hooks.append(part.register_forward_pre_hook(lambda *_: self._note_gathered()))
+        self._saving = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        self._saving.__enter__()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        whole = any(storage in self._whole for storage, _ in storages(tensor))
+        saved = _Saved(tensor, "gathered" if whole else "activations")
+        self._saved.add(saved)
+        return saved
+
+    def _note_gathered(self) -> None:
+        whole = list(self._gathered())
+        self.account = most(self.account, account(whole))
+        self._whole.update(
+            storage for each in whole if isinstance(each.tensor, Tensor) for storage, _ in storages(each.tensor)
+        )
+
+    def _note(self, saved: Iterable[_Saved] = ()) -> None:
+        known: set[Storage] = set()
+        kept = account(self._held(), known=known)
+        kept += account((Held(each.kind, "device", each.tensor) for each in saved), known=known)
+        self.account = most(self.account, kept)
+
+    def forward_ended(self) -> None:
+        """Before backward: count what autograd has saved."""
+        self._stop_watching()
+        self._note(list(self._saved))
+        self._whole.clear()
+
+    def ready_to_step(self) -> None:
+        """Before the optimizer steps: count the gradients."""
+        self._note()
+
+    def stepped(self) -> MemoryAccount:
+        """After the step: count the optimizer's state. The whole account."""
+        self.stop()
+        self._note()
+        return self.account
+
+    def failed(self) -> MemoryAccount:
+        """In the middle of the step, which won't go on: count what there is."""
+        saved = list(self._saved)
+        self.stop()
+        self._note(saved)
+        return self.account
+
+    def stop(self) -> None:
+        """Take the hooks away."""
+        self._stop_watching()
+        self._saved = WeakSet()
+
+    def _stop_watching(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.__exit__(None, None, None)
+
+
+def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Held]:
+    return gathered(module, device=device)

@@ -1,0 +1,146 @@
+"""What all ranks did in a window of optimizer steps: counted on each rank, added up once for all of them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+from lightning_shard.meters.peaks import mfu
+
+
+@dataclass(kw_only=True)
+class RankWindow:
+    """One rank's window, as numbers that ranks exchange in one collective."""
+
+    seconds: float = 0.0
+    """Time in training, from batch to batch; without validation and checkpoints."""
+
+    samples: float = 0.0
+    tokens: float = 0.0
+    """Padding too."""
+
+    real_tokens: float = 0.0
+    """Tokens that are no padding; all, where padding can't be told."""
+
+    flops: float = 0.0
+    """Model FLOPs; 0: unknown."""
+
+    data_seconds: float = 0.0
+    """Of ``seconds``, time that the rank waited for the dataloader."""
+
+    checkpoint_seconds: float = 0.0
+    """Time blocked in saving checkpoints; no part of ``seconds``."""
+
+    allocated: float = 0.0
+    """Peak bytes in tensors since the fit began; on a CPU the process's greatest resident set."""
+
+    reserved: float = 0.0
+    """Peak bytes that torch's allocator took from the device; 0 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """All ranks' window of ``steps`` optimizer steps that ended with ``step``."""
+
+    step: int
+    steps: int
+    devices: int
+    step_seconds: float
+    """Of the slowest rank."""
+
+    samples_per_second: float
+    """Over all ranks, as are tokens."""
+
+    tokens_per_second: float | None
+    """Without padding; None: the batches have no tokens."""
+
+    padding_share: float | None
+    """Of all tokens."""
+
+    mfu: float | None
+    """Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`); what is computed for padding is part of it."""
+
+    data_share: float
+    """Share of the time in which ranks waited for data."""
+
+    checkpoint_seconds: float
+    """Of the rank that it blocked longest."""
+
+    allocated: int
+    """Of the rank with the most; see `RankWindow`."""
+
+    reserved: int
+    largest_rank: int
+    """The rank with the most allocated."""
+
+    grad_norm: float | None = None
+    """As the run logged it last."""
+
+    @property
+    def samples_per_second_per_device(self) -> float:
+        """The mean over devices."""
+        return self.samples_per_second / self.devices
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        """The mean over devices."""
+        return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
+
+
+def combine(
+    ranks: Sequence[RankWindow], *, step: int, steps: int, peak: float | None, grad_norm: float | None = None
+) -> Window | None:
+    """All ranks' window; None: no time passed in it.
+
+    Args:
+        ranks: each rank's, in their order.
+        step: optimizer steps of the run so far.
+        steps: optimizer steps in the window.
+        peak: FLOP/s of one device, if it is known.
+        grad_norm: the last one that was logged.
+    """
+    seconds = max(rank.seconds for rank in ranks)
+    if seconds <= 0:
+        return None
+    samples, tokens = (sum(getattr(rank, name) for rank in ranks) for name in ("samples", "tokens"))
+    real, flops = (sum(getattr(rank, name) for rank in ranks) for name in ("real_tokens", "flops"))
+    largest = max(range(len(ranks)), key=lambda index: ranks[index].allocated)
+    return Window(
+        step=step,
+        steps=steps,
+        devices=len(ranks),
+        step_seconds=seconds / steps,
+        samples_per_second=samples / seconds,
+        tokens_per_second=real / seconds if tokens else None,
+        padding_share=1 - real / tokens if tokens else None,
+        mfu=mfu(flops, seconds, peak, devices=len(ranks)) if peak is not None and flops else None,
+        data_share=sum(rank.data_seconds for rank in ranks) / (seconds * len(ranks)),
+        checkpoint_seconds=max(rank.checkpoint_seconds for rank in ranks),
+        allocated=int(ranks[largest].allocated),
+        reserved=int(max(rank.reserved for rank in ranks)),
+        largest_rank=largest,
+        grad_norm=grad_norm,
+    )
+
+
+def to_numbers(window: RankWindow) -> list[float]:
+    """The fields in their order."""
+    return list(astuple(window))
+
+
+def from_numbers(numbers: Sequence[float]) -> RankWindow:
+    """What `to_numbers` gave."""
+    names = [field.name for field in fields(RankWindow)]
+    return RankWindow(**dict(zip(names, numbers, strict=True)))
+
+
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """Peak bytes allocated and reserved on ``device``; on a CPU the process's greatest resident set, and 0."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    # In KiB on Linux, in bytes on macOS (getrusage(2)).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), 0

@@ -1,0 +1,226 @@
+"""DeepSpeed files, read into the neutral form; what a key means is ``engines/deepspeed_config``'s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_shard.engines.deepspeed_config import DeepSpeedFields
+from lightning_shard.engines.deepspeed_config.checks import TRAINER_OWNED, check_fields
+from lightning_shard.engines.deepspeed_config.keys import FOREIGN, REMOVED, REMOVED_ZERO
+from lightning_shard.engines.deepspeed_config.merging import KEYS, ZERO, get, merge
+from lightning_shard.engines.deepspeed_config.reading import AUTO, is_off
+from lightning_shard.engines.deepspeed_config.scaling import SCALE_KEYS, loss_scaling_of
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.migrate.form import LEVELS, Reading
+
+CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
+PRECISION_NOTE = (
+    "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32"
+)
+SCALE_NOTE = (
+    "the loss scale doubles after 2000 good steps and falls at each overflow; DeepSpeed's after 1000, and at the second"
+)
+_OWN_SCALE_NOTE = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
+
+_TRAINERS = ("gradient_clipping", "gradient_accumulation_steps", "fp16", "bf16")
+"""What becomes a setting of the Trainer's."""
+
+_DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
+"""Typed fields for which "auto" is a value of this package's too."""
+
+
+def read_deepspeed(reading: Reading, content: Mapping[str, Any], prefix: str = "") -> None:
+    """Add to ``reading`` what the content of a DeepSpeed file asks for.
+
+    Args:
+        reading: unknown keys, values of another kind and contradictions are added to its problems.
+        content: of the file, in any of DeepSpeed's spellings.
+        prefix: what stands before the fields' names, such as the file's name.
+    """
+    if reading.engine is None:
+        reading.engine = "deepspeed"
+    content = _without_lost(reading, dict(content), prefix)
+    problems: list[str] = []
+    merged = merge(DeepSpeedFields(config=content), problems)
+    if not problems:
+        try:
+            check_fields(DeepSpeedFields(config=content), aligned=False)
+        except ConfigurationError as error:
+            problems = [line.strip(" -.") for line in str(error).splitlines()]
+    reading.problems += [f"{prefix}{problem}" for problem in problems]
+    if problems:
+        return
+    stage = merged[ZERO]["stage"]
+    given = get(content, f"{ZERO}.stage") if isinstance(content.get(ZERO), Mapping) else content.get(ZERO)
+    reading.ask("shard", LEVELS[stage], f"{prefix}{ZERO}.stage", given, "" if given is not None else "as stock")
+    _typed(reading, merged, prefix)
+    _trainers(reading, merged, prefix)
+    _rest(reading, merged, prefix)
+
+
+def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The content without what has no place here, which is noted."""
+    for key, reason in {**REMOVED, **FOREIGN}.items():
+        if key in content:
+            value = content.pop(key)
+            if is_off(value, key):
+                reading.rest(f"{prefix}{key}", value)
+            else:
+                reading.lose(f"{prefix}{key}", value, reason)
+    zero = content.get(ZERO)
+    if isinstance(zero, Mapping):
+        content[ZERO] = zero = dict(zero)
+        for key, reason in REMOVED_ZERO.items():
+            value = zero.pop(key, None)
+            if not (is_off(value) or value == -1):
+                near = "shard_fsdp_hybrid" if "mics" in key else ""
+                reading.lose(f"{prefix}{ZERO}.{key}", value, reason.partition(":")[0], near)
+    for path, (refused, reason) in TRAINER_OWNED.items():
+        section, _, key = path.rpartition(".")
+        holder = content.get(section) if section else content
+        if isinstance(holder, Mapping) and str(holder.get(key)).lower() == str(refused).lower():
+            reading.lose(f"{prefix}{path}", holder[key], reason)
+            kept = {k: v for k, v in holder.items() if k != key}
+            content = {**content, section: kept} if section else kept
+    return _without_static_scale(reading, content, prefix)
+
+
+def _without_static_scale(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
+    fp16 = content.get("fp16")
+    if not isinstance(fp16, Mapping):
+        return content
+    fp16 = dict(fp16)
+    static = fp16.get("loss_scale")
+    if static not in (None, 0, AUTO, "0", 0.0) and str(fp16.get("enabled", True)).lower() != "false":
+        near = "fp16.initial_scale_power, to begin at such a scale"
+        reading.lose(f"{prefix}fp16.loss_scale", fp16.pop("loss_scale"), "the loss scale is dynamic", near)
+    if str(fp16.get("consecutive_hysteresis")).lower() == "true":
+        value = fp16.pop("consecutive_hysteresis")
+        reason = "the hysteresis is refilled only when the scale grows"
+        reading.lose(f"{prefix}fp16.consecutive_hysteresis", value, reason, "fp16.hysteresis")
+    return {**content, "fp16": fp16}
+
+
+def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+    for name, path in KEYS.items():
+        value = get(merged, path)
+        if value is None or name == "stage":
+            continue
+        if value == AUTO and name not in _DEFAULTS:
+            reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice")
+        elif name == "communication_data_type":
+            reading.ask("reduce", str(value).lower(), f"{prefix}{path}", value)
+        elif name == "zero_plus_plus.hpz_partition_size":
+            add_hpz(reading, f"{prefix}{path}", value)
+        else:
+            reading.ask(name, value, f"{prefix}{path}", value)
+
+
+def add_hpz(reading: Reading, field: str, value: int) -> None:
+    """Add the ranks that a second copy of the parameters is cut over."""
+    if value in (0, 1):
+        reading.rest(field, value)
+    else:
+        reading.ask("reshard_ranks", value, field, value)
+
+
+def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+    clip, field = merged.get("gradient_clipping"), f"{prefix}gradient_clipping"
+    if clip == AUTO:
+        reading.meet(field, clip, "the Trainer's gradient_clip_val")
+    elif clip == 0:
+        reading.rest(field, clip)
+    elif clip is not None:
+        reading.ask("trainer.gradient_clip_val", clip, field, clip, CLIP_NOTE)
+    steps, field = merged.get("gradient_accumulation_steps"), f"{prefix}gradient_accumulation_steps"
+    if steps == AUTO:
+        reading.meet(field, steps, "the Trainer's accumulate_grad_batches")
+    elif steps is not None:
+        reading.ask("trainer.accumulate_grad_batches", steps, field, steps)
+    _precision(reading, merged, prefix)
+
+
+def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+    fp16, bf16 = merged.get("fp16", {}), merged.get("bf16", {})
+    given = {name: section.get("enabled") for name, section in (("fp16", fp16), ("bf16", bf16)) if section}
+    if fp16.get("enabled") is True:
+        low = fp16.get("fp16_master_weights_and_grads") is True
+        field = f"{prefix}fp16.enabled"
+        reading.ask("precision", "16-true" if low else "16-mixed", field, True, PRECISION_NOTE if not low else "")
+    elif bf16.get("enabled") is True:
+        low = bf16.get("bf16_master_weights_and_grads") is True
+        field = f"{prefix}bf16.enabled"
+        reading.ask("precision", "bf16-true" if low else "bf16-mixed", field, True, PRECISION_NOTE if not low else "")
+    elif AUTO in given.values():
+        for name in given:
+            reading.meet(f"{prefix}{name}.enabled", given[name], "the Trainer's precision")
+    else:
+        off = ", ".join(f"{prefix}{name}.enabled" for name in given) or f"{prefix}fp16, bf16"
+        reading.ask("precision", "32-true", off, False if given else None)
+    scale = {key: fp16[key] for key in SCALE_KEYS if key in fp16 and fp16[key] != AUTO}
+    if scale and fp16.get("enabled") is True:
+        reading.ask("loss_scale", scale_of(scale), f"{prefix}fp16", scale, _OWN_SCALE_NOTE)
+    elif scale and fp16.get("enabled") is not False:
+        # The precision is the Trainer's: the scale goes with it where it is fp16.
+        reading.ask("config.fp16", scale, f"{prefix}fp16", scale)
+    elif fp16.get("enabled") is True:
+        reading.meet(f"{prefix}fp16.loss_scale", fp16.get("loss_scale"), SCALE_NOTE)
+
+
+def scale_of(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scale that keys of an ``fp16`` section ask for, as `LossScaling` has it."""
+    scaling = loss_scaling_of({**keys, "enabled": True})
+    assert scaling is not None
+    return {
+        "initial": scaling.initial,
+        "growth_interval": scaling.growth_interval,
+        "hysteresis": scaling.hysteresis,
+        "minimum": scaling.minimum,
+    }
+
+
+_HANDLED = {
+    "fp16.enabled",
+    "bf16.enabled",
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "fp16.auto_cast",
+    "fp16.consecutive_hysteresis",
+    *(f"fp16.{key}" for key in SCALE_KEYS),
+    *KEYS.values(),
+}
+
+
+def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
+    """Further keys: they stay in ``config`` under DeepSpeed."""
+    flat: dict[str, Any] = {}
+    for key, value in merged.items():
+        if key in (ZERO, "fp16", "bf16", "data_types"):
+            flat |= {f"{key}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[key] = value
+    for path, value in flat.items():
+        if path in _HANDLED or path in _TRAINERS or path.startswith(_OFFLOADS):
+            continue
+        if value == AUTO:
+            reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice, or the Trainer's")
+        elif _is_idle(value):
+            reading.rest(f"{prefix}{path}", value)
+        else:
+            reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
+    for section in ("offload_optimizer", "offload_param"):
+        for key, value in merged[ZERO].get(section, {}).items():
+            path = f"{ZERO}.{section}.{key}"
+            if path not in KEYS.values():
+                reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
+
+
+_OFFLOADS = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module")
+
+
+def _is_idle(value: Any) -> bool:
+    """Whether a key asks for nothing: it is off, or a section all of whose keys are."""
+    if isinstance(value, Mapping) and value and "enabled" not in value:
+        return all(item in (None, False) for item in value.values())
+    return is_off(value) if isinstance(value, Mapping) else value in (None, False)

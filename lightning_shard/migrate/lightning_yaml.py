@@ -1,0 +1,201 @@
+"""Lightning YAML, stock or with a strategy of this package, read into the neutral form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_shard.migrate import stock_fields as stock
+from lightning_shard.migrate.fields import check_keys, nearest
+from lightning_shard.migrate.form import Reading, shown
+from lightning_shard.migrate.own import OWN_ENGINES, read_own
+from lightning_shard.migrate.stock import precision_of, read_stock
+from lightning_shard.precision.policy import PRECISIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What Lightning and the table of strategy names know, of which this layer knows nothing."""
+
+    presets: Mapping[str, tuple[str, Mapping[str, Any]]]
+    """Strategy name of this package to its class path and arguments."""
+
+    top_keys: Collection[str]
+    """Keys of ``lightning-shard fit`` outside of ``trainer``."""
+
+    trainer_keys: Collection[str]
+    """Arguments of the Trainer."""
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """``second`` laid over ``first``, as several ``--config`` are: a class of another path replaces the first's."""
+    result = copy.deepcopy(dict(first))
+    for key, value in second.items():
+        there = result.get(key)
+        if isinstance(there, Mapping) and isinstance(value, Mapping) and _same_class(there, value):
+            result[key] = merged(there, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _same_class(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return first.get("class_path") == second.get("class_path", first.get("class_path"))
+
+
+def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:
+    """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is.
+
+    Args:
+        reading: unknown and misspelt keys, wrong types and contradictions are added to its problems.
+        content: of the file, or of several, merged.
+        known: names and keys.
+    """
+    for key in content:
+        near = nearest(str(key), known.top_keys) if key not in known.top_keys else ""
+        if near:
+            reading.problems.append(f"{key} is no key of `lightning-shard fit`{near}")
+        elif key not in known.top_keys:
+            reading.meet(str(key), content[key], "carried over; it is no key of `lightning-shard fit`")
+    section = content.get("trainer") or {}
+    if not isinstance(section, Mapping):
+        reading.problems.append(f"trainer is {shown(section)!r}, but must be a mapping of keys")
+        return
+    trainer: dict[str, Any] = copy.deepcopy(dict(section))
+    check_keys(reading, "trainer", trainer, known.trainer_keys, "the Trainer")
+    strategy = trainer.pop("strategy", None)
+    given_before = reading.engine
+    if strategy is not None and given_before is not None:
+        reading.problems.append(
+            f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of the two"
+        )
+    kind = None
+    if strategy is not None or given_before is None:
+        kind = _strategy(reading, "auto" if strategy is None else strategy, strategy is not None, known)
+    _precision(reading, trainer, kind)
+    for key in _SHOWN:
+        if trainer.get(key) is not None:
+            note = _CLIP if key == "gradient_clip_val" and kind is not None and kind not in OWN_ENGINES else ""
+            reading.ask(f"trainer.{key}", trainer[key], f"trainer.{key}", trainer[key], note)
+    if kind == "SingleDeviceStrategy" and trainer.get("devices") is None:
+        reading.ask("trainer.devices", 1, "trainer.strategy", strategy)
+    content = {**content, "trainer": trainer}
+    reading.carried = copy.deepcopy(content)
+
+
+_SHOWN = (
+    "accelerator",
+    "num_nodes",
+    "devices",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+)
+"""Keys of the Trainer's that stand in the table."""
+
+_CLIP = "one formula on every engine: the norm is summed in fp64 over all shards, then torch's"
+
+
+def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str | None:
+    """Read ``trainer.strategy`` of either kind; the name of its class."""
+    field = "trainer.strategy"
+    if isinstance(strategy, Mapping):
+        path, arguments = strategy.get("class_path"), dict(strategy.get("init_args") or {})
+        arguments |= strategy.get("dict_kwargs") or {}
+        if not isinstance(path, str):
+            reading.problems.append(f"{field} has no class_path; write a name, or class_path and init_args")
+            return None
+        others = [key for key in strategy if key not in ("class_path", "init_args", "dict_kwargs")]
+        reading.problems += [f"{field}.{key} is no key beside class_path, init_args, dict_kwargs" for key in others]
+    elif isinstance(strategy, str) and strategy.lower() in known.presets:
+        path, preset = known.presets[strategy.lower()]
+        arguments = dict(preset)
+    elif isinstance(strategy, str) and strategy.lower() in stock.NAMES:
+        path, arguments = f"lightning.pytorch.strategies.{stock.NAMES[strategy.lower()][0]}", {}
+        arguments |= stock.NAMES[strategy.lower()][1]
+    elif isinstance(strategy, str) and ("." in strategy or strategy.endswith("Strategy")):
+        path, arguments = strategy, {}
+    else:
+        near = nearest(str(strategy), [*known.presets, *stock.NAMES])
+        reading.problems.append(
+            f"{field} is {shown(strategy)!r}, but must be the name or the class of a strategy of this package, or of "
+            f"stock DDP, FSDP, DeepSpeed or model parallelism{near}"
+        )
+        return None
+    kind = path.rpartition(".")[2]
+    where = f"{field}.init_args" if isinstance(strategy, Mapping) else field
+    if kind in OWN_ENGINES:
+        reading.engine = OWN_ENGINES[kind]
+        reading.ask("engine", reading.engine, field, _short(strategy))
+        read_own(reading, reading.engine, arguments, where)
+    elif kind in stock.FIELDS:
+        reading.engine = stock.ENGINES[kind]
+        reading.ask("engine", reading.engine, field, _short(strategy) if named else None)
+        read_stock(reading, kind, arguments, where, named=isinstance(strategy, Mapping))
+    else:
+        reading.problems.append(
+            f"{field} is {path!r}, of which nothing is known here{nearest(kind, [*OWN_ENGINES, *stock.FIELDS])}"
+        )
+        return None
+    return kind
+
+
+def _short(strategy: Any) -> Any:
+    return strategy["class_path"] if isinstance(strategy, Mapping) else strategy
+
+
+# Precision
+
+_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+
+
+def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
+    given = trainer.pop("precision", None)
+    _plugins(reading, trainer, kind)
+    if given is None:
+        return
+    precision = _ALIASES.get(str(given), str(given))
+    if precision in PRECISIONS:
+        became, note = precision_of(kind, precision)
+        reading.ask("precision", became, "trainer.precision", given, note)
+    elif precision in ("64-true", "transformer-engine", "transformer-engine-float16"):
+        reason = "the engines here compute in fp32, bf16 and fp16"
+        near = "32-true" if precision == "64-true" else "bf16-mixed"
+        reading.lose("trainer.precision", given, reason, near)
+    else:
+        near = nearest(precision, PRECISIONS)
+        reading.problems.append(f"trainer.precision is {given!r}, but must be one of {', '.join(PRECISIONS)}{near}")
+
+
+_STOCK_PRECISION = ("MixedPrecision", "HalfPrecision", "FSDPPrecision", "DeepSpeedPrecision", "Precision")
+
+
+def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
+    """Take the precision out of ``trainer.plugins``; other plugins stay."""
+    given = trainer.get("plugins")
+    plugins = given if isinstance(given, list) else [given] if given is not None else []
+    kept = []
+    for plugin in plugins:
+        path = plugin.get("class_path") if isinstance(plugin, Mapping) else plugin
+        arguments = dict(plugin.get("init_args") or {}) if isinstance(plugin, Mapping) else {}
+        name = str(path).rpartition(".")[2]
+        if name == "ShardPrecision":
+            for key, value in {"precision": "32-true", **arguments}.items():
+                if value is not None:
+                    reading.ask(key, value, f"trainer.plugins.{key}", value)
+        elif name in _STOCK_PRECISION and "precision" in arguments:
+            became, note = precision_of(kind, str(arguments.pop("precision")))
+            reading.ask("precision", became, "trainer.plugins", path, note)
+            arguments.pop("device", None)
+            for key, value in arguments.items():
+                if value is not None:
+                    near = "ShardPrecision(loss_scale=...)"
+                    reading.lose(f"trainer.plugins.{key}", value, "the loss scale is this package's own", near)
+        else:
+            kept.append(plugin)
+    if len(kept) != len(plugins):
+        trainer.pop("plugins")
+        if kept:
+            trainer["plugins"] = kept

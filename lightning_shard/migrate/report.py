@@ -1,0 +1,88 @@
+"""What a migration says: the table of what became what, the refusal of what has no equal, and the YAML itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lightning_shard.migrate.form import Lost, shown
+from lightning_shard.migrate.target import Became
+
+_WIDEST = 44
+
+
+def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Lost]) -> str:
+    """Source field and value, target field and value, and a note; below it what asked for nothing.
+
+    Args:
+        rows: of the table.
+        idle: fields that ask for nothing.
+        lost: fields without an equal, which stand in the table too.
+    """
+    lines = [("source", "", "target", "", "note")]
+    lines += [(row.field, shown(row.given), row.target or "(no setting)", _value(row), row.note) for row in rows]
+    lines += [(item.field, shown(item.given), "none", "", _why(item)) for item in lost]
+    cut = [[_cut(cell) for cell in line[:4]] for line in lines]
+    widths = [max(len(line[i]) for line in cut) for i in range(4)]
+    text = []
+    for short, line in zip(cut, lines, strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(short, widths, strict=True)]
+        text.append(f"{cells[0]}  {cells[1]}  ->  {cells[2]}  {cells[3]}  {line[4]}".rstrip())
+    if idle:
+        text.append(f"asking for nothing: {', '.join(idle)}")
+    return "\n".join(text)
+
+
+def _value(row: Became) -> str:
+    return shown(row.value) if row.target else ""
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
+
+
+def _why(item: Lost) -> str:
+    return f"{item.reason}; nearest: {item.nearest}" if item.nearest else item.reason
+
+
+def refusal(lost: Sequence[Lost]) -> str:
+    """The message that lists every field without an equal."""
+    count = "1 field has" if len(lost) == 1 else f"{len(lost)} fields have"
+    lines = "".join(f"\n  - {item.field}: {shown(item.given)}. {_sentence(item)}" for item in lost)
+    return (
+        f"{count} no equal here, so that nothing was written:{lines}\n"
+        "With --lossy the rest is written, and these stand in the file as comments."
+    )
+
+
+def _sentence(item: Lost) -> str:
+    reason = item.reason[:1].upper() + item.reason[1:]
+    return f"{reason}. Nearest: {item.nearest}." if item.nearest else f"{reason}."
+
+
+def mistakes(problems: Sequence[str]) -> str:
+    """The message that lists everything that is wrong with the sources."""
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return f"{unique[0]}."
+    return f"{len(unique)} things are wrong:" + "".join(f"\n  - {problem}." for problem in unique)
+
+
+def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Lost]) -> str:
+    """The file that is written.
+
+    Args:
+        content: what ``lightning-shard fit --config`` reads.
+        command: that wrote it.
+        launch: variables that the launcher was told in the source.
+        lost: fields that are left as comments.
+    """
+    lines = [f"# Written by `{command}`."]
+    if launch:
+        variables = " ".join(f"{name}={value}" for name, value in launch.items())
+        lines.append(f"# Start on each machine, with its own NODE_RANK: {variables} lightning-shard fit --config FILE")
+        lines.append("# (srun and torchrun set these variables themselves.)")
+    lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in lost]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(dict(content), sort_keys=False, width=100)

@@ -1,0 +1,283 @@
+"""Settings that depend on each other: what is cut, the mesh, offload, precision, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_shard.migrate.form import LEVELS, Asked, Engine
+from lightning_shard.migrate.target import CLASSES, Target, level_of
+
+_AS_TOLD = "as --to says"
+
+
+def _engine(target: Target, asked: Asked) -> None:
+    target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2])
+
+
+# What is cut
+
+
+def _shard(target: Target, asked: Asked) -> None:
+    level = LEVELS.index(asked.value)
+    if target.told:
+        wanted = {"ddp": 0, "deepspeed": target.stage}.get(target.engine, _fsdp_level(target))
+        target.note(asked, "strategy", level_of(target.engine, target.arguments), _AS_TOLD * (wanted != level))
+    elif target.engine == "deepspeed":
+        target.set(asked, "strategy.stage", level)
+    elif target.engine == "ddp":
+        target.hold(asked, "nothing is cut")
+    elif asked.value == "none":
+        target.set(asked, "strategy.mesh", {"replicate": "auto", "shard": 1}, "whole copies, as DDP")
+    elif asked.value == "gradients":
+        target.set(asked, "strategy.reshard_after_forward", False)
+    elif asked.value == "optimizer":
+        target.lose(asked, "FSDP2 cuts gradients with the optimizer state", "--to shard_fsdp_grad_op")
+    else:
+        target.default(asked, "strategy.reshard_after_forward")
+
+
+def _fsdp_level(target: Target) -> int:
+    return LEVELS.index("gradients" if target.arguments.get("reshard_after_forward") is False else "parameters")
+
+
+def _mesh(target: Target, asked: Asked) -> None:
+    copies = asked.value["replicate"]
+    if target.engine == "fsdp" and asked.value == {"replicate": 1, "shard": "auto"}:
+        target.default(asked, "strategy.mesh")
+    elif target.engine == "fsdp":
+        target.set(asked, "strategy.mesh", asked.value)
+    elif target.engine == "ddp":
+        target.note(asked, "strategy", "whole copies", _AS_TOLD if target.told else "")
+    elif copies == 1:
+        target.hold(asked, "DeepSpeed cuts over all processes")
+    else:
+        target.lose(
+            asked,
+            "DeepSpeed cuts over all processes: 0.19 removed MiCS, and ZeRO++ hpZ only keeps a second copy of the "
+            "parameters",
+            "--to shard_fsdp_hybrid",
+        )
+
+
+def _reshard_ranks(target: Target, asked: Asked) -> None:
+    if target.engine == "fsdp" and "reshard_after_forward" in target.fixed:
+        target.note(asked, "strategy.reshard_after_forward", target.arguments["reshard_after_forward"], _AS_TOLD)
+    elif target.engine == "fsdp":
+        target.set(asked, "strategy.reshard_after_forward", asked.value, "as hpZ: backward gathers from this part")
+    elif target.engine == "deepspeed" and target.stage == 3:
+        note = "backward gathers from a second copy of the parameters, cut over so many ranks"
+        target.set(asked, "strategy.zero_plus_plus.hpz_partition_size", asked.value, note)
+    else:
+        target.hold(asked, "parameters are whole, so there is nothing to gather")
+
+
+# Offload
+
+_TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
+
+
+def _cpu_offload(target: Target, asked: Asked) -> None:
+    if asked.value is False:
+        target.reading.rest(asked.field, asked.given)
+    elif target.engine == "fsdp":
+        target.set(asked, "strategy.cpu_offload", True)
+    elif target.engine == "ddp":
+        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
+    elif target.stage == 0:
+        target.lose(asked, "stage 0 cuts nothing, and offloads nothing", "--to shard_deepspeed_stage_3_offload")
+    else:
+        _device(target, asked, "offload_optimizer", "cpu")
+        if target.stage == 3:
+            _device(target, asked, "offload_parameters", "cpu")
+        else:
+            near = "--to shard_deepspeed_stage_3_offload"
+            target.lose(asked, f"stage {target.stage} keeps whole parameters on the device", near)
+
+
+def _device(target: Target, asked: Asked, group: str, device: str) -> None:
+    """Write where a group waits, unless the name that the user gave says it."""
+    if group in target.fixed:
+        there = target.arguments[group]["device"]
+        target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
+    else:
+        target.set(asked, f"strategy.{group}.device", device)
+
+
+def _offload(target: Target, asked: Asked) -> None:
+    group, device = asked.name.partition(".")[0], asked.value
+    if target.engine == "deepspeed":
+        _zero_offload(target, asked, group, device)
+    elif target.engine == "ddp":
+        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
+    elif device == "nvme" and "cpu_offload" in target.fixed:
+        target.note(asked, "strategy.cpu_offload", True, f"in host memory, {_AS_TOLD}")
+    elif device == "nvme":
+        target.lose(asked, "FSDP keeps nothing in files", "--to shard_fsdp_offload, in host memory")
+    else:
+        other = "offload_parameters" if group == "offload_optimizer" else "offload_optimizer"
+        both = target.reading.value(f"{other}.device") == "cpu"
+        if both or "cpu_offload" in target.fixed:
+            note = "" if both else "parameters, gradients and optimizer state together"
+            target.set(asked, "strategy.cpu_offload", True, note)
+        else:
+            target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all")
+
+
+def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None:
+    least = 3 if group == "offload_parameters" or device == "nvme" else 1
+    if target.stage < least and target.told:
+        what = "parameters" if group == "offload_parameters" else "state"
+        near = "--to shard_deepspeed_stage_3_offload" + "_nvme" * (device == "nvme")
+        target.lose(asked, f"stage {target.stage} can't keep {what} there; that needs stage {least}", near)
+    else:
+        _device(target, asked, group, device)
+
+
+# Wrapping and accumulation
+
+
+def _activation_checkpointing(target: Target, asked: Asked) -> None:
+    if target.engine == "ddp":
+        near = "torch.utils.checkpoint in the model; or --to shard_fsdp_grad_op"
+        target.lose(asked, "shard_ddp has no such argument", near)
+        return
+    units = target.reading.value("units", "auto")
+    value, note = asked.value, ""
+    if target.engine == "deepspeed" and value == "units" and isinstance(units, list) and units:
+        value, note = units, "the classes that were shard units"
+    elif target.engine == "deepspeed" and value == "units" and units != "auto":
+        note = "every repeated block, as there are no units"
+    target.set(asked, "strategy.activation_checkpointing", value, note)
+
+
+def _accumulate_sync(target: Target, asked: Asked) -> None:
+    own = "boundary" if target.stage < 2 else "micro_batch"
+    if target.engine != "deepspeed":
+        target.set(asked, "strategy.accumulate_sync", asked.value)
+    elif asked.value == own:
+        target.hold(asked, f"so it is in stage {target.stage}")
+    else:
+        stages = "0 and 1" if asked.value == "boundary" else "2 and 3"
+        reason = f"stage {target.stage} reduces accumulated gradients by {own}"
+        target.lose(asked, reason, f"stages {stages}")
+
+
+def _accumulate(target: Target, asked: Asked) -> None:
+    reading = target.reading
+    note = ""
+    if int(asked.value) > 1 and reading.engine is not None and reading.value("accumulate_sync") is None:
+        aligned = bool(reading.value("aligned"))
+        level = LEVELS.index(reading.value("shard", "gradients"))
+        before = _reduced(reading.engine, level, aligned)
+        after = _reduced(target.engine, target.stage, bool(target.arguments.get("aligned")) or aligned)
+        if before != after:
+            note = f"gradients are reduced {after}, and were {before}: other fp32 roundings"
+            note += "; see accumulate_sync" if target.engine != "deepspeed" else ""
+    target.set(asked, asked.name, asked.value, note)
+
+
+def _reduced(engine: Engine, stage: int, aligned: bool) -> str:
+    """When an engine, of whichever package, reduces gradients that are accumulated."""
+    at_boundary = not aligned if engine == "ddp" else engine == "deepspeed" and stage < 2
+    return "once at the boundary" if at_boundary else "after each micro-batch"
+
+
+# Precision
+
+
+def _precision(target: Target, asked: Asked) -> None:
+    own = target.engine == "deepspeed" and target.stage == 0
+    if own and asked.value != "32-true":
+        target.problems.append(
+            f"{asked.field} is {asked.given}, but DeepSpeed stage 0 sums and reduces gradients in 16 bits then, and is "
+            "refused: use --to shard_ddp, which replicates everything as well"
+        )
+    target.set(asked, "trainer.precision", asked.value)
+
+
+def _override(target: Target, asked: Asked) -> None:
+    """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which stands in place of ``precision``."""
+    precision = target.reading.value("precision")
+    if asked.name == "loss_scale" and not str(precision).startswith("16"):
+        target.hold(asked, "there is a loss scale in fp16 alone")
+    elif asked.name == "reduce" and target.engine == "deepspeed":
+        target.set(asked, "strategy.communication_data_type", asked.value)
+    elif (
+        asked.name == "reduce" and asked.value == "fp32" and str(precision or "32-true").endswith(("mixed", "32-true"))
+    ):
+        target.hold(asked, "gradients are reduced in fp32")
+    elif precision is None:
+        target.lose(asked, "it goes with a precision, and the source names none", "ShardPrecision")
+    else:
+        target.set(asked, f"trainer.plugins.{asked.name}", asked.value, "of ShardPrecision, in place of precision")
+
+
+# Checkpoints
+
+
+def _checkpoint_form(target: Target, asked: Asked) -> None:
+    if asked.value == "local":
+        target.lose(asked, "shards are never saved as they lie", "the portable directory, which every engine reads")
+    elif asked.value == "portable":
+        target.hold(asked, "a directory that every engine reads, at any number of processes")
+    elif target.reading.carried.get("trainer", {}).get("enable_checkpointing") is False:
+        target.hold(asked, "nothing is saved")
+    else:
+        name = "*.full.ckpt, one stock Lightning file"
+        target.trainer["callbacks"] = _full_names(target.reading.carried.get("trainer", {}).get("callbacks"))
+        target.note(asked, "trainer.callbacks", name, "without the name: a directory that every engine reads")
+
+
+_MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+
+
+def _full_names(callbacks: Any) -> list[Any]:
+    """The callbacks with every ModelCheckpoint saving files of the full form, and with one if there is none."""
+    given = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
+    result, found = [], False
+    for callback in given:
+        own = copy.deepcopy(dict(callback)) if isinstance(callback, Mapping) else {"class_path": callback}
+        if str(own.get("class_path")).rpartition(".")[2] == "ModelCheckpoint":
+            found = True
+            arguments = own.setdefault("init_args", {})
+            name = arguments.get("filename") or "{epoch}-{step}"
+            arguments["filename"] = name if name.endswith(".full") else f"{name}.full"
+        result.append(own)
+    if not found:
+        result.append({"class_path": _MODEL_CHECKPOINT, "init_args": {"filename": "{epoch}-{step}.full"}})
+    return result
+
+
+SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
+    "engine": _engine,
+    "shard": _shard,
+    "mesh": _mesh,
+    "reshard_ranks": _reshard_ranks,
+    "cpu_offload": _cpu_offload,
+    "offload_optimizer.device": _offload,
+    "offload_parameters.device": _offload,
+    "activation_checkpointing": _activation_checkpointing,
+    "accumulate_sync": _accumulate_sync,
+    "trainer.accumulate_grad_batches": _accumulate,
+    "precision": _precision,
+    "reduce": _override,
+    "output": _override,
+    "loss_scale": _override,
+    "checkpoint_form": _checkpoint_form,
+}
+"""Setting to the function that adds it to a target; the rest go by the table of equivalents."""
+
+
+def finish(target: Target) -> None:
+    """Put `ShardPrecision` in place of the precision where one is needed, and the defaults of nobody's asking."""
+    overrides = target.trainer.pop("plugins", None)
+    if overrides:
+        precision = target.trainer.pop("precision")
+        own = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": precision, **overrides}}
+        kept = target.reading.carried.get("trainer", {}).get("plugins")
+        others = kept if isinstance(kept, list) else [] if kept is None else [kept]
+        target.trainer["plugins"] = [*others, own]
+    if target.engine == "deepspeed" and "stage" not in target.arguments:
+        target.arguments["stage"] = 2

@@ -1,0 +1,139 @@
+"""``lightning-shard migrate``: write the YAML for this package from what people have."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_shard import registry
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.migrate import Known, migrate, report
+from lightning_shard.plugins.precision import ShardPrecision
+
+SUMMARY = "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration."
+
+_DESCRIPTION = """\
+Write the YAML for this package from an Accelerate config file, a DeepSpeed file, or a Lightning YAML with a stock
+strategy or one of this package; and a table of what became what. Several Lightning YAMLs are laid over one another,
+as with --config; beside them one Accelerate or DeepSpeed file may say the strategy.
+
+The YAML goes to --output and the table to stdout; without --output the YAML goes to stdout and the table to stderr.
+A field that has no equal is refused, with the reason and what comes nearest, unless --lossy is given.
+"""
+
+_TOP_KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-shard migrate",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
+    add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
+    add("--lossy", action="store_true", help="go on without fields that have no equal; they become comments")
+    add("--output", type=Path, metavar="FILE", help="file to write, which must not exist (default: stdout)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; the exit code.
+
+    Raises:
+        ConfigurationError: what the user is to be told; nothing was written.
+    """
+    options = parser().parse_args(arguments)
+    if options.output is not None and options.output.exists():
+        raise ConfigurationError(f"{options.output} exists: choose another path, or remove it")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigurationError(f"{options.output}: there is no folder {options.output.parent}. Make it first.")
+    if options.to is not None:
+        options.to = registry.find(options.to.lower()).name
+    migration = migrate(options.files, known(), options.to)
+    if migration.lost and not options.lossy:
+        raise ConfigurationError(report.refusal(migration.lost))
+    check(migration.content)
+    command = shlex.join(["lightning-shard", "migrate", *arguments])
+    text = report.document(migration.content, command=command, launch=migration.launch, lost=migration.lost)
+    table = report.table(migration.rows, migration.idle, migration.lost)
+    if options.output is None:
+        print(table, file=sys.stderr, flush=True)
+        print(text, end="")
+    else:
+        options.output.write_text(text, encoding="utf-8")
+        print(f"{table}\nwritten to {options.output}")
+    return 0
+
+
+def known() -> Known:
+    """What Lightning and the table of strategy names know."""
+    from lightning.pytorch import Trainer
+
+    return Known(
+        presets={name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()},
+        top_keys=_TOP_KEYS,
+        trainer_keys=list(inspect.signature(Trainer).parameters),
+    )
+
+
+def check(content: Mapping[str, Any]) -> None:
+    """Let the parser of ``lightning-shard fit`` read the Trainer's section, build the strategy, and ask it.
+
+    What is carried over and may not be importable here is left out: model, data, callbacks, loggers.
+
+    Raises:
+        ConfigurationError: what is wrong, as ``fit`` would say it.
+    """
+    from lightning.pytorch import Trainer
+
+    from lightning_shard.cli import ShardArgumentParser
+    from lightning_shard.mistakes import UsageError
+
+    trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}
+    own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]
+    trainer["plugins"] = own or None
+    parser = ShardArgumentParser()
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
+    try:
+        parsed = parser.parse_object({"trainer": trainer})
+        built = parser.instantiate_classes(parsed).trainer
+    except UsageError as error:
+        raise ConfigurationError(f"the result can't be used:\n{error}") from error
+    except ValueError as error:
+        failure = parser.failure or error
+        raise ConfigurationError(f"the result can't be used:\n{failure}") from failure
+    _ask(built)
+
+
+_CARRIED = ("callbacks", "logger", "profiler")
+
+
+def _is_own(plugin: Any) -> bool:
+    return isinstance(plugin, Mapping) and str(plugin.get("class_path")) == "lightning_shard.ShardPrecision"
+
+
+def _ask(trainer: Any) -> None:
+    """Let the strategy check itself with the precision and the number of processes, as it does before a run."""
+    strategy = registry.build(trainer.strategy) if isinstance(trainer.strategy, str) else trainer.strategy
+    plugin = trainer.plugins[0] if trainer.plugins else ShardPrecision(trainer.precision or "32-true")
+    strategy.precision_plugin = plugin
+    strategy.num_nodes = trainer.num_nodes
+    devices = trainer.devices
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    strategy.parallel_devices = [torch.device("cpu")] * (count or 1)
+    if count is None:
+        _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet
+    else:
+        strategy._check_configuration()

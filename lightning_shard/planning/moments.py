@@ -1,0 +1,63 @@
+"""The points of a step where a rank may hold most, and what the arithmetic of all engines shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
+from lightning_shard.planning.facts import OptimizerFacts
+
+POINTS = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What one rank holds at the three points of a step where there may be most, without activations."""
+
+    forward: MemoryAccount
+    """While the unit computes that needs most."""
+
+    backward: MemoryAccount
+    """While the unit is reduced that needs most, with all gradients there that the engine keeps."""
+
+    step: MemoryAccount
+    """While the optimizer steps."""
+
+    at_end: int = 0
+    """Of backward's communication on the device, the bytes that are there at its end alone: copies for a reduction."""
+
+    waiting: int = 0
+    """Bytes of the sums of earlier micro-batches' gradients on the device, while the last one's backward runs."""
+
+    @property
+    def largest(self) -> MemoryAccount:
+        """Each kind at the point where there is most of it."""
+        return MemoryAccount(
+            **{
+                place.name: KindBytes(
+                    **{k: max(getattr(getattr(self, p), place.name).__dict__[k] for p in POINTS) for k in KINDS}
+                )
+                for place in fields(MemoryAccount)
+            }
+        )
+
+    @property
+    def resting(self) -> MemoryAccount:
+        """Between two steps: no gradients, nothing gathered or in flight."""
+        device, host = self.step.device, self.step.host
+        return MemoryAccount(
+            device=replace(device, gradients=0, gathered=0, communication=0),
+            host=replace(host, gradients=0, gathered=0, communication=0),
+            nvme=self.step.nvme,
+        )
+
+
+def optimizer_bytes(elements: Iterable[tuple[int, torch.dtype]], optimizer: OptimizerFacts) -> int:
+    """Bytes of the state of stepped tensors, given as elements and dtype."""
+    total = sum(optimizer.uncut.values())
+    for count, dtype in elements:
+        total += sum(count * (slot or dtype).itemsize for slot in optimizer.slots) + optimizer.fixed_bytes
+    return total

@@ -1,0 +1,256 @@
+"""The benchmarks: what they find, compare and refuse, at the tiniest sizes; no time is looked at."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.benchmarks import engines, max_batch, overheads, report
+from examples.benchmarks.limits import MemoryLimit, Trial, largest
+from examples.benchmarks.llama import SIZES, Llama
+from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
+from examples.benchmarks.python_loops import LOOPS
+from examples.benchmarks.races import rows_of
+from examples.benchmarks.trainers import STOCK
+from examples.benchmarks.turns import Plan, Result, build, difference, paired, race, spread
+from examples.benchmarks.variants import FEATURES, build_variant
+from examples.benchmarks.workload import Workload, build_loader, build_model, loss_of
+from lightning_shard.registry import PRESETS
+from tests.harness import run_distributed
+
+TINY = Workload(size=SIZES["tiny"], seq_len=16, batch_size=2)
+PLAN = Plan(rounds=2, steps=1, warmup=1)
+
+
+# The workload
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "tiny"])
+def test_models_are_of_the_size_that_they_are_called_by(name: str) -> None:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(SIZES[name], 16).parameters())
+    stated = float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
+    # Embedding and head are a quarter of the smallest with Llama 3's vocabulary; 3B is Meta's 3.2 with both.
+    assert 0.85 * stated < parameters < (1.55 if name in ("1B",) else 1.25) * stated
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    model = build_model(TINY)
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    # Not bitwise: matrix products may block another way.
+    torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=1e-6)
+    assert not torch.allclose(after[:, 10:], before[:, 10:], rtol=0, atol=1e-3)
+
+
+def test_each_rank_reads_its_own_share_and_everyone_the_same() -> None:
+    first, again, other = (next(iter(build_loader(TINY, rank))) for rank in (0, 0, 1))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+    # Logits begin near zero.
+    assert loss_of(build_model(TINY)(first[0]), first[1]).item() == pytest.approx(math.log(256), abs=0.1)
+
+
+# Contestants
+
+
+def test_every_name_of_this_package_races_against_something() -> None:
+    names = [name for contestants in engines.RACES.values() for name in contestants]
+    assert sorted(name for name in names if name in PRESETS) == sorted(PRESETS)
+    assert len(names) == len(set(names))
+    known = {*LOOPS, *STOCK, *PRESETS}
+    assert set(names) <= known
+    for contestants in overheads.RACES.values():
+        assert {name.partition("+")[0] for name in contestants} <= known
+        assert {name.partition("+")[2] for name in contestants} <= set(FEATURES)
+        assert {overheads.reference_of(name) for name in contestants} <= set(contestants)
+
+
+def _place() -> Place:
+    return Place(rank=dist.get_rank(), device=torch.device("cpu"))
+
+
+def _race(names: list[str], variants: bool = False) -> Result:
+    plan = Plan(rounds=2, steps=4, warmup=0) if variants else PLAN
+    return race(_place(), names, TINY, plan, build_variant if variants else build)
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (["hand_fsdp", "lightning_model_parallel", "lightning_fsdp", "shard_fsdp_aligned"], ["lightning_fsdp"]),
+        pytest.param(["hand_ddp", "lightning_ddp", "shard_ddp"], [], marks=pytest.mark.matrix),
+        *(
+            pytest.param([f"deepspeed_{stage}", f"shard_deepspeed_{stage}"], [], marks=pytest.mark.matrix)
+            for stage in ("stage_0", "stage_1", "stage_2", "stage_3", "stage_3_offload")
+        ),
+    ],
+)
+def test_contestants_take_turns_and_learn_the_same(names: list[str], left_out: list[str]) -> None:
+    pytest.importorskip("greenlet")
+    first, second = run_distributed(_race, 2, names)
+    assert list(first.left_out) == list(second.left_out) == left_out
+    assert all("requires a GPU" in why for why in first.left_out.values())
+    assert list(first.seconds) == [name for name in names if name not in left_out]
+    reference = first.losses[names[0]]
+    assert len(reference) == PLAN.total
+    assert reference != second.losses[names[0]], "the ranks saw the same batches"
+    assert len(set(reference)) == PLAN.total
+    for name, blocks in first.seconds.items():
+        assert len(blocks) == PLAN.rounds
+        # fp32 sums in another order, in three steps.
+        assert difference(first.losses[name], reference) < 1e-5
+
+
+def test_variants_do_what_they_are_called_and_learn_the_same() -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_fsdp", "hand_fsdp+clip", "shard_fsdp+clip", "hand_fsdp+validate", "shard_fsdp+validate"]
+    names += ["shard_fsdp+log", "hand_fsdp+boundary", "shard_fsdp+boundary", "shard_fsdp+micro_batch"]
+    losses = run_distributed(_race, 2, names, variants=True)[0].losses
+    assert list(losses) == names
+    for name in names:
+        reference = losses[overheads.reference_of(name).replace("micro_batch", "boundary")]
+        # fp32 sums in another order, in eight steps.
+        assert difference(losses[name], reference) < 1e-5
+    # The norm is above 1 at first, and accumulation learns nothing before its fourth batch.
+    assert losses["hand_fsdp+clip"][2] != losses["hand_fsdp"][2]
+    assert losses["hand_fsdp+boundary"][2] != losses["hand_fsdp"][2]
+
+
+# Comparisons
+
+
+def _result(**losses: list[float]) -> Result:
+    seconds = {name: [1.0 + 0.1 * index, 2.0, 3.0] for index, name in enumerate(losses)}
+    return Result(seconds=seconds, losses=losses)
+
+
+def test_blocks_of_one_round_are_compared() -> None:
+    assert paired([2.0, 30.0, 6.0], [1.0, 10.0, 2.0]).median == 3.0
+    found = spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.smallest, found.low, found.median, found.high, found.largest) == (1.0, 2.0, 3.0, 4.0, 100.0)
+    assert spread([5.0]).low == 5.0
+
+
+def test_a_contestant_with_other_losses_has_failed() -> None:
+    result = _result(hand=[5.0, 4.0], same=[5.0, 4.0001], other=[5.0, 4.1], lost=[5.0, math.nan])
+    rows = {row["contestant"]: row for row in rows_of("race", result, TINY, lambda name: "hand")}
+    assert [name for name, row in rows.items() if row["failed"]] == ["other", "lost"]
+    assert rows["other"]["ratio"] is None
+    assert rows["same"]["ratio"] == 1.0
+    assert rows["hand"]["tokens"] == TINY.tokens / 2
+
+
+def test_without_its_reference_a_contestant_has_no_ratio() -> None:
+    (row,) = rows_of("race", _result(other=[5.0]), TINY, lambda name: "hand")
+    assert "ratio" not in row
+    assert row["ms"] == 2000.0
+
+
+def test_large_models_race_in_pairs_and_names_can_be_chosen() -> None:
+    options = engines.parse_arguments(["--only", "shard_ddp", "shard_fsdp", "lightning_model_parallel"])
+    assert engines.line_up("ddp", options) == [["hand_ddp", "shard_ddp"]]
+    options.apart = True
+    assert engines.line_up("fsdp", options) == [["hand_fsdp", "lightning_model_parallel"], ["hand_fsdp", "shard_fsdp"]]
+
+
+# Limits
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 13, 31, 64, 100])
+def test_bisection_finds_the_largest(limit: int) -> None:
+    tried: list[int] = []
+
+    def attempt(size: int) -> Trial | None:
+        tried.append(size)
+        return Trial(size=size, peak=size, seconds=1.0) if size <= limit else None
+
+    best, count = largest(attempt, most=64, resolution=64)
+    assert (0 if best is None else best.size) == min(limit, 64)
+    assert count == len(tried) == len(set(tried))
+    assert max(tried) <= 64
+
+
+def _take(mebibytes: int) -> str:
+    limit = MemoryLimit(_place(), 32 * MEBIBYTE)
+    # One rank alone takes it.
+    taken = torch.ones(mebibytes * MEBIBYTE // 4 if dist.get_rank() == 0 else 0)
+    try:
+        peak = limit.check()
+    except MemoryError:
+        return "too much"
+    assert peak >= taken.nbytes
+    return "fits"
+
+
+def test_the_limit_holds_for_all_ranks_at_once() -> None:
+    assert run_distributed(_take, 2, 64) == ["too much", "too much"]
+    assert run_distributed(_take, 2, 8) == ["fits", "fits"]
+
+
+def _trial(name: str, work: Workload, mebibytes: int) -> Any:
+    return max_batch.trial(_place(), name, work, mebibytes * MEBIBYTE, 1)
+
+
+def test_a_trial_tells_what_fits_from_what_does_not() -> None:
+    pytest.importorskip("greenlet")
+    # 64 sequences of 64 tokens: logits alone are 4 MiB, and their gradients and softmax as much again.
+    large = replace(TINY, seq_len=64, batch_size=64)
+    assert run_distributed(_trial, 2, "shard_fsdp", large, 4) == [None, None]
+    (peak, seconds), _ = run_distributed(_trial, 2, "shard_fsdp", large, 4096)
+    assert 4 * MEBIBYTE < peak < 4096 * MEBIBYTE
+    assert seconds > 0
+
+
+def test_deeper_models_are_larger() -> None:
+    assert max_batch.parameters_of(max_batch.deepened(TINY, 3)) > max_batch.parameters_of(TINY)
+    assert max_batch.deepened(TINY, 3).batch_size == 1
+
+
+# Processes and files
+
+
+def _peak_of_64_mebibytes(place: Place) -> tuple[int, int]:
+    memory = PeakMemory(place)
+    filled: Tensor | None = torch.ones(16 * MEBIBYTE)
+    assert filled is not None
+    del filled
+    return place.rank, memory.bytes()
+
+
+def _fail(place: Place) -> None:
+    if place.rank == 1:
+        raise ValueError("this is why")
+    place.meet()
+
+
+def test_new_processes_give_results_peaks_and_reasons() -> None:
+    results = run_processes(_peak_of_64_mebibytes, processes=2, device="cpu")
+    assert [rank for rank, _ in results] == [0, 1]
+    # The tensor is gone by then; the rest is pages that its making touched.
+    assert all(64 * MEBIBYTE <= peak < 80 * MEBIBYTE for _, peak in results)
+    with pytest.raises(Failed, match="ValueError: this is why"):
+        run_processes(_fail, processes=2, device="cpu")
+
+
+def test_tables_files_and_pictures(tmp_path: Path) -> None:
+    rows = [{"name": "a", "value": 1.23456}, {"name": "b", "other": 2}]
+    assert report.table(rows, {"name": "", "value": "v"}).splitlines() == ["       v", "a  1.235", "b      -"]
+    report.write_csv(rows, tmp_path / "new" / "rows.csv")
+    assert list(csv.DictReader((tmp_path / "new" / "rows.csv").open()))[1] == {"name": "b", "value": "", "other": "2"}
+    assert "torch" in report.environment("cpu")
+    pytest.importorskip("matplotlib")
+    result = _result(hand=[5.0], other=[5.0], failed=[6.0])
+    engines.draw(rows_of("race", result, TINY, lambda name: "hand"), tmp_path / "engines.png", "title")
+    assert (tmp_path / "engines.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,251 @@
+"""Model FLOPs against formulas written by hand, on models of every device, and what counting leaves behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from examples.gpt import GPT, Transformer
+from lightning_shard.meters.abstract import abstract_copy, place
+from lightning_shard.meters.flops import FlopCount, count_flops
+from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
+
+BATCH, TIME, WIDTH, HEADS, LAYERS = 3, 16, 32, 4, 2
+
+
+def _gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=LAYERS, heads=HEADS, width=WIDTH, max_length=TIME)
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    logits = model(tokens)
+    return {"loss": functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+
+
+def _by_hand() -> int:
+    """Forward FLOPs of `_gpt`: two for each weight of a matrix and token, and attention over half of the pairs."""
+    weights = LAYERS * 12 * WIDTH**2 + 256 * WIDTH
+    attention = LAYERS * 2 * BATCH * TIME * TIME * 2 * WIDTH // 2
+    return 2 * weights * BATCH * TIME + attention
+
+
+def test_a_transformer_counts_as_its_formula() -> None:
+    count = count_flops(partial(_loss, _gpt(), torch.zeros(BATCH, TIME, dtype=torch.int64)))
+    # Every product has a gradient for each of its two factors.
+    assert count == FlopCount(forward=_by_hand(), backward=2 * _by_hand())
+    assert count.total == 3 * _by_hand()
+
+
+def test_meta_and_fake_tensors_count_as_real_ones() -> None:
+    real = count_flops(partial(_loss, _gpt(), torch.zeros(BATCH, TIME, dtype=torch.int64)))
+    tokens = torch.zeros(BATCH, TIME, dtype=torch.int64, device="meta")
+    assert count_flops(partial(_loss, _gpt().to("meta"), tokens)) == real
+    with FakeTensorMode():
+        # The model without its metric, which copies a tensor.
+        model = Transformer(LAYERS, HEADS, WIDTH, TIME, tie_embeddings=False)
+        assert count_flops(partial(_loss, model, torch.zeros(BATCH, TIME, dtype=torch.int64))) == real
+
+
+def test_a_count_needs_no_memory() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(1 << 20, 1 << 20), torch.empty(8, 1 << 20)  # 4 TiB
+    assert count_flops(lambda: layer(x)).forward == 2 * 8 << 40
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The input needs gradients: what reentrant checkpointing asks for.
+        y = checkpoint(self.attend, checkpoint(self.body, x, use_reentrant=self.reentrant), use_reentrant=False)
+        assert isinstance(y, Tensor)
+        return y
+
+    def attend(self, x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_recomputed_counts_once(use_reentrant: bool) -> None:
+    module = _Checkpointed(use_reentrant)
+    count = count_flops(lambda: module(torch.zeros(2, 5, 8, requires_grad=True)))
+    forward = 2 * 2 * 5 * (8 * 16 + 16 * 8) + 2 * 2 * 5 * 5 * 16
+    assert count == FlopCount(forward=forward, backward=2 * forward)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def _self_attention(x: Tensor, causal: bool) -> Tensor:
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    mixed, _ = layer(x, x, x, attn_mask=mask, need_weights=False, is_causal=causal)
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_counts_alike_however_it_is_called(causal: bool) -> None:
+    q, k = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
+    pairs = 2 * 4 * 6 * 6 // (2 if causal else 1)
+
+    def called(function: Callable[..., Tensor], **kwargs: Any) -> int:
+        return count_flops(lambda: function(q, k, k, is_causal=causal, enable_gqa=True, **kwargs)).forward
+
+    assert called(functional.scaled_dot_product_attention) == 2 * pairs * 16
+    # Imported by its name; and with dropout, which CPUs compute with plain products.
+    assert called(scaled_dot_product_attention, dropout_p=0.5) == 2 * pairs * 16
+    projections = 2 * 2 * 6 * 8 * (3 * 8 + 8)
+    pairs = 2 * 6 * 6 // (2 if causal else 1)
+    count = count_flops(lambda: _self_attention(torch.zeros(2, 6, 8), causal))
+    assert count.forward == projections + 2 * pairs * 16
+
+
+def test_what_needs_no_gradient_has_no_backward() -> None:
+    first, second = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+    count = count_flops(lambda: second(first(torch.zeros(3, 4))))
+    # The first layer has no gradients at all, and the second one's input needs none.
+    assert count == FlopCount(forward=2 * 3 * (16 + 8), backward=2 * 3 * 8)
+    assert count_flops(lambda: first(torch.zeros(3, 4))).backward == 0
+    with torch.no_grad():
+        assert count_flops(lambda: second(torch.zeros(3, 4))).backward == 2 * 3 * 8
+
+
+def test_counting_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Flatten(), nn.Linear(32, 1))
+    module(torch.randn(4, 1, 6, 6)).sum().backward()
+    stepped: list[Tensor] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    x = torch.randn(4, 1, 6, 6)
+
+    def step() -> Tensor:
+        random.random()
+        numpy.random.rand()
+        y: Tensor = module(x.add_(torch.randn(()))).sum()
+        return y
+
+    before = copy.deepcopy((module.state_dict(), [p.grad for p in module.parameters()], x))
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    assert count_flops(step).total > 0
+    after = module.state_dict(), [p.grad for p in module.parameters()], x
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states[1:]
+    assert not stepped
+    # And the module still trains.
+    step().backward()
+    assert len(stepped) == 6
+
+
+def test_numbers_are_read_where_they_decide_nothing() -> None:
+    layer, seen = nn.Linear(2, 2), []
+
+    def step(lengths: Tensor) -> Tensor:
+        loss: Tensor = layer(torch.ones(3, 2)).sum()
+        seen.extend([loss.item(), float(loss.detach())])
+        if lengths.dtype == torch.int64:
+            return layer(torch.zeros(int(lengths.max()), 2))
+        return loss
+
+    assert count_flops(lambda: step(torch.ones(1))).forward == 2 * 3 * 4
+    assert seen == [1.0, 1.0]
+    with pytest.raises(DataDependentOutputException):
+        count_flops(lambda: step(torch.ones(1, dtype=torch.int64)))
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+
+
+def test_compiled_modules_are_counted_without_compiling_them() -> None:
+    layer = torch.compile(nn.Linear(2, 3))
+    assert count_flops(lambda: layer(torch.zeros(5, 2))).forward == 2 * 5 * 6
+
+
+def test_an_abstract_copy_counts_in_place_of_its_module() -> None:
+    model = _gpt()
+    model.model.head.weight = model.model.embedding.weight
+    abstract = abstract_copy(model)
+    assert {t.device.type for t in [*abstract.parameters(), *abstract.buffers()]} == {"meta"}
+    assert abstract.model.head.weight is abstract.model.embedding.weight
+    tokens = torch.zeros(BATCH, TIME, dtype=torch.int64)
+
+    def step() -> dict[str, Tensor]:
+        # On the real batch's device.
+        place(abstract, tokens.device)
+        assert abstract.model.head.weight is abstract.model.embedding.weight
+        return _loss(abstract, tokens)
+
+    assert count_flops(step).forward == _by_hand()
+    assert model.model.head.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100 80GB PCIe", torch.float16, 312),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835.5),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H200", torch.float8_e4m3fn, 1978.9),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 990),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA H20", torch.bfloat16, 148),
+        ("NVIDIA A10", torch.bfloat16, 125),
+        ("NVIDIA A10G", torch.bfloat16, 70),
+        ("NVIDIA L4", torch.bfloat16, 121),
+        ("NVIDIA L40", torch.bfloat16, 181.05),
+        ("NVIDIA L40S", torch.bfloat16, 362.05),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.float16, 80),
+        ("Tesla V100-SXM2-32GB", torch.float16, 125),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("Tesla T4", torch.float16, 65),
+        ("AMD Instinct MI250X", torch.bfloat16, 191.5),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", torch.float64, None),
+        ("NVIDIA L400", torch.bfloat16, None),
+        ("cpu", torch.bfloat16, None),
+    ],
+)
+def test_peaks_by_name(name: str, dtype: torch.dtype, tflops: float | None) -> None:
+    assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)
+
+
+def test_the_peak_of_fp32_follows_torch() -> None:
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert peak_flops(h100, torch.float32, tf32=True) == 494.7e12
+    assert peak_flops(h100, torch.float32, tf32=False) == 66.9e12
+    assert peak_flops("Tesla T4", torch.float32, tf32=True) == 8.1e12
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops(h100, torch.float32) == 494.7e12
+        torch.set_float32_matmul_precision("highest")
+        assert peak_flops(h100, torch.float32) == 66.9e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_given_peak_stands_for_the_tables() -> None:
+    assert find_peaks("own chip") is None
+    assert peak_flops("own chip", torch.bfloat16, override=1e15) == 1e15
+    # 6e14 FLOPs in 0.1 s on 8 devices of 1e15 FLOP/s.
+    assert mfu(6e14, 0.1, 1e15, devices=8) == pytest.approx(0.75)

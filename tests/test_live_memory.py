@@ -1,0 +1,222 @@
+"""Bytes counted on live tensors against formulas: each storage once, each kind under each engine, activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+
+from lightning_shard.engines.holdings import Held, module_tensors
+from lightning_shard.memory import KindBytes, MemoryAccount
+from lightning_shard.meters.live import StepMeter, account, account_of
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+CPU = torch.device("cpu")
+
+
+def test_a_storage_counts_once_for_the_kind_that_comes_first() -> None:
+    whole = torch.zeros(10)
+    held = [
+        Held("parameters", "device", whole[:4]),
+        Held("gradients", "device", whole[4:]),
+        Held("optimizer", "host", torch.zeros(3, dtype=torch.float64)),
+        Held("optimizer", "nvme", torch.zeros(2)),
+        Held("buffers", "device", torch.zeros(5, device="meta")),
+        Held("communication", "device", 7),
+    ]
+    assert account(held) == MemoryAccount(
+        device=KindBytes(parameters=40, communication=7), host=KindBytes(optimizer=24), nvme=KindBytes(optimizer=8)
+    )
+
+
+class _Net(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.metric = MeanMetric()
+        self.register_buffer("scale", torch.ones(3))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return self.head(x)
+
+
+def _measured(net: _Net) -> MemoryAccount:
+    optimizer = torch.optim.AdamW(net.parameters())
+    meter = StepMeter(net, lambda: module_tensors(net, [optimizer], device=CPU), device=CPU)
+    meter.start()
+    loss = net(torch.zeros(5, dtype=torch.int64)).sum()
+    meter.forward_ended()
+    loss.backward()
+    meter.ready_to_step()
+    optimizer.step()
+    return meter.stepped()
+
+
+def test_a_step_of_a_whole_module() -> None:
+    count = 6 * 4 + 4 * 8 + 8 + 8 * 4 + 4
+    found = _measured(_Net()).device
+    assert found.parameters == found.gradients == 4 * count
+    # Two moments, and a count of steps for each of the 5 tensors.
+    assert found.optimizer == 8 * count + 4 * 5
+    # MeanMetric has two scalar states.
+    assert found.buffers == 4 * 3 + 4 * 2
+    # The indices (int64), and the inputs of the first layer, of GELU, of the second layer and of the head.
+    assert found.activations == 5 * 8 + 4 * 5 * (4 + 8 + 8 + 4)
+    assert (found.masters, found.gathered, found.communication) == (0, 0, 0)
+
+
+def test_checkpointing_keeps_the_inputs_of_what_it_recomputes() -> None:
+    assert _measured(_Net(recompute=True)).device.activations == 5 * 8 + 4 * 5 * (4 + 4)
+
+
+def test_a_meter_that_is_stopped_leaves_nothing() -> None:
+    net = _Net()
+    meter = StepMeter(net, list, device=CPU)
+    meter.start()
+    kept = net(torch.zeros(5, dtype=torch.int64))
+    assert meter.failed().device.activations > 0
+    assert not any(m._forward_pre_hooks for m in net.modules())
+    # Autograd's own way again: with hooks the tensors would be seen.
+    other = net(torch.zeros(5, dtype=torch.int64))
+    assert not meter.stepped().host.total
+    (kept.sum() + other.sum()).backward()
+
+
+# Engines
+
+
+class _Meter(pl.Callback):
+    def __init__(self) -> None:
+        self.account: MemoryAccount | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.start = trainer.strategy.memory_account()
+        self.meter = trainer.strategy.step_meter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 0:
+            self.meter.start()
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 0:
+            self.meter.forward_ended()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 0:
+            self.meter.ready_to_step()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            self.account = self.meter.stepped()
+            self.between = trainer.strategy.memory_account()
+
+
+WIDTH, DEPTH = 64, 3
+
+
+def _account(strategy: str, precision: str) -> tuple[MemoryAccount, MemoryAccount, MemoryAccount]:
+    meter = _Meter()
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, callbacks=[meter])
+    trainer.fit(TinyLM(width=WIDTH, depth=DEPTH), loader())
+    assert meter.account is not None
+    return meter.start, meter.account, meter.between
+
+
+def _sizes() -> tuple[int, int, int]:
+    """Elements that are trained, that are frozen, and of the largest unit."""
+    module = TinyLM(width=WIDTH, depth=DEPTH)
+    module.configure_model()
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return trained, WIDTH, sum(p.numel() for p in module.blocks[0].parameters())
+
+
+def _about(value: int, expected: float, *, padding: int = 0) -> bool:
+    """Equal, but for the padding of what is cut and a step count for each tensor of the optimizer."""
+    return expected <= value <= expected + padding
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_ddp(precision: str) -> None:
+    trained, frozen, _ = _sizes()
+    for start, found, between in run_distributed(_account, 2, "shard_ddp", precision):
+        assert start.device.parameters == found.device.parameters == 4 * (trained + frozen)
+        assert found.device.gradients == 4 * trained
+        assert _about(found.device.optimizer, 8 * trained, padding=200)
+        assert found.device.activations > 0
+        if precision == "32-true":
+            assert start.device.communication == 4 * trained
+        else:
+            # Computed from copies in the compute dtype, a unit at a time.
+            assert found.device.gathered >= 2 * WIDTH
+        assert between.device.gathered == 0
+        assert found.host.total == found.nvme.total == 0
+
+
+@pytest.mark.parametrize("strategy", ["shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"])
+def test_fsdp(strategy: str) -> None:
+    trained, frozen, unit = _sizes()
+    # Less than a row for each of some 20 tensors.
+    padding = 20 * 4 * WIDTH * 4
+    results = run_distributed(_account, 2, strategy, "bf16-mixed")
+    states = [found.host if strategy == "shard_fsdp_offload" else found.device for _, found, _ in results]
+    # Not padded: uneven on two ranks, with a step count for each of 21 tensors.
+    assert sum(each.optimizer for each in states) == 8 * trained + 2 * 21 * 4
+    for start, found, between in results:
+        shards = found.host if strategy == "shard_fsdp_offload" else found.device
+        assert _about(shards.parameters, 4 * (trained + frozen) / 2, padding=padding)
+        assert _about(shards.gradients, 4 * trained / 2, padding=padding)
+        assert found.device.total == found.device.gathered + found.device.activations + found.device.buffers + (
+            0 if shards is found.host else shards.parameters + shards.gradients + shards.optimizer
+        )
+        # The root and one unit in the compute dtype at least; everything where nothing is cut again after forward.
+        least = trained + frozen if strategy == "shard_fsdp_grad_op" else trained + frozen - (DEPTH - 1) * unit
+        assert found.device.gathered >= 2 * least
+        if strategy != "shard_fsdp_grad_op":
+            assert found.device.gathered < 2 * (trained + frozen)
+        assert between.device.gathered == 0
+        assert (start.host if shards is found.host else start.device).parameters == shards.parameters
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_zero(stage: int, offload: bool) -> None:
+    if (stage, offload) == (1, True):
+        pytest.skip("there is no such name")
+    trained, frozen, _ = _sizes()
+    name = f"shard_deepspeed_stage_{stage}{'_offload' if offload else ''}_aligned"
+    # Stage 3 pads each of some 20 parameters, others a group.
+    padding = 20 * 4 * 4
+    for _, found, _ in run_distributed(_account, 2, name, "bf16-mixed"):
+        stepping = found.host if offload else found.device
+        assert _about(stepping.masters, 4 * trained / 2, padding=padding + 4 * WIDTH)
+        assert _about(stepping.optimizer, 8 * trained / 2, padding=2 * padding)
+        assert _about(stepping.gradients, 4 * trained / 2, padding=math.inf)
+        if stage == 3:
+            pieces = found.host if offload else found.device
+            assert _about(pieces.parameters, 2 * (trained + frozen) / 2, padding=padding)
+            assert found.device.gathered > 0
+        else:
+            assert _about(found.device.parameters, 2 * (trained + frozen), padding=padding)
+            assert found.device.gathered == 0
+        assert found.device.activations > 0
+        assert found.nvme.total == 0
+        if offload:
+            assert found.device.masters == found.device.optimizer == 0
+
+
+def test_a_module_that_is_driven_by_hand() -> None:
+    net = nn.Linear(3, 2)
+    assert account_of(net, device=CPU).device == KindBytes(parameters=4 * 8)

@@ -1,0 +1,112 @@
+"""A checkpoint of a batch after which more is due: the validation and the epoch's end are not left out on resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_shard import ShardFSDPStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+
+BATCHES = 4
+
+
+class Telling(TinyLM):
+    """Says what happens at which step; its learning rate follows the epochs or the validation loss."""
+
+    def __init__(self, schedule: str) -> None:
+        super().__init__(dropout=0.1)
+        self.schedule = schedule
+        self.events: list[tuple[str, int]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.schedule == "epoch":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        # Every validation that does not get better by far halves it.
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        monitor = "val_loss" if self.schedule == "val_loss" else "train_mean"
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor}}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_mean", loss.detach(), on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.events.append(("epoch starts", self.global_step))
+
+    def on_validation_start(self) -> None:
+        self.events.append(("validation", self.global_step))
+
+    def on_train_epoch_end(self) -> None:
+        self.events.append(("epoch ends", self.global_step))
+
+
+def _fit(
+    root: str, schedule: str, step: int | None, max_steps: int = 12, **settings: Any
+) -> tuple[list[tuple[str, int]], dict[str, Tensor], float, float]:
+    torch.manual_seed(3)
+    module = Telling(schedule)
+    saves = ModelCheckpoint(
+        dirpath=root, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    trainer = quiet_trainer(
+        strategy=ShardFSDPStrategy(),
+        max_steps=max_steps,
+        limit_train_batches=BATCHES,
+        enable_checkpointing=True,
+        callbacks=[saves],
+        **settings,
+    )
+    trainer.fit(
+        module,
+        loader(),
+        loader(count=16, shuffle=False),
+        ckpt_path=None if step is None else f"{root}/step={step}.ckpt",
+    )
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return module.events, whole_parameters(module), rate, float(trainer.callback_metrics["train_mean"])
+
+
+def _straight_and_resumed(
+    root: str, schedule: str, steps: list[int], stopped: bool, settings: dict[str, Any]
+) -> list[Any]:
+    runs = [_fit(f"{root}/0", schedule, None, **settings)]
+    if stopped:
+        # By max_steps, with the checkpoint's step as the last one.
+        _fit(f"{root}/1", schedule, None, max_steps=steps[0], **settings)
+    return [*runs, *(_fit(f"{root}/{int(stopped)}", schedule, step, **settings) for step in steps)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stopped", "settings"),
+    [
+        ("epoch", False, {}),
+        ("val_loss", False, {}),
+        ("val_loss", False, {"val_check_interval": 2}),
+        ("val_loss", True, {"val_check_interval": 2}),
+        ("epoch", False, {"limit_val_batches": 0}),
+        ("train_mean", False, {"limit_val_batches": 0}),
+        ("epoch", True, {"limit_val_batches": 0}),
+        ("epoch", False, {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2, "max_steps": 6}),
+    ],
+)
+def test_what_follows_the_batch_of_a_save_is_not_left_out(
+    tmp_path: Path, schedule: str, stopped: bool, settings: dict[str, Any]
+) -> None:
+    steps = [4] if stopped else [2, 4]
+    (runs,) = run_distributed(_straight_and_resumed, 1, str(tmp_path), schedule, steps, stopped, settings, timeout=120)
+    events, parameters, rate, mean = runs[0]
+    for step, (own, resumed, own_rate, own_mean) in zip(steps, runs[1:], strict=True):
+        # The save comes first of all that happens at its step.
+        assert own == [event for event in events if event[1] >= step], step
+        assert (own_rate, own_mean) == (rate, mean), step
+        for name, value in parameters.items():
+            assert torch.equal(resumed[name], value), (step, name)
