@@ -46,19 +46,30 @@ class MemoryCallback(Callback):
         self.measured: MemoryAccount | None = None
         self.ranks: list[MemoryAccount] = []
         self._meter: StepMeter | None = None
+        self._started = False
 
     # Start
+
+    def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the module's parameters while they are whole. This package's strategies call it."""
+        self._predicting(trainer, "note_module")
+
+    def _predicting(self, trainer: Trainer, name: str) -> Any:
+        """Call a method of this package's strategies; what is not in the arithmetic is no reason to end a run."""
+        try:
+            return getattr(trainer.strategy, name, lambda: None)()
+        except Exception as error:
+            rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what the first step will need."""
         self.measured, self.ranks = None, []
-        predict = getattr(trainer.strategy, "predicted_account", None)
-        self.predicted = None if predict is None else predict()
+        self.predicted = self._predicting(trainer, "predicted_account")
         if self.predicted is not None:
             title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
             rank_zero_info(memory_table(self.predicted, title=title))
         self._meter = self._new_meter(trainer, pl_module)
-        self._steps = trainer.global_step
+        self._started, self._steps = True, trainer.global_step
         self._forward_is_next = True
 
     def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
@@ -128,8 +139,10 @@ class MemoryCallback(Callback):
         """Say in an error of used up memory where it went, and what would hold less."""
         meter, self._meter = self._meter, None
         try:
-            if is_out_of_memory(exception) and hasattr(self, "_steps"):
+            if is_out_of_memory(exception) and self._started:
                 append_to_message(exception, self._explanation(trainer, meter))
+        except Exception as error:
+            append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
         finally:
             if meter is not None:
                 meter.stop()

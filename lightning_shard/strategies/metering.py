@@ -54,10 +54,19 @@ class MeteredStrategy(WatchedStrategy):
         """A meter for one optimizer step of this rank."""
         return StepMeter(self._metered(), self.held_tensors, self.gathered_tensors, device=self.root_device)
 
+    def note_module(self) -> None:
+        """Before sharding: keep what `predicted_account` is to start from."""
+        from lightning_shard.strategies.planned import facts_of  # It imports the strategies.
+
+        module = self._metered()
+        cut = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
+        self._facts = None if cut else facts_of(cast("ShardStrategy", self), module)
+
     def predicted_account(self) -> MemoryAccount | None:
         """What the fullest rank will hold of each kind in a step, without activations, by arithmetic; after set-up.
 
-        None: where the module was cut before the run. Optimizer state is 0 where it can't be known before a step.
+        None: without `note_module`, and where the module was cut before the run. Optimizer state is 0 where it can't be
+        known before a step.
         """
         if self._facts is None:
             return None
@@ -72,7 +81,7 @@ class MeteredStrategy(WatchedStrategy):
         )
 
     def _planned_engine(self) -> Engine:
-        from lightning_shard.strategies.planned import engine_of  # It imports the strategies.
+        from lightning_shard.strategies.planned import engine_of
 
         strategy = cast("ShardStrategy", self)
         ranks, per_node, device = self.world_size, strategy.num_processes, self.root_device
@@ -84,11 +93,7 @@ class MeteredStrategy(WatchedStrategy):
 
     def _before_sharding(self, trainer: Trainer) -> None:
         """Let callbacks see the module of a fit while its parameters are whole, or on the meta device."""
-        from lightning_shard.strategies.planned import facts_of
-
-        module = self._metered()
-        cut = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
-        self._facts = None if cut else facts_of(cast("ShardStrategy", self), module)
+        self._facts = None
         for callback in _lightning.callbacks(trainer):
             if (hook := getattr(callback, "before_sharding", None)) is not None:
                 hook(trainer, self.lightning_module)
