@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -697,6 +698,15 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: nope.yaml: there is no such file")
+
+
+def test_stdout_is_yaml_alone(tmp_path: Path) -> None:
+    path = str(FILES / "deepspeed" / "zero3_bf16.json")
+    command = [sys.executable, "-m", "lightning_shard", "migrate", path]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.startswith("# Written by `lightning-shard migrate ")
+    assert yaml.safe_load(run.stdout)["trainer"]["precision"] == "bf16-mixed"
+    assert "zero_optimization.stage" in run.stderr
 
 
 def test_shown() -> None:

@@ -62,6 +62,7 @@ TABLE: Mapping[str, Row] = {
     "init_timeout_seconds": _everywhere("float"),
     "lost_rank_seconds": _everywhere("any"),
     "preemption": _everywhere("mapping"),
+    "async_save": _everywhere("bool"),
     # FSDP's.
     "units": _fsdp_only(
         "any",

@@ -227,7 +227,10 @@ def _checkpoint_form(target: Target, asked: Asked) -> None:
     else:
         name = "*.full.ckpt, one stock Lightning file"
         target.trainer["callbacks"] = _full_names(target.reading.carried.get("trainer", {}).get("callbacks"))
-        target.note(asked, "trainer.callbacks", name, "without the name: a directory that every engine reads")
+        note = "without this name: a directory that every engine reads"
+        if not target.reading.carried:
+            note += ". A list replaces that of another --config: give the Lightning YAML to this command too"
+        target.note(asked, "trainer.callbacks", name, note)
 
 
 _MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
