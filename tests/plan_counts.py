@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from models import VOCAB, TinyLM, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -18,6 +17,7 @@ from lightning_shard.planning.states import predict
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.planned import engine_of, facts_of
+from tests.models import VOCAB, TinyLM, loader, quiet_trainer
 
 
 class Causal(pl.LightningModule):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import run_distributed
-from plan_counts import MODELS, differences, names
+
+from tests.harness import run_distributed
+from tests.plan_counts import MODELS, differences, names
 
 
 def check(ranks: int, cases: list[tuple[str, str, str]]) -> None:
