@@ -111,7 +111,7 @@ class Count(pl.Callback):
             for group in (getattr(zero, "averaged_gradients", None) or {}).values():
                 gradients += group or []
             self.found["masters"] = _bytes([group.flat for group in running.groups], but=parameters)
-            self.found["masters"] += _bytes([values for values, _ in trainer.strategy._frozen.values()])
+            self.found["masters"] += _bytes(trainer.strategy._values.shares)
         self.found["gradients"] = _bytes(gradients)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
