@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,28 +81,25 @@ def read(arguments: Sequence[str], nodes: Nodes) -> Inputs:
 
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
-    from lightning_shard.cli import ShardCLI
+    # That module imports the commands.
+    from lightning_shard.cli import ShardArgumentParser, ShardCLI
+
+    class Parser(ShardArgumentParser):
+        """Builds modules without data in their tensors."""
+
+        def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            """As the parent's."""
+
+            @functools.wraps(instantiator)
+            def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
+                build = partial(instantiator, class_type, *args, **kwargs)
+                is_module = isinstance(class_type, type) and issubclass(class_type, nn.Module)
+                return _without_data(build, mode) if is_module else build()
+
+            super().add_instantiator(without_data, *args, **kwargs)
 
     class Reader(ShardCLI):
         """Reads a configuration of ``fit`` and starts nothing."""
-
-        without_data = True
-
-        def instantiate_classes(self) -> None:
-            """As the parent's, with modules whose tensors have no data."""
-
-            def construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
-                if not self.without_data:
-                    return class_type(*args, **kwargs)
-                try:
-                    with mode:
-                        return class_type(*args, **kwargs)
-                except Exception:
-                    # It looks at values, or reads them: then it has its data.
-                    return class_type(*args, **kwargs)
-
-            self.parser.add_instantiator(construct, nn.Module)
-            super().instantiate_classes()
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             """Nothing that needs a device, a process or a folder."""
@@ -108,7 +108,22 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
         def after_fit(self) -> None:
             """There was none."""
 
-    return Reader(args=["fit", *arguments], save_config_callback=None)
+    with warnings.catch_warnings():
+        # That arguments are given in Python, beside those of the command line.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        return Reader(args=["fit", *arguments], save_config_callback=None, parser_class=Parser)
+
+
+def _without_data(build: Callable[[], Any], mode: Any) -> Any:
+    """What ``build`` returns: on the meta device; where that fails with fake tensors; and else with its data."""
+    for tensors in (torch.device("meta"), mode):
+        try:
+            with tensors:
+                return build()
+        except Exception:
+            # It reads values, or files.
+            continue
+    return build()
 
 
 def _strategy(given: Any) -> tuple[ShardStrategy, str]:
@@ -174,11 +189,7 @@ def _attach(module: LightningModule, standin: Any) -> None:
 
 def _configure(inputs: Inputs) -> None:
     """Run ``configure_model``, without data if it can be, and take what data there is from the tensors."""
-    try:
-        with inputs.mode:
-            inputs.module.configure_model()
-    except Exception:
-        inputs.module.configure_model()
+    _without_data(inputs.module.configure_model, inputs.mode)
     fake.make_fake(inputs.module, inputs.mode)
 
 

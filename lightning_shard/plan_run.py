@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_shard import plan_inputs, registry
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.plan_inputs import Inputs
-from lightning_shard.planning import fake, report
+from lightning_shard.planning import fake, picture, report
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Shards
 from lightning_shard.planning.fitting import Run, Traces, fewest_devices, largest_batch
 from lightning_shard.planning.quantities import show_bytes
@@ -29,6 +31,9 @@ from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.planned import check_precision, checkpointing_of, engine_of, facts_of, units_of
 
 UNITS: Checkpointing = "units"
+
+RESERVE = 0.05
+"""The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +61,9 @@ class Planner:
     def prepare(self) -> None:
         """Read the batch and trace the optimizer; what can't be is noted."""
         inputs = self.inputs
-        if not self.options.no_trace:
+        if self.options.no_trace:
+            self._without("--no-trace was given")
+        else:
             try:
                 loss = plan_inputs.loss_of(inputs.module)
                 self.batch = plan_inputs.first_batch(inputs)
@@ -73,9 +80,9 @@ class Planner:
         except ShardError as error:
             self.notes.append(f"the optimizer's state is taken as Adam's, two slots: {error}")
 
-    def _without(self, error: Exception) -> None:
+    def _without(self, reason: object) -> None:
         self.batch = None
-        self.notes.append(f"ESTIMATE WITHOUT ACTIVATIONS: {error}")
+        self.notes.append(f"ESTIMATE WITHOUT ACTIVATIONS: {reason}")
 
     def run(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Run:
         """What the memory of a rank under ``strategy`` follows from."""
@@ -163,9 +170,6 @@ class Planner:
 
 def _of_size(batch: Any, size: int) -> Any:
     """A batch of another size: repeated, then cut."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_map
-
     own = batch_size_of(batch)
     larger, _ = scaled(batch, -(-size // own))
     return tree_map(
@@ -202,7 +206,7 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     configured = planner.row(inputs.name, inputs.strategy, own)
     if configured.refused:
         raise ConfigurationError(configured.refused)
-    rows = [configured, *(_others(planner, own) if options.compare else [])]
+    rows = [replace(configured, name="as configured"), *(_others(planner) if options.compare else [])]
     parts = [_title(planner, configured), report.by_kind(configured.points), _fit(planner, configured)]
     parts.append(report.traffic(configured.sent, nodes))
     parts += [report.timing(configured.time)] if configured.time else []
@@ -211,22 +215,15 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
         parts.append(report.comparison(rows, planner.memory))
         parts.append(recommendation(planner, rows))
     if options.picture is not None:
-        from lightning_shard.planning.picture import draw
-
-        draw([row for row in rows if not row.refused], planner.memory, options.picture)
+        picture.draw([row for row in rows if not row.refused], planner.memory, options.picture)
         parts.append(f"picture: {options.picture}")
     notes = [f"note: {note}" for note in dict.fromkeys(planner.notes)]
     return "\n\n".join([*notes, *parts])
 
 
-RESERVE = 0.05
-
-
 def _peak(options: argparse.Namespace, inputs: Inputs) -> float | None:
     if options.device_name is None:
-        return options.device_peak  # type: ignore[no-any-return]
-    from lightning_shard.meters.peaks import peak_flops
-
+        return options.device_peak
     found = peak_flops(options.device_name, inputs.strategy.policy.compute)
     if found is None:
         raise ConfigurationError(
@@ -263,7 +260,7 @@ def _fit(planner: Planner, row: Row) -> str:
     return "\n".join(lines)
 
 
-def _others(planner: Planner, own: Checkpointing) -> list[Row]:
+def _others(planner: Planner) -> list[Row]:
     """All engines of the package in the configured contract, each with and without activation checkpointing."""
     rows = []
     aligned = planner.inputs.strategy.aligned

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.planning import picture
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed
 
 _T = TypeVar("_T")
@@ -20,9 +21,6 @@ the largest batch, the fewest devices, bytes over the network and the expected t
 tensors without data. Options that are not named here are those of fit:
 lightning-shard plan --nodes 4 --devices 8 --device-memory 80GB --config run.yaml --data.init_args.batch_size 16
 """
-
-RESERVE = 0.05
-"""The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run it; the exit code."""
     options, rest = parser().parse_known_args(arguments)
     check(options)
+    if options.picture is not None:
+        picture.require()
+    # That imports the strategies, which the other commands' help needs not.
     from lightning_shard.plan_run import plan
 
     print(plan(options, rest))

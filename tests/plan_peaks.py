@@ -8,8 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from models import loader, quiet_trainer
-from plan_counts import MODELS, SLOTS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +19,8 @@ from lightning_shard.planning.trace import Step, trace_step
 from lightning_shard.planning.walk import peak, walk
 from lightning_shard.registry import PRESETS
 from lightning_shard.strategies.planned import engine_of, facts_of, units_of
+from tests.models import loader, quiet_trainer
+from tests.plan_counts import MODELS, SLOTS
 
 
 def _storages() -> dict[int, Any]:

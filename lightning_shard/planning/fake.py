@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,14 @@ def as_fake(tensor: Tensor, mode: Any) -> Tensor:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return mode.from_tensor(tensor.detach())  # type: ignore[no-any-return]
+    return mode.from_tensor(tensor.detach())
 
 
 def make_fake(root: nn.Module, mode: Any) -> None:
     """Replace every parameter and buffer of ``root`` by one without data on the CPU; ties stay ties."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
             for name, tensor in list(tensors.items()):
                 if tensor is None:
                     continue

@@ -128,7 +128,7 @@ class _Units:
         for segment in self.trace.segments:
             backward = segment.phase == "backward"
             gathered = self._gathered(segment.unit, [name for name in passed if name not in done], done)
-            in_flight = self._in_flight(segment)
+            in_flight = self._in_flight(segment, next(reversed(passed), ""))
             kept = self._kept(done) if backward else self.moments.forward.device.gradients
             if segment.unit and segment.unit not in done and self.engine.shard > 1:
                 yield self._gathering(segment, kept, gathered, end, last * backward)
@@ -153,12 +153,12 @@ class _Units:
         own = self.whole.get(unit, 0) if unit and unit not in done else 0
         return self.whole[""] + own + (others if again is False else 0 if again is True else others // again)
 
-    def _in_flight(self, segment: Segment) -> int:
-        """Bytes of all-gather buffers: in forward the unit's own, in backward that of the unit before it."""
+    def _in_flight(self, segment: Segment, last: str) -> int:
+        """Bytes of all-gather buffers: in forward the unit's own or the last one's, in backward the next one's."""
         if self.engine.shard == 1:
             return 0
         if segment.phase == "forward":
-            return self.whole.get(segment.unit, 0)
+            return self.whole.get(segment.unit or last, 0)
         if self.engine.reshard_after_forward is False:
             return 0
         return self.whole.get(self.before.get(segment.unit, "-"), 0)
