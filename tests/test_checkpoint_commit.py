@@ -367,7 +367,7 @@ def kill(tmp_path: Path, rounds: int, background: bool) -> None:
     call = f"f({str(path)!r}, {rounds}, 0, {background})"
     code = f"from tests.test_checkpoint_commit import save_until_killed as f; {call}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path, timeout=60 + 2 * rounds)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path, timeout=120 + 6 * rounds)
     save_number(path, 1.0)
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
 
