@@ -689,6 +689,16 @@ def test_several_files(migrated: Callable[..., dict[str, Any]], refused: Callabl
     assert arguments(result)["aligned"] is True
     both = [FILES / "accelerate" / "fsdp1.yaml", FILES / "deepspeed" / "zero3_bf16.json"]
     assert "each say the whole strategy" in refused(*both)
+    open_ = {"trainer": {"strategy": "auto", "devices": "auto", "accelerator": "auto", "max_steps": 3}}
+    section = migrated(open_, FILES / "accelerate" / "ddp_cpu.yaml")["trainer"]
+    assert section.pop("num_nodes") == 1
+    assert section == {
+        "strategy": "shard_ddp",
+        "precision": "32-true",
+        "max_steps": 3,
+        "accelerator": "cpu",
+        "devices": 2,
+    }
     named = trainer("shard_ddp")
     assert "another file says the strategy too" in refused(named, FILES / "accelerate" / "ddp_cpu.yaml")
     other = {"trainer": {"devices": 3}}
