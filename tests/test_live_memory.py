@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
+from lightning_shard import ShardDeepSpeedStrategy
+from lightning_shard.engines.deepspeed_config import OptimizerOffload
 from lightning_shard.engines.holdings import Held, module_tensors
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.live import StepMeter, account, account_of
+from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
@@ -215,6 +219,29 @@ def test_zero(stage: int, offload: bool) -> None:
         assert found.nvme.total == 0
         if offload:
             assert found.device.masters == found.device.optimizer == 0
+
+
+def _in_files() -> tuple[MemoryAccount, int]:
+    meter = _Meter()
+    with tempfile.TemporaryDirectory() as folder:
+        offload = {"device": "nvme", "nvme_path": folder}
+        strategy = ShardDeepSpeedStrategy(stage=3, aligned=True, offload_optimizer=OptimizerOffload(**offload))
+        trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=2, callbacks=[meter])
+        # DeepSpeed keeps what is below 1 MiB in memory.
+        trainer.fit(TinyLM(width=512, depth=1), loader())
+    assert meter.account is not None
+    return meter.account, sum(p.ds_numel for p in trainer.lightning_module.parameters() if p.requires_grad)
+
+
+@pytest.mark.matrix
+def test_zero_in_files(request: pytest.FixtureRequest) -> None:
+    need(request, *NVME)
+    for found, trained in run_distributed(_in_files, 2):
+        assert _about(found.nvme.masters, 4 * trained / 2, padding=200)
+        assert _about(found.nvme.optimizer, 8 * trained / 2, padding=400)
+        assert found.device.masters == found.device.optimizer == found.host.optimizer == 0
+        # What DeepSpeed reads them into for a step.
+        assert found.host.communication > found.nvme.masters
 
 
 def test_a_module_that_is_driven_by_hand() -> None:

@@ -17,7 +17,15 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.batches import batch_size
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.meters.summary import summary_table, write_csv
-from lightning_shard.meters.windows import RankWindow, Window, combine, from_numbers, peak_bytes, to_numbers
+from lightning_shard.meters.windows import (
+    RankWindow,
+    Window,
+    combine,
+    from_numbers,
+    gather_rows,
+    peak_bytes,
+    to_numbers,
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
@@ -190,11 +198,10 @@ class ThroughputCallback(Callback):
         spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
         self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
         self._window.allocated, self._window.reserved = peak_bytes(device)
-        numbers = torch.tensor(to_numbers(self._window), dtype=torch.float64, device=device)
-        gathered = trainer.strategy.all_gather(numbers).reshape(-1, len(numbers))
+        rows = gather_rows(to_numbers(self._window), dtype=torch.float64, device=device)
         norm = trainer.callback_metrics.get("grad_norm")
         window = combine(
-            [from_numbers(row) for row in gathered.tolist()],
+            [from_numbers(row) for row in rows],
             step=trainer.global_step,
             steps=trainer.global_step - self._first_step,
             peak=self._peak,

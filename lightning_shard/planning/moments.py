@@ -26,6 +26,12 @@ class Moments:
     step: MemoryAccount
     """While the optimizer steps."""
 
+    at_end: int = 0
+    """Of backward's communication on the device, the bytes that are there at its end alone: copies for a reduction."""
+
+    waiting: int = 0
+    """Bytes of the sums of earlier micro-batches' gradients on the device, while the last one's backward runs."""
+
     @property
     def largest(self) -> MemoryAccount:
         """Each kind at the point where there is most of it."""

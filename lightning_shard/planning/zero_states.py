@@ -35,7 +35,9 @@ def zero_moments(
         return _stage_0(model, engine, policy, optimizer, micro_batches)
     moments = (_stage_3 if engine.stage == 3 else _stages_1_2)(model, engine, policy, optimizer, micro_batches)
     frozen = _kept_frozen(model, engine, policy)
-    return Moments(forward=moments.forward + frozen, backward=moments.backward + frozen, step=moments.step + frozen)
+    return replace(
+        moments, forward=moments.forward + frozen, backward=moments.backward + frozen, step=moments.step + frozen
+    )
 
 
 def _kept_frozen(model: ModelFacts, engine: Zero, policy: PrecisionPolicy) -> MemoryAccount:
@@ -68,7 +70,18 @@ def _stage_0(
         forward=MemoryAccount(device=replace(resting, gradients=gradients if micro_batches > 1 else 0)),
         backward=MemoryAccount(device=replace(resting, gradients=gradients, communication=bucket)),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
+        at_end=bucket,
     )
+
+
+def _copies(model: ModelFacts, engine: Zero, per_element: int) -> tuple[int, int]:
+    """Bytes of the copies that the reduction of a bucket makes, and those of them that are made after backward alone.
+
+    What fits into one bucket is reduced when all of it is there.
+    """
+    numel = sum(p.numel for p in model.trainable)
+    copies = min(numel, engine.reduce_bucket) * per_element
+    return copies, copies if numel <= engine.reduce_bucket else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +152,12 @@ def _stages_1_2(
     # The optimizer steps on a flat copy, where gradients do not lie flat already.
     copy = 0 if gradients.compact and engine.accumulate == master else flat.partition * master.itemsize
     in_backward = gradients.everything if engine.stage == 1 else gradients.own + gradients.largest
+    reducing = gradients.buckets + gradients.copies
     return Moments(
         forward=MemoryAccount(device=replace(device, gradients=held)),
-        backward=MemoryAccount(device=replace(device, gradients=in_backward, communication=gradients.buckets)),
+        backward=MemoryAccount(device=replace(device, gradients=in_backward, communication=reducing)),
         step=MemoryAccount(device=replace(device, gradients=gradients.own, communication=copy)),
+        at_end=gradients.at_end,
     )
 
 
@@ -173,6 +188,12 @@ class _Gradients:
     buckets: int
     """Of the buffers that they are reduced in."""
 
+    copies: int
+    """Of what the reduction of a bucket copies: flattened, and in the dtype of the network where that is another."""
+
+    at_end: int
+    """Of these copies, those that are made after backward alone."""
+
     largest: int
     """Of the largest, as backward makes it."""
 
@@ -184,12 +205,16 @@ def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _
     in_bucket = sums if separate and engine.stage == 1 else compute
     buckets = engine.reduce_bucket * in_bucket.itemsize * (2 if engine.overlap_comm else 1)
     numel = [p.numel for p in model.trainable]
+    converted = policy.reduce.itemsize if policy.reduce != in_bucket else 0
+    copies, at_end = _copies(model, engine, in_bucket.itemsize + converted)
     return _Gradients(
         compact=compact,
         # Without a flat partition of their own they stay whole for every parameter that has a part in it.
         own=flat.partition * sums.itemsize if compact else flat.overlapping * compute.itemsize,
         everything=sum(numel) * (sums if separate else compute).itemsize,
         buckets=buckets if engine.contiguous_gradients or engine.optimizer != "none" else 0,
+        copies=copies,
+        at_end=at_end,
         largest=max(numel, default=0) * compute.itemsize,
     )
 
@@ -211,11 +236,13 @@ def _offloaded(
     on_device = gradients.own if gradients.compact else 0
     device = replace(device, communication=gradients.largest)
     in_backward = gradients.everything if stage == 1 else on_device + gradients.largest
-    reducing = replace(device, gradients=in_backward, communication=gradients.buckets + gradients.largest)
+    in_flight = gradients.buckets + gradients.copies + gradients.largest
+    reducing = replace(device, gradients=in_backward, communication=in_flight)
     return Moments(
         forward=MemoryAccount(device=replace(device, gradients=on_device if held else 0), host=host),
         backward=MemoryAccount(device=reducing, host=host),
         step=MemoryAccount(device=replace(device, gradients=on_device), host=host),
+        at_end=gradients.at_end,
     )
 
 
@@ -258,10 +285,14 @@ def _stage_3(
     raw = max((p.numel for p in trainable), default=0) * compute.itemsize
     copy = 0 if offload else max(groups, default=0) * master.itemsize
     computing = MemoryAccount(device=KindBytes(gathered=live))
+    # A bucket's gradients are put together anew for the reduce-scatter (``reduce_scatter_coalesced``).
+    copies, at_end = _copies(model, engine, policy.reduce.itemsize)
+    reducing = MemoryAccount(device=KindBytes(gradients=raw, communication=copies))
     return Moments(
         forward=always + computing,
-        backward=always + computing + MemoryAccount(device=KindBytes(gradients=raw)),
+        backward=always + computing + reducing,
         step=always + MemoryAccount(device=KindBytes(communication=copy)),
+        at_end=at_end,
     )
 
 
