@@ -247,5 +247,5 @@ def _is_away(module: nn.Module, attribute: str) -> bool:
 
     To read it off the module would gather it, now and, as one that the running module needs, in every step to come.
     """
-    parameter = dict.__getitem__(module._parameters, attribute)
+    parameter: Any = dict.__getitem__(module._parameters, attribute)
     return hasattr(parameter, "ds_numel") and parameter.numel() != parameter.ds_numel
