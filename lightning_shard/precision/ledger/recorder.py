@@ -124,8 +124,10 @@ class Recorder:
         for below in module.modules():
             # For those that are read by a module around them, or compiled into one. FSDP gathers others later.
             for attribute in below._parameters:
+                if (below, attribute) not in self._places or _is_away(below, attribute):
+                    continue
                 tensor = getattr(below, attribute)
-                if (below, attribute) in self._places and not isinstance(tensor, DTensor):
+                if not isinstance(tensor, DTensor):
                     self._forward.setdefault((below, attribute), tensor.dtype)
                     self._watch((below, attribute), tensor)
 
@@ -238,3 +240,12 @@ def _outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Iter
     if not compiled:
         for child in root.children():
             yield from _outside_graphs(child, seen)
+
+
+def _is_away(module: nn.Module, attribute: str) -> bool:
+    """Whether ZeRO-3 has cut a parameter that it has not gathered.
+
+    To read it off the module would gather it, now and, as one that the running module needs, in every step to come.
+    """
+    parameter: Any = dict.__getitem__(module._parameters, attribute)
+    return hasattr(parameter, "ds_numel") and parameter.numel() != parameter.ds_numel
