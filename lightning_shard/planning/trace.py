@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake
+from lightning_shard.planning.attention import fused_attention
 from lightning_shard.planning.facts import OptimizerFacts
-from lightning_shard.planning.live import LiveBytes, Segment, live_tensors
+from lightning_shard.planning.live import DataDependent, LiveBytes, Segment, live_tensors
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.wrapping import Unit
@@ -101,7 +102,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             with mode:
                 batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
-                with live:
+                with fused_attention(), live:
                     forward = watch.run(step.loss, batch)
         except Exception as error:
             raise TraceError(_why(error, live.last)) from error
@@ -303,12 +304,16 @@ def _slots(
 
 
 def _why(error: BaseException, operation: str) -> str:
+    """What failed, where, and, where that is the reason, that there is no data."""
     place = fake.where(error)
     at = f", at {place}" if place else ""
     text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    reason = f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
     operation = str(getattr(error, "func", operation))
-    return (
-        f"the step can't be traced without data: operation {operation}{at} ({reason[:300]}). A size or a branch that "
-        "depends on values, or a kernel without a fake implementation (torch.library.register_fake), does that."
-    )
+    told = f"the step can't be traced without data: operation {operation}{at} ({reason})."
+    if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
+        return (
+            f"{told} A size or a branch that depends on values does that, and a kernel without a fake implementation "
+            "(torch.library.register_fake)"
+        )
+    return told.rstrip(".")
