@@ -197,10 +197,13 @@ def layer_sync(strategy: Any) -> Any:
 def leave_signals_alone(trainer: Trainer) -> None:
     """Keep Lightning from installing its signal handlers in this run.
 
-    They save, requeue and broadcast inside the handler, on whatever rank and in whatever line the signal comes.
+    They save, requeue and broadcast inside the handler, on whatever rank and in whatever line the signal comes. What
+    they note is broadcast by rank 0 before every batch, and read: a wait for all ranks and for the device in every
+    step, which goes with them.
     """
     # On the instance; the next run replaces it. Nothing was replaced, and so its own teardown has nothing to put back.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def at_teardown(trainer: Trainer, hook: Callable[[], None]) -> None:

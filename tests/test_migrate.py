@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from lightning_shard.migrate import accelerate_fields, equivalents, own, stock_f
 from lightning_shard.migrate.fields import Field, nearest
 from lightning_shard.migrate.form import shown
 from tests.harness import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 FILES = ROOT / "tests" / "migrate_files"
 ACCELERATE = sorted((FILES / "accelerate").glob("*.yaml"))
@@ -477,12 +480,13 @@ def test_stock_fsdp_class(migrated: Callable[..., dict[str, Any]]) -> None:
 
 def test_stock_deepspeed_class(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
     path = "lightning.pytorch.strategies.DeepSpeedStrategy"
-    result = migrated(trainer(path, {"offload_optimizer": True, "partition_activations": True, "single_submit": True}))
+    result = migrated(trainer(path, {"offload_optimizer": True, "partition_activations": False, "single_submit": True}))
     assert arguments(result) == {
         "stage": 2,
         "offload_optimizer": {"device": "cpu"},
-        "config": {"activation_checkpointing": {"partition_activations": True}, "aio": {"single_submit": True}},
+        "config": {"aio": {"single_submit": True}},
     }
+    assert "deepspeed.checkpointing.configure" in refused(trainer(path, {"cpu_checkpointing": True}))
     message = refused(trainer(path, {"config": {"zero_optimization": {"stage": 1}}, "stage": 3, "stagee": 1}))
     assert "beside config, where Lightning does not read them" in message
     assert "stagee is no key of DeepSpeedStrategy: the nearest is 'stage'" in message
@@ -648,6 +652,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Cal
     assert output.read_text() == shown_.out.replace(source, f"{source} --output {output}")
     assert f"written to {output}" in capsys.readouterr().out
     assert "exists: choose another path" in refused(source, "--output", output)
+    assert "there is no folder" in refused(source, "--output", tmp_path / "nowhere" / "run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -693,6 +698,15 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: nope.yaml: there is no such file")
+
+
+def test_stdout_is_yaml_alone(tmp_path: Path) -> None:
+    path = str(FILES / "deepspeed" / "zero3_bf16.json")
+    command = [sys.executable, "-m", "lightning_shard", "migrate", path]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout.startswith("# Written by `lightning-shard migrate ")
+    assert yaml.safe_load(run.stdout)["trainer"]["precision"] == "bf16-mixed"
+    assert "zero_optimization.stage" in run.stderr
 
 
 def test_shown() -> None:

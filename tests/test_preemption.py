@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,29 @@ def test_told_in_the_last_steps_it_ends_as_ever() -> None:
     trainer = {"limit_val_batches": 0, "max_steps": 4}
     for rank in run_distributed(_stopped_and_resumed, 2, "ddp", ("train", 3), signal.SIGUSR1, trainer):
         assert (rank["code"], rank["steps"], rank["left"]) == (None, 4, False)
+
+
+def _waits_in_steps(signals: tuple[str, ...]) -> list[int]:
+    """How often torch's broadcast was called from the start of a step to the start of the next."""
+    broadcast, calls, marks = torch.distributed.broadcast, [], []
+
+    class Marks(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            marks.append(len(calls))
+
+    torch.distributed.broadcast = lambda *args, **kwargs: (calls.append(args), broadcast(*args, **kwargs))[1]
+    try:
+        strategy = ShardFSDPStrategy(preemption=PreemptionConfig(signals=signals))
+        quiet_trainer(strategy=strategy, max_steps=4, limit_val_batches=0, callbacks=[Marks()]).fit(TinyLM(), loader())
+    finally:
+        torch.distributed.broadcast = broadcast
+    return [after - before for before, after in pairwise(marks)]
+
+
+def test_no_step_waits_to_hear_of_a_signal_that_is_noted_here() -> None:
+    assert run_distributed(_waits_in_steps, 2, ("SIGUSR1", "SIGTERM")) == [[0, 0, 0]] * 2
+    # Lightning's own handlers, and how it tells the others of them.
+    assert run_distributed(_waits_in_steps, 2, ()) == [[1, 1, 1]] * 2
 
 
 # The parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -166,5 +167,6 @@ def paired(seconds: Sequence[float], reference: Sequence[float]) -> Spread:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two loss curves."""
-    return max(abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True))
+    """The largest relative difference of two loss curves; NaN if there is one in them."""
+    found = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
+    return math.nan if any(math.isnan(one) for one in found) else max(found)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_shard.meters.abstract import abstract_copy
+from lightning_shard import _lightning
+from lightning_shard.meters.abstract import abstract_copy, place
 from lightning_shard.meters.flops import FlopCount, count_flops
 
 
@@ -47,9 +48,8 @@ class StepFlops:
         assert module is not None
 
         def step() -> object:
-            module.to_empty(device=device)
-            # The device that the module believes to be on.
-            module.to(device)
+            place(module, device)
+            _lightning.set_device(module, device)
             return module.training_step(batch, batch_idx)
 
         try:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.collect import State
-from lightning_shard.checkpoint.full import FULL_SUFFIX, begin_full
+from lightning_shard.checkpoint.full import begin_full, names_full
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.save import begin
@@ -49,7 +49,7 @@ class Saver:
         self._longest_seconds = 0.0
 
     def save(self, path: str, collect: Callable[[], State], *, background: bool) -> None:
-        """Save to ``path``, the same on every rank; one that ends in ``.full.ckpt`` becomes a stock Lightning file.
+        """Save to ``path``, the same on every rank; one that `names_full` becomes a stock Lightning file.
 
         What is still being written is waited for first.
 
@@ -64,7 +64,7 @@ class Saver:
         self.finish()
         started = time.monotonic()
         ranks = Ranks.of()
-        begun, state = (begin_full if path.endswith(FULL_SUFFIX) else begin)(ranks, path, collect, self._plans)
+        begun, state = (begin_full if names_full(path) else begin)(ranks, path, collect, self._plans)
         live = live_values(state.tensors)
         if not background:
             begun.finish(ranks, live)

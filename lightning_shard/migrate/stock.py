@@ -10,7 +10,7 @@ from typing import Any
 from lightning_shard.engines.deepspeed_config.scaling import SCALE_KEYS
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import stock_fields as tables
-from lightning_shard.migrate.accelerate import add_fsdp_strategy
+from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fields import Field, check_keys, read_field
 from lightning_shard.migrate.files import read_file
