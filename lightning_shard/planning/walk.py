@@ -12,7 +12,7 @@ from lightning_shard.planning.live import Segment
 from lightning_shard.planning.moments import Moments
 from lightning_shard.planning.states import predict
 from lightning_shard.planning.trace import Trace
-from lightning_shard.planning.zero_states import live_by_position, persistent_parameters
+from lightning_shard.planning.zero3_states import live_by_position, persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
