@@ -36,7 +36,7 @@ def stages_1_2(
     device = KindBytes(parameters=parameters, buffers=model.buffer_bytes)
     offload = engine.optimizer != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
-        return _bf16_optimizer(device + kept, flat, model, policy)
+        return _bf16_optimizer(device + kept, flat, model, policy, micro_batches)
     gradients = _gradients(model, engine, policy, flat)
     held = 0
     if micro_batches > 1:
@@ -97,12 +97,17 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
     return most
 
 
-def _bf16_optimizer(always: KindBytes, flat: _Flat, model: ModelFacts, policy: PrecisionPolicy) -> Moments:
-    """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own."""
+def _bf16_optimizer(
+    always: KindBytes, flat: _Flat, model: ModelFacts, policy: PrecisionPolicy, micro_batches: int
+) -> Moments:
+    """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
+
+    Backward's own are set to zero, and not freed, before the next micro-batch.
+    """
     always = replace(always, gradients=flat.whole * torch.float32.itemsize)
     raw = sum(p.numel for p in model.trainable) * policy.compute.itemsize
     return Moments(
-        forward=MemoryAccount(device=always),
+        forward=MemoryAccount(device=replace(always, gradients=always.gradients + (raw if micro_batches > 1 else 0))),
         backward=MemoryAccount(device=replace(always, gradients=always.gradients + raw)),
         step=MemoryAccount(device=always),
     )
@@ -140,6 +145,7 @@ def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _
     compact = separate and sums == torch.float32
     in_bucket = sums if separate and engine.stage == 1 else compute
     buckets = engine.reduce_bucket * in_bucket.itemsize * (2 if engine.overlap_comm else 1)
+    buckets = buckets if engine.contiguous_gradients or engine.optimizer != "none" else 0
     numel = [p.numel for p in model.trainable]
     converted = policy.reduce.itemsize if policy.reduce != in_bucket else 0
     copies, at_end = reduction_copies(model, engine, in_bucket.itemsize + converted)
@@ -148,9 +154,10 @@ def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _
         # Without a flat partition of their own they stay whole for every parameter that has a part in it.
         own=flat.partition * sums.itemsize if compact else flat.overlapping * compute.itemsize,
         everything=sum(numel) * (sums if separate else compute).itemsize,
-        buckets=buckets if engine.contiguous_gradients or engine.optimizer != "none" else 0,
+        buckets=buckets,
         copies=copies,
-        at_end=at_end,
+        # Stage 1 reduces at the boundary, after backward.
+        at_end=at_end if engine.stage == 2 else copies,
         largest=max(numel, default=0) * compute.itemsize,
     )
 
