@@ -197,9 +197,9 @@ def _traced(inputs: Inputs, groups: Sequence[Mapping[str, Any]]) -> OptimizerFac
 
 def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     """The whole text."""
-    nodes = Nodes(nodes=options.nodes, devices=options.devices)
     reserve = options.reserve if options.reserve is not None else int(options.device_memory * RESERVE)
-    inputs = plan_inputs.read(rest, nodes)
+    inputs = plan_inputs.read(rest, nodes=options.nodes, devices=options.devices)
+    nodes = inputs.nodes
     planner = Planner(inputs=inputs, nodes=nodes, options=options, memory=options.device_memory - reserve)
     options.peak = _peak(options, inputs)
     planner.prepare()

@@ -342,7 +342,9 @@ def check_yaml(out: str, folder: Path) -> None:
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--device-memory", "5MB", "--reserve", "1B", "--compare"]
-    out = plan(capsys, "--devices", "2", *small, *GPT)
+    # The configuration has two devices.
+    out = plan(capsys, *small, *GPT)
+    assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
     assert re.search(r"^does not fit: .* at the peak, in the .* of 5 MB", out, re.MULTILINE)
     assert re.search(r"^largest batch per device: [1-7]$", out, re.MULTILINE)
     assert "recommendation: nothing fits" in out
