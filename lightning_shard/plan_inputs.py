@@ -42,6 +42,9 @@ class Inputs:
     trainer: Mapping[str, Any]
     """The Trainer's arguments."""
 
+    nodes: Nodes
+    """The machines."""
+
     mode: Any
     """In which the module's tensors have no data."""
 
@@ -57,10 +60,11 @@ class Inputs:
         return int(self.trainer.get("accumulate_grad_batches") or 1)
 
 
-def read(arguments: Sequence[str], nodes: Nodes) -> Inputs:
+def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
     """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others.
 
-    The module is built without memory for its tensors; where that fails (it reads or looks at values), for real.
+    Without ``nodes`` and ``devices`` the configuration's numbers hold. The module is built without memory for its
+    tensors; where that fails (it reads or looks at values), for real.
 
     Raises:
         SystemExit: a mistake in the configuration, which was printed.
@@ -72,12 +76,28 @@ def read(arguments: Sequence[str], nodes: Nodes) -> Inputs:
     strategy, name = _strategy(trainer.get("strategy"))
     strategy.precision_plugin = _precision(trainer)
     inputs = Inputs(
-        module=reader.model, data=reader.datamodule, strategy=strategy, trainer=trainer, mode=mode, name=name
+        module=reader.model,
+        data=reader.datamodule,
+        strategy=strategy,
+        trainer=trainer,
+        nodes=Nodes(
+            nodes=nodes or _number(trainer.get("num_nodes")), devices=devices or _number(trainer.get("devices"))
+        ),
+        mode=mode,
+        name=name,
     )
-    inputs.standin = _stand_in(trainer, nodes)
+    inputs.standin = _stand_in(trainer, inputs.nodes)
     _attach(inputs.module, inputs.standin)
     _configure(inputs)
     return inputs
+
+
+def _number(given: Any) -> int:
+    """A number of nodes or devices as the Trainer takes it: "auto" and -1 are what a machine has, here one."""
+    if isinstance(given, list | tuple):
+        return len(given)
+    text = str(given)
+    return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:

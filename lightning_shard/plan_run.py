@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import yaml
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -16,13 +15,15 @@ from lightning_shard import plan_inputs, registry
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.meters.peaks import peak_flops
+from lightning_shard.plan_advice import recommendation
 from lightning_shard.plan_inputs import Inputs
 from lightning_shard.planning import fake, picture, report
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Shards
 from lightning_shard.planning.fitting import Run, Traces, fewest_devices, largest_batch
 from lightning_shard.planning.quantities import show_bytes
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.trace import Step, batch_size_of, scaled, trace_optimizer, trace_step
+from lightning_shard.planning.trace import Step, batch_size_of, scaled, trace_step
+from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.traffic import Nodes, StepTime, collectives, step_time
 from lightning_shard.planning.walk import peak
 from lightning_shard.precision.casting import cast_trainable_parameters
@@ -196,9 +197,9 @@ def _traced(inputs: Inputs, groups: Sequence[Mapping[str, Any]]) -> OptimizerFac
 
 def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     """The whole text."""
-    nodes = Nodes(nodes=options.nodes, devices=options.devices)
     reserve = options.reserve if options.reserve is not None else int(options.device_memory * RESERVE)
-    inputs = plan_inputs.read(rest, nodes)
+    inputs = plan_inputs.read(rest, nodes=options.nodes, devices=options.devices)
+    nodes = inputs.nodes
     planner = Planner(inputs=inputs, nodes=nodes, options=options, memory=options.device_memory - reserve)
     options.peak = _peak(options, inputs)
     planner.prepare()
@@ -213,7 +214,8 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     parts += _hybrid(planner, configured)
     if options.compare:
         parts.append(report.comparison(rows, planner.memory))
-        parts.append(recommendation(planner, rows))
+        precision = None if inputs.trainer.get("plugins") else inputs.strategy.precision_plugin.precision
+        parts.append(recommendation(rows[1:], memory=planner.memory, nodes=nodes, precision=precision))
     if options.picture is not None:
         picture.draw([row for row in rows if not row.refused], planner.memory, options.picture)
         parts.append(f"picture: {options.picture}")
@@ -308,53 +310,3 @@ def _hybrid(planner: Planner, row: Row) -> list[str]:
         f"node, and a step would take about {report.show_seconds(hybrid.time.expected)} in place of "
         f"{report.show_seconds(row.time.expected)}; its peak of {show_bytes(hybrid.most.device.total)} {verdict}"
     ]
-
-
-def recommendation(planner: Planner, rows: Sequence[Row]) -> str:
-    """The engine to use, why in one sentence, and the YAML for it."""
-    known = [row for row in rows[1:] if not row.refused]
-    fitting = [row for row in known if row.most.device.total <= planner.memory]
-    if not fitting:
-        least = min(known, key=lambda row: row.most.device.total)
-        more = "" if least.fewest is None else f", or {least.fewest.ranks} devices for {least.title}"
-        return (
-            f"recommendation: nothing fits; {least.title} needs least, {show_bytes(least.most.device.total)} per "
-            f"device: use a smaller batch{more}."
-        )
-    best = min(fitting, key=lambda row: _cost(row, planner.nodes))
-    reason = _reason(best, fitting, known, planner)
-    return f"recommendation: {best.title}, because {reason}.\n\n{recommended_yaml(best, planner)}"
-
-
-def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
-    """What is compared, in this order: no offload, the time of a step or else what is sent, no recomputation."""
-    most = row.most
-    offloaded = most.host.total + most.nvme.total > 0.05 * most.device.total
-    sent = (sum(c.between(nodes) for c in row.sent), sum(c.inside(nodes) for c in row.sent))
-    time = row.time.expected if row.time else 0.0
-    return (offloaded, round(time, 6), row.checkpointing, *sent, most.device.total)
-
-
-def _reason(best: Row, fitting: Sequence[Row], known: Sequence[Row], planner: Planner) -> str:
-    total, memory = show_bytes(best.most.device.total), show_bytes(planner.memory)
-    count = f"{len(fitting)} of {len(known)} forms fit"
-    if best.time is not None:
-        return (
-            f"of what fits ({count}) without offload where that is possible its step is the shortest, about "
-            f"{report.show_seconds(best.time.expected)}, with {total} of {memory} per device"
-        )
-    return (
-        f"of what fits ({count}) it keeps state on the device as far as that is possible, computes nothing twice "
-        f"without need and sends least, with {total} of {memory} per device"
-    )
-
-
-def recommended_yaml(row: Row, planner: Planner) -> str:
-    """The trainer's part of a configuration that runs ``row``."""
-    content = yaml.safe_load(registry.preset_yaml(row.name))
-    if row.checkpointing:
-        content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = UNITS
-    content["trainer"] |= {"num_nodes": planner.nodes.nodes, "devices": planner.nodes.devices}
-    if "plugins" not in planner.inputs.trainer or not planner.inputs.trainer["plugins"]:
-        content["trainer"]["precision"] = planner.inputs.strategy.precision_plugin.precision
-    return yaml.safe_dump(content, sort_keys=False).rstrip()

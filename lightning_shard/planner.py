@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=1, help="nodes of the run (default: 1)")
-    add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")
+    add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
+    add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
     add("--device-memory", type=_bytes, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--reserve", type=_bytes, metavar="SIZE", help="of it, left to libraries and fragmentation (default: 5 %%)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")

@@ -103,7 +103,8 @@ def strategy_of(name: str, checkpointing: bool) -> Any:
 def peaks(model: str, name: str, precision: str, checkpointing: bool, batch_size: int = 4) -> tuple[int, int, str, str]:
     """Counted and predicted peak of this rank, with what was going on at each."""
     ranks = torch.distributed.get_world_size()
-    data = loader(batch_size)
+    # So many that a rank has two batches in an epoch.
+    data = loader(batch_size, count=2 * batch_size * ranks)
     batch = next(iter(data))
     before = set(_storages())
     strategy = strategy_of(name, checkpointing)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_shard import cli, planner
 from lightning_shard.cli import ShardCLI
@@ -216,6 +217,27 @@ def test_activations_grow_with_the_batch() -> None:
     assert known.at(32).flops == traces[2].flops
 
 
+class Attending(pl.LightningModule):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3 * 64)
+        self.whole = nn.MultiheadAttention(64, 4, dropout=dropout, batch_first=True)
+        self.dropout = dropout
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.layer(torch.eye(8).expand(4, 32, 8, 8).flatten(1, 2))
+        q, k, v = x.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return self.whole(*[y.transpose(1, 2).flatten(2)] * 3, need_weights=False)[0].sum()
+
+
+def test_dropout_in_attention_keeps_no_scores() -> None:
+    with_it, without = (max(s.activations for s in trace(Attending(p)).segments) for p in (0.1, 0.0))
+    assert with_it == without
+    # The scores of 256 times 256 pairs alone would be more.
+    assert without < 4 * 4 * 256 * 256 * 2 * 2
+
+
 class Peculiar(pl.LightningModule):
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -290,7 +312,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = ["--trainer.precision=bf16-mixed", "--compare", "--picture", str(picture)]
     out = plan(capsys, "--nodes", "4", "--devices", "8", *FAST, *GPT, *more)
     assert "shard_fsdp, bf16-mixed, 4 x 8 devices, batch 8 per device: 131,712 parameters" in out
-    assert re.search(r"^fits: .* at the peak, in the \w+ of", out, re.MULTILINE)
+    assert re.search(r"^fits: .* at the peak, in the \w+ ", out, re.MULTILINE)
     assert re.search(r"^largest batch per device: \d+", out, re.MULTILINE)
     assert "fewest devices for this batch: 1 x 1" in out
     assert re.search(r"^all-gather, parameters, backward +shard +32 ", out, re.MULTILINE)
@@ -320,7 +342,9 @@ def check_yaml(out: str, folder: Path) -> None:
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--device-memory", "5MB", "--reserve", "1B", "--compare"]
-    out = plan(capsys, "--devices", "2", *small, *GPT)
+    # The configuration has two devices.
+    out = plan(capsys, *small, *GPT)
+    assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
     assert re.search(r"^does not fit: .* at the peak, in the .* of 5 MB", out, re.MULTILINE)
     assert re.search(r"^largest batch per device: [1-7]$", out, re.MULTILINE)
     assert "recommendation: nothing fits" in out

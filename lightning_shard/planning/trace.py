@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake
-from lightning_shard.planning.facts import OptimizerFacts
-from lightning_shard.planning.live import LiveBytes, Segment, live_tensors
+from lightning_shard.planning.attention import fused_attention
+from lightning_shard.planning.live import DataDependent, LiveBytes, Segment, live_tensors
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.wrapping import Unit
@@ -101,10 +101,10 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             with mode:
                 batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
-                with live:
+                with fused_attention(), live:
                     forward = watch.run(step.loss, batch)
         except Exception as error:
-            raise TraceError(_why(error, live.last)) from error
+            raise TraceError(explained(error, live.last)) from error
         finally:
             root.zero_grad(set_to_none=True)
     return Trace(
@@ -248,67 +248,17 @@ def scaled(batch: Any, scale: int) -> tuple[Any, int]:
     return (tree_map(repeated, batch) if scale != 1 else batch), size * scale
 
 
-def trace_optimizer(root: nn.Module, optimizer: torch.optim.Optimizer, mode: Any) -> OptimizerFacts:
-    """The state that an optimizer makes in a step on fake parameters, and what the step needs on its way.
-
-    Raises:
-        TraceError: the step depends on data.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with mode:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-    live = LiveBytes([*live_tensors(root), *(p.grad for p in parameters if p.grad is not None)])
-    live.begin("backward", "")
-    try:
-        with mode, live:
-            optimizer.step()
-        live.finish()
-    except Exception as error:
-        raise TraceError(_why(error, live.last)) from error
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-    return _slots(optimizer, parameters, root, live)
-
-
-def _slots(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], root: nn.Module, live: LiveBytes
-) -> OptimizerFacts:
-    names = {id(p): fqn for fqn, p in root.named_parameters()}
-    like: dict[str, torch.dtype | None] = {}
-    uncut: dict[str, int] = {}
-    fixed = state = 0
-    for parameter in parameters:
-        small = 0
-        for name, slot in optimizer.state.get(parameter, {}).items():
-            if not isinstance(slot, Tensor):
-                continue
-            state += slot.numel() * slot.element_size()
-            if slot.shape == parameter.shape and parameter.ndim:
-                like[name] = None if slot.dtype == parameter.dtype else slot.dtype
-            elif slot.ndim == 0:
-                small += slot.element_size()
-            else:
-                fqn = names.get(id(parameter), "")
-                uncut[fqn] = uncut.get(fqn, 0) + slot.numel() * slot.element_size()
-        fixed = max(fixed, small)
-    stepped = sum(p.numel() * p.element_size() for p in parameters)
-    peak = live.segments[0].activations - state
-    return OptimizerFacts(
-        slots=tuple(like.values()),
-        fixed_bytes=fixed,
-        uncut=uncut,
-        on_the_way=max(0.0, peak / stepped) if stepped else 0.0,
-    )
-
-
-def _why(error: BaseException, operation: str) -> str:
+def explained(error: BaseException, operation: str) -> str:
+    """What failed, where, and, where that is the reason, that there is no data."""
     place = fake.where(error)
     at = f", at {place}" if place else ""
     text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    reason = f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
     operation = str(getattr(error, "func", operation))
-    return (
-        f"the step can't be traced without data: operation {operation}{at} ({reason[:300]}). A size or a branch that "
-        "depends on values, or a kernel without a fake implementation (torch.library.register_fake), does that."
-    )
+    told = f"the step can't be traced without data: operation {operation}{at} ({reason})."
+    if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
+        return (
+            f"{told} A size or a branch that depends on values does that, and a kernel without a fake implementation "
+            "(torch.library.register_fake)"
+        )
+    return told.rstrip(".")

@@ -16,7 +16,7 @@ import torch
 
 from lightning_shard.planning.facts import Engine, ModelFacts, ParameterFacts, Replicas, Shards, Zero
 from lightning_shard.planning.fsdp_states import gathered_bytes, reduced_bytes
-from lightning_shard.planning.zero_states import persistent_parameters
+from lightning_shard.planning.zero3_states import persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
 
 FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}

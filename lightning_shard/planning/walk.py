@@ -12,7 +12,7 @@ from lightning_shard.planning.live import Segment
 from lightning_shard.planning.moments import Moments
 from lightning_shard.planning.states import predict
 from lightning_shard.planning.trace import Trace
-from lightning_shard.planning.zero_states import live_by_position, persistent_parameters
+from lightning_shard.planning.zero3_states import live_by_position, persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
@@ -64,9 +64,8 @@ def _stepped(kinds: KindBytes) -> int:
     return 0 if not kinds.optimizer else kinds.masters or kinds.parameters
 
 
-def _name(segment: Segment, what: str = "") -> str:
-    where = segment.unit or ("the loss and modules outside of units")
-    return f"{what or segment.phase} of {where}"
+def _name(segment: Segment) -> str:
+    return f"{segment.phase} of {segment.unit}" if segment.unit else f"{segment.phase} outside of units"
 
 
 def _elements(model: ModelFacts, pieces: int = 1) -> dict[str, int]:
