@@ -431,7 +431,7 @@ def test_hostile_stock_directories(tmp_path: Path, stock_folders: Path) -> None:
         shutil.copytree(stock_folders / folder, copy / folder)
         open_any(copy / folder)
         hostile_file(copy / file)
-        named = rf"{re.escape(Path(file).name)} names tests\.test_checkpoint_forms\.ran.*nothing in it ran"
+        named = rf"{re.escape(Path(file).name)} names tests\.hostile\.ran.*nothing in it ran"
         with pytest.raises(CheckpointCorruptError, match=named):
             open_any(copy / folder)
 
@@ -441,7 +441,7 @@ def test_hostile_stock_fsdp_metadata_and_items(tmp_path: Path, stock_folders: Pa
     shutil.copytree(stock_folders / "fsdp", path)
     original = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: it names tests\.test_checkpoint_forms\.ran"):
+    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: it names tests\.hostile\.ran"):
         open_any(path)
 
     metadata = pickle.loads(original)
@@ -453,7 +453,7 @@ def test_hostile_stock_fsdp_metadata_and_items(tmp_path: Path, stock_folders: Pa
         place.offset, place.length = file.tell(), len(stream.getvalue())
         file.write(stream.getvalue())
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointCorruptError, match=rf"{re.escape(key)}: .*names tests\.test_checkpoint_forms\.ran"):
+    with pytest.raises(CheckpointCorruptError, match=rf"{re.escape(key)}: .*names tests\.hostile\.ran"):
         open_any(path)
 
     for changed, said in {"../x.distcp": "not a plain relative path", "other.distcp": "does not list"}.items():
