@@ -86,10 +86,9 @@ def _activations(activations: int, sharding: Sharding) -> Iterator[Suggestion]:
         text="half the batch size, with accumulate_grad_batches doubled", saves=activations // 2 if known else None
     )
     if not sharding.checkpointing:
-        yield Suggestion(
-            text="activation_checkpointing: units (at most, less what one unit keeps)",
-            saves=activations if known else None,
-        )
+        # ShardDDPStrategy leaves recomputation to the model.
+        how = "torch.utils.checkpoint in the model" if sharding.engine == "ddp" else "activation_checkpointing: units"
+        yield Suggestion(text=f"{how} (at most, less what one unit keeps)", saves=activations if known else None)
 
 
 def advice(account: MemoryAccount, sharding: Sharding) -> str:
