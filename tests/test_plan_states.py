@@ -61,6 +61,16 @@ def test_table_of_states(ranks: int, model: str, name: str) -> None:
     check(ranks, [(model, name, precision) for precision in precisions])
 
 
+@pytest.mark.matrix
+def test_other_precisions_and_the_contract() -> None:
+    low = ("shard_ddp", "shard_fsdp", "shard_fsdp_offload", *(f"shard_deepspeed_stage_{i}" for i in (1, 2, 3)))
+    held = ("shard_ddp", "shard_fsdp", *(f"shard_deepspeed_stage_{s}" for s in ("1", "2", "3_offload")))
+    cases = [("tied and frozen", name, "bf16-true") for name in low]
+    cases += [("Llama", f"{name}_aligned", "bf16-true") for name in held]
+    cases += [("tied and frozen", name, "16-true") for name in ("shard_ddp", "shard_fsdp")]
+    check(2, cases)
+
+
 # The buffers that NVMe is read into are locked memory, and no tensors.
 IN_MEMORY = [name for name in names() if not name.endswith("nvme")]
 
