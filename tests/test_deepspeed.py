@@ -195,6 +195,47 @@ def test_the_ledger_shows_the_masters() -> None:
         assert run["reductions"] == {torch.float32}
 
 
+class Attentive(TinyLM):
+    """With attention, which reads the weights of a module in it, and without a parameter of its own."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            super().configure_model()
+            self.attention = nn.MultiheadAttention(self.width, 2, batch_first=True)
+            del self.frozen, self.shift
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x)[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def whole_after_backward() -> tuple[list[list[str]], dict[str, set[torch.dtype]]]:
+    """The parameters that were whole when backward ended, by step, and in which dtypes forward saw each."""
+    found: list[list[str]] = []
+
+    class Watching(Attentive):
+        def on_after_backward(self) -> None:
+            found.append([n for n, p in self.named_parameters() if p.ds_status.name == "AVAILABLE"])
+
+    strategy = ShardDeepSpeedStrategy(stage=3, stage3=Stage3Options(param_persistence_threshold=0))
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4)
+    trainer.fit(Watching(), loader())
+    return found, {name: entry.column("forward") for name, entry in strategy.ledger.entries.items()}
+
+
+def test_stage_3_cuts_again_what_backward_has_passed() -> None:
+    for found, forward in run_distributed(whole_after_backward, 2):
+        assert len(found) == 4
+        for names in found:
+            # Its input has no gradient that would tell DeepSpeed of the end of its backward.
+            assert set(names) <= {"embed.weight"}, names
+        assert set(forward) > {"attention.out_proj.weight", "attention.in_proj_weight", "head.weight"}
+        assert all(dtypes == {torch.bfloat16} for name, dtypes in forward.items() if "scale" not in name), forward
+
+
 def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, torch.dtype]:
     """Engine -> the one dtype in which gradients waited for the next micro-batch's; each was seen on some rank."""
     trainer = {"accumulate_grad_batches": 2, "max_steps": 1}

@@ -271,6 +271,23 @@ class _Endless(torch.utils.data.IterableDataset[Tensor]):
             yield torch.ones(3)
 
 
+def _stock() -> tuple[Any, FlopCount | None, dict[str, float]]:
+    throughput, memory = ThroughputCallback(every_n_steps=2, peak_tflops=1.0), MemoryCallback()
+    trainer = quiet_trainer(strategy="ddp", max_steps=4, callbacks=[throughput, memory])
+    trainer.fit(TinyLM(width=64), loader())
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return memory.measured, throughput.flops.count, metrics
+
+
+def test_they_measure_under_lightnings_own_strategies_too() -> None:
+    for measured, flops, metrics in run_distributed(_stock, 2):
+        trained = 3 * (2 * 64 + 64 * 193 + 193 + 193 * 64 + 64) + 2 * 37 * 64 + 64
+        assert measured.device.gradients == measured.device.communication == 4 * trained
+        assert measured.device.parameters == 4 * (trained + 64)
+        assert flops == FlopCount(forward=_step_flops(), backward=2 * _step_flops())
+        assert metrics["mfu"] > 0
+
+
 def _awkward(peak: float | None) -> tuple[dict[str, float], str | None, int]:
     throughput, memory = ThroughputCallback(every_n_steps=2, peak_tflops=peak), MemoryCallback()
     trainer = quiet_trainer(strategy="shard_ddp", max_steps=4, callbacks=[throughput, memory])

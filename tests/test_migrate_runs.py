@@ -64,11 +64,17 @@ RUNS: dict[str, tuple[list[object], str, list[str]]] = {
 }
 """One of each kind: what is migrated, the strategy that comes out, and further options of the run."""
 
+
+def _strategy(path: Path) -> str:
+    kind = "DeepSpeed" if "deepspeed" in path.stem else "DDP" if "ddp" in path.stem else "FSDP"
+    return f"Shard{kind}Strategy"
+
+
 REST: dict[str, tuple[list[object], str, list[str]]] = {
     **{
         f"accelerate {path.stem}": (
             [path, "--lossy"],
-            {"ddp": "ShardDDPStrategy", "dee": "ShardDeepSpeedStrategy"}.get(path.stem[:3], "ShardFSDPStrategy"),
+            _strategy(path),
             [],
         )
         for path in sorted((FILES / "accelerate").glob("*.yaml"))
@@ -76,7 +82,7 @@ REST: dict[str, tuple[list[object], str, list[str]]] = {
     **{
         f"lightning {path.stem}": (
             [path, "--lossy"],
-            {"ddp": "ShardDDPStrategy", "dee": "ShardDeepSpeedStrategy"}.get(path.stem[:3], "ShardFSDPStrategy"),
+            _strategy(path),
             [],
         )
         for path in sorted((FILES / "lightning").glob("*.yaml"))

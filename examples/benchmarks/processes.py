@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -151,6 +152,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
         else:
+            _give_freed_memory_back()
             # proc(5): 5 resets the peak resident set size.
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status("VmRSS")
@@ -159,6 +161,17 @@ class PeakMemory:
         """The peak so far, in bytes."""
         now = torch.cuda.max_memory_allocated(self._cuda) if self._cuda is not None else _status("VmHWM")
         return now - self._before
+
+
+def _give_freed_memory_back() -> None:
+    """Let the C library return every freed tensor, so that resident memory is what is in use.
+
+    By itself glibc keeps what it thinks will be needed again, by the order in which it was freed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # malloc.h: -3 is M_MMAP_THRESHOLD. Setting it ends its growth, too (mallopt(3)).
+        mallopt(-3, 64 * 1024)
 
 
 def _status(field: str) -> int:

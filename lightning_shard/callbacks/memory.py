@@ -17,7 +17,7 @@ from lightning_shard.meters.live import StepMeter, account, most
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
 from lightning_shard.meters.summary import size_text
 from lightning_shard.meters.tables import from_numbers, largest, memory_table, to_numbers
-from lightning_shard.meters.windows import peak_bytes
+from lightning_shard.meters.windows import gather_rows, peak_bytes
 
 
 class MemoryCallback(Callback):
@@ -67,7 +67,9 @@ class MemoryCallback(Callback):
         self.predicted = self._predicting(trainer, "predicted_account")
         if self.predicted is not None:
             title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
-            rank_zero_info(memory_table(self.predicted, title=title))
+            optimizer = self.predicted.device.optimizer + self.predicted.host.optimizer + self.predicted.nvme.optimizer
+            notes = [] if optimizer else ["optimizer state: none, or not known before a step"]
+            rank_zero_info(memory_table(self.predicted, title=title, notes=notes))
         self._meter = self._new_meter(trainer, pl_module)
         self._started, self._steps = True, trainer.global_step
         self._forward_is_next = True
@@ -113,8 +115,8 @@ class MemoryCallback(Callback):
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
         allocated, reserved = peak_bytes(device)
-        own = torch.tensor([*to_numbers(self.measured), allocated, reserved], dtype=torch.int64, device=device)
-        rows = trainer.strategy.all_gather(own).reshape(-1, len(own)).tolist()
+        own = [*to_numbers(self.measured), allocated, reserved]
+        rows = gather_rows(own, dtype=torch.int64, device=device)
         self.ranks = [from_numbers(row[:-2]) for row in rows]
         rank = largest(self.ranks)
         *_, allocated, reserved = rows[rank]

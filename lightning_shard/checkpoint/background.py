@@ -63,22 +63,21 @@ class Saver:
         """
         self.finish()
         started = time.monotonic()
-        ranks = Ranks.of()
+        ranks, writing = Ranks.of(), Ranks.in_background() if background else None
         begun, state = (begin_full if names_full(path) else begin)(ranks, path, collect, self._plans)
         live = live_values(state.tensors)
-        if not background:
+        if writing is None:
             begun.finish(ranks, live)
             self._note(started)
             return
-        others = Ranks.in_background()
         try:
             values = self._buffers.copy(begun.plan.mine, live)
         except Exception as error:
             values = partial(_fail, error)  # in the thread, where the other ranks learn of it
 
         def work(write: Write) -> None:
-            begun.finish(others, values)
-            others.first(f"removing what {begun.target} replaces", write.tidy)
+            begun.finish(writing, values)
+            writing.first(f"removing what {begun.target} replaces", write.tidy)
             self._note(started)
 
         self._under_way = _UnderWay(path=path, write=Write(work), outcome=Agreement(ranks.group))

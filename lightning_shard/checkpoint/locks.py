@@ -24,6 +24,8 @@ def hold(directory: Path) -> None:
 def let_go(directory: Path) -> None:
     """Unlock a directory; nothing if this process does not hold it."""
     if (descriptor := _held.pop(directory, None)) is not None:
+        # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

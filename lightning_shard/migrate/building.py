@@ -98,8 +98,8 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.hold(asked, "nothing is kept in files")
     elif group.startswith("stage3") and target.engine == "deepspeed" and target.stage < 3:
         target.hold(asked, "DeepSpeed reads it in stage 3 alone")
-    elif asked.name == "units" and asked.value == "auto":
-        target.default(asked, "strategy.units")
+    elif _DEFAULTS.get(asked.name) == asked.value:
+        target.default(asked, f"strategy.{asked.name}")
     else:
         target.set(asked, f"strategy.{answer.path or asked.name}", asked.value, answer.note)
 
@@ -115,6 +115,7 @@ _ONLY_FP32 = (
 """Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits."""
 
 
+_DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"}
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 

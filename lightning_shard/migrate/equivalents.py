@@ -149,7 +149,7 @@ TABLE: Mapping[str, Row] = {
     # DeepSpeed's.
     "offload_optimizer.nvme_path": _deepspeed_only("str", reason="only ZeRO-3 keeps state in files"),
     "offload_optimizer.pin_memory": _deepspeed_only(
-        "bool", reason="the host's memory is always pinned", idle=(True,), note="host memory is pinned on CUDA"
+        "bool", reason="", idle=(True, False), note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
     ),
     "offload_optimizer.buffer_count": _deepspeed_only("int", reason="only ZeRO-3 keeps state in files", idle=(4,)),
     "offload_optimizer.fast_init": _deepspeed_only("bool", reason="only ZeRO-3 keeps state in files", idle=(False,)),
@@ -158,13 +158,25 @@ TABLE: Mapping[str, Row] = {
     ),
     "offload_parameters.nvme_path": _deepspeed_only("str", reason="only ZeRO-3 keeps parameters in files"),
     "offload_parameters.pin_memory": _deepspeed_only(
-        "bool", reason="the host's memory is always pinned", idle=(True,), note="host memory is pinned on CUDA"
+        "bool", reason="", idle=(True, False), note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
     ),
     "offload_parameters.buffer_count": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(5,)),
     "offload_parameters.buffer_size": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(100_000_000,)),
     "offload_parameters.max_in_cpu": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(1_000_000_000,)),
-    "buckets.reduce": _deepspeed_only("any", reason=_BUCKET, nearest=_FSDP_UNITS, idle=(500_000_000,)),
-    "buckets.allgather": _deepspeed_only("int", reason=_BUCKET, nearest=_FSDP_UNITS, idle=(500_000_000,)),
+    "buckets.reduce": _deepspeed_only(
+        "any",
+        reason=_BUCKET,
+        nearest=_FSDP_UNITS,
+        idle=(500_000_000, 200_000_000),
+        note="DeepSpeed's, or stock Lightning's, default",
+    ),
+    "buckets.allgather": _deepspeed_only(
+        "int",
+        reason=_BUCKET,
+        nearest=_FSDP_UNITS,
+        idle=(500_000_000, 200_000_000),
+        note="DeepSpeed's, or stock Lightning's, default",
+    ),
     "buckets.overlap_comm": _deepspeed_only(
         "bool", reason="communication always overlaps with compute", idle=(True,), note="it always overlaps"
     ),

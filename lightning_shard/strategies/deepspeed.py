@@ -151,6 +151,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._values: Values | None = None
         self._failed = False
         self._ended = False
+        self._listed: list[Tensor] = []
         self._connection: process.Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
@@ -267,6 +268,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
         self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
         assert self._running.optimizer is not None
+        self._listed = list(module.parameters())
         self.optimizers = [self._running.optimizer]
         if self._running.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
@@ -403,7 +405,9 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if self._running is None or self._values is None or not self._running.groups:
             return super().held_tensors()
         kept = self._values.shares
-        return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+        return holdings.zero_tensors(
+            self._running.zero, self._metered(), device=self.root_device, parameters=self._listed, kept=kept
+        )
 
     def _planned_engine(self) -> Engine:
         return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
@@ -424,7 +428,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def gathered_tensors(self) -> Iterable[Held]:
         """See the parent's."""
-        return holdings.gathered(self._metered())
+        return holdings.gathered(self._listed)
 
     # Checkpoints
 

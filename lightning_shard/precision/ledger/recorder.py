@@ -103,7 +103,10 @@ class Recorder:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and _counts(parameter):
                     self._places[module, attribute] = names[id(parameter)]
-        self._undo = [module.register_forward_pre_hook(self._see).remove for module in _outside_graphs(self._root)]
+        for module in _outside_graphs(self._root):
+            self._undo.append(module.register_forward_pre_hook(self._see).remove)
+            # Ahead of ZeRO-3's hook, which cuts again what the module has read.
+            self._undo.append(module.register_forward_hook(self._see_read, prepend=True).remove)
         self._undo += [optimizer.register_step_post_hook(self._step).remove for optimizer in self._optimizers]
         casting.OBSERVERS.append(self._see_inside)
         self._undo.append(lambda: casting.OBSERVERS.remove(self._see_inside))
@@ -121,13 +124,30 @@ class Recorder:
 
     def _see(self, module: nn.Module, args: Any) -> None:
         self._see_inside(module)
-        for below in module.modules():
-            # For those that are read by a module around them, or compiled into one. FSDP gathers others later.
-            for attribute in below._parameters:
-                tensor = getattr(below, attribute)
-                if (below, attribute) in self._places and not isinstance(tensor, DTensor):
-                    self._forward.setdefault((below, attribute), tensor.dtype)
-                    self._watch((below, attribute), tensor)
+        # For those that are read by a module around them, or compiled into one. Engines gather others later.
+        for place in self._places_below(module):
+            tensor = getattr(*place)
+            if not isinstance(tensor, DTensor):
+                self._forward.setdefault(place, tensor.dtype)
+                self._watch(place, tensor)
+
+    def _see_read(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note how a module saw parameters of modules below it that it has read itself, and ZeRO-3 gathered for it."""
+        for place in self._places_below(module):
+            if place not in self._forward and hasattr(getattr(*place), _STATUS):
+                self._forward[place] = getattr(*place).dtype
+                self._watch(place, getattr(*place))
+
+    def _places_below(self, module: nn.Module) -> list[Place]:
+        """The places of parameters that can be read without a change to how the engine goes on."""
+        return [
+            (below, attribute)
+            for below in module.modules()
+            # Not by getattr: a cut parameter that is read in a forward is what ZeRO-3 from then on gathers for the
+            # module around, and keeps, in every step.
+            for attribute, parameter in below._parameters.items()
+            if (below, attribute) in self._places and not _is_cut_by_zero(parameter)
+        ]
 
     def _see_inside(self, module: nn.Module) -> None:
         """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
@@ -206,6 +226,15 @@ class Recorder:
     def ledger(self) -> Ledger:
         """What was seen so far."""
         return Ledger(entries=self._entries, reductions=tuple(self._reductions))
+
+
+_STATUS = "ds_status"
+"""The mark that ZeRO-3 leaves on a parameter, asked for without importing DeepSpeed."""
+
+
+def _is_cut_by_zero(parameter: Tensor | None) -> bool:
+    status = getattr(parameter, _STATUS, None)
+    return status is not None and status.name != "AVAILABLE"
 
 
 def _counts(tensor: Tensor) -> bool:
