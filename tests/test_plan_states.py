@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import run_distributed
-from tests.plan_counts import MODELS, differences, names
+from tests.plan_counts import MESHES, MODELS, differences, names
 from tests.plan_peaks import peaks
 
 
@@ -59,6 +59,11 @@ def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: boo
 def test_table_of_states(ranks: int, model: str, name: str) -> None:
     precisions = ["32-true"] if name.endswith("stage_0") else ["32-true", "bf16-mixed", "16-mixed"]
     check(ranks, [(model, name, precision) for precision in precisions])
+
+
+@pytest.mark.matrix
+def test_other_meshes() -> None:
+    check(4, [("tied and frozen", name, "bf16-mixed") for name in MESHES])
 
 
 @pytest.mark.matrix
