@@ -53,6 +53,7 @@ class Planner:
     groups: Sequence[Mapping[str, Any]] = ()
     notes: list[str] = field(default_factory=list)
     traces: dict[str, Traces | None] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> nn.Module:
@@ -111,10 +112,12 @@ class Planner:
                     two = trace_step(self.module, step, strategy.policy, self.inputs.mode, scale=2)
                     self.traces[key] = Traces(one=one, two=two)
                 except ConfigurationError as error:
-                    if key not in self.traces:
-                        self._without(error)
-                    else:
+                    if key in self.traces:
                         self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
+                    elif any(self.traces.values()):
+                        self.traces[key], self.failed[key] = None, str(error)
+                    else:
+                        self._without(error)
         return self.traces.get(key)
 
     def engine(self, strategy: ShardStrategy, nodes: Nodes) -> Engine:
@@ -136,6 +139,8 @@ class Planner:
         except ConfigurationError as error:
             return Row(name=name, checkpointing=marked, refused=str(error))
         run = self.run(strategy, checkpointing)
+        if run.traces is None and any(self.traces.values()):
+            return Row(name=name, checkpointing=marked, refused=next(iter(self.failed.values())))
 
         def engine_on(nodes: Nodes) -> Engine | None:
             try:

@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_shard.memory import KINDS
+from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.states import predict
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import PRESETS, build
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import engine_of, facts_of
 from tests.models import VOCAB, TinyLM, loader, quiet_trainer
 
@@ -119,10 +121,22 @@ class Count(pl.Callback):
         self.found["optimizer"] = _bytes(v for v in states if isinstance(v, Tensor))
 
 
+# Meshes that no name has on one node of four.
+MESHES = {
+    "two copies": lambda: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=2)),
+    "parts of two ranks": lambda: ShardFSDPStrategy(reshard_after_forward=2),
+}
+
+
+def strategy_of(name: str) -> Any:
+    """The strategy of a name, or of one of `MESHES`."""
+    return MESHES[name]() if name in MESHES else build(name)
+
+
 def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[str, int]]:
     """Counted and predicted bytes of this rank, wherever they lie, at the optimizer's step."""
     ranks = torch.distributed.get_world_size()
-    strategy = build(name)
+    strategy = strategy_of(name)
     plugins = [ShardPrecision("16-mixed")] if precision == "16-mixed" else None
     counter = Count()
     trainer = quiet_trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,8 @@ from lightning_shard.planning import fake
 from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.trace import Step, trace_step
 from lightning_shard.planning.walk import peak, walk
-from lightning_shard.registry import PRESETS
+from lightning_shard.registry import build
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import engine_of, facts_of, units_of
 from tests.models import loader, quiet_trainer
 from tests.plan_counts import MODELS, SLOTS
@@ -87,17 +89,13 @@ class Watch(pl.Callback):
 
 
 def strategy_of(name: str, checkpointing: bool) -> Any:
-    """The strategy of a name, with small buckets."""
-    import importlib
-
-    from lightning_shard.registry import _built
-
-    preset = PRESETS[name]
-    module, _, attribute = preset.class_path.rpartition(".")
-    arguments = {key: _built(key, value) for key, value in preset.init_args.items()}
-    if checkpointing:
-        arguments["activation_checkpointing"] = "units"
-    return getattr(importlib.import_module(module), attribute)(**arguments)
+    """The strategy of a name, with activation checkpointing by units if asked for."""
+    strategy = build(name)
+    if checkpointing and isinstance(strategy, ShardFSDPStrategy):
+        strategy._options = replace(strategy._options, activation_checkpointing="units")
+    elif checkpointing:
+        strategy._activation_checkpointing = "units"
+    return strategy
 
 
 def peaks(model: str, name: str, precision: str, checkpointing: bool, batch_size: int = 4) -> tuple[int, int, str, str]:

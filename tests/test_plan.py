@@ -320,7 +320,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "hybrid sharding (shard_fsdp_hybrid) would send" in out
     for name in ("shard_ddp", "shard_fsdp + checkpointing", "shard_deepspeed_stage_3_offload_nvme"):
         assert re.search(rf"^{re.escape(name)} .* yes ", out, re.MULTILINE), name
-    assert "not run by shard_deepspeed_stage_0: precision is 'bf16-mixed'" in out
+    assert "not planned: shard_deepspeed_stage_0: precision is 'bf16-mixed'" in out
     assert "note:" not in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     check_yaml(out, tmp_path)

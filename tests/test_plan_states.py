@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import run_distributed
-from tests.plan_counts import MODELS, differences, names
+from tests.plan_counts import MESHES, MODELS, differences, names
 from tests.plan_peaks import peaks
 
 
@@ -21,10 +21,9 @@ def check(ranks: int, cases: list[tuple[str, str, str]]) -> None:
         assert counted == pytest.approx(predicted, rel=0.05, abs=64), (case, kind, ranks)
 
 
+# The peaks below are of three more.
 SAMPLE = [
-    ("tied and frozen", "shard_ddp", "32-true"),
     ("Llama", "shard_ddp", "bf16-mixed"),
-    ("tied and frozen", "shard_fsdp", "bf16-mixed"),
     ("convolutions", "shard_fsdp_offload", "32-true"),
     ("Llama", "shard_deepspeed_stage_1", "bf16-mixed"),
     ("convolutions", "shard_deepspeed_stage_2", "32-true"),
@@ -59,6 +58,21 @@ def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: boo
 def test_table_of_states(ranks: int, model: str, name: str) -> None:
     precisions = ["32-true"] if name.endswith("stage_0") else ["32-true", "bf16-mixed", "16-mixed"]
     check(ranks, [(model, name, precision) for precision in precisions])
+
+
+@pytest.mark.matrix
+def test_other_meshes() -> None:
+    check(4, [("tied and frozen", name, "bf16-mixed") for name in MESHES])
+
+
+@pytest.mark.matrix
+def test_other_precisions_and_the_contract() -> None:
+    low = ("shard_ddp", "shard_fsdp", "shard_fsdp_offload", *(f"shard_deepspeed_stage_{i}" for i in (1, 2, 3)))
+    held = ("shard_ddp", "shard_fsdp", *(f"shard_deepspeed_stage_{s}" for s in ("1", "2", "3_offload")))
+    cases = [("tied and frozen", name, "bf16-true") for name in low]
+    cases += [("Llama", f"{name}_aligned", "bf16-true") for name in held]
+    cases += [("tied and frozen", name, "16-true") for name in ("shard_ddp", "shard_fsdp")]
+    check(2, cases)
 
 
 # The buffers that NVMe is read into are locked memory, and no tensors.

@@ -138,7 +138,7 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 def shown_points(points: Sequence[Point]) -> list[Point]:
     """The moments worth a column: the peak of forward, of backward with its reductions, and the step."""
     found = []
-    for start in ("forward", ("backward", "reduction", "end of"), "optimizer"):
+    for start in ("forward", ("backward", "reduction", "end of"), ("optimizer", "step")):
         matching = [p for p in points if p.name.startswith(start)]
         if matching:
             found.append(max(matching, key=lambda p: p.account.device.total))

@@ -81,7 +81,7 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
         if times:
             cells += [show_seconds(row.time.expected), row.time.bound] if row.time else ["?", "?"]
         table.append(cells)
-    refused = [f"not run by {row.title}: {row.refused}" for row in rows if row.refused and not row.checkpointing]
+    refused = [f"not planned: {row.title}: {row.refused}" for row in rows if row.refused]
     return "\n".join([in_columns(table), *refused])
 
 
