@@ -26,12 +26,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard import __version__, checkpoint_commands, doctor, migrate_command, mistakes, registry, submit
+from lightning_shard import (
+    __version__,
+    checkpoint_commands,
+    doctor,
+    migrate_command,
+    mistakes,
+    planner,
+    registry,
+    submit,
+)
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.explain import explain
 
 MISTAKE_EXIT_CODE = 2
-_COMMANDS: Mapping[str, Any] = {"slurm": submit, "doctor": doctor, "migrate": migrate_command}
+_COMMANDS: Mapping[str, Any] = {"slurm": submit, "doctor": doctor, "migrate": migrate_command, "plan": planner}
 # How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
 # ends the others.
 _SILENCE_SECONDS = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import shlex
 import sys
@@ -56,12 +57,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if options.output is not None and options.output.exists():
         raise ConfigurationError(f"{options.output} exists: choose another path, or remove it")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ConfigurationError(f"{options.output}: there is no folder {options.output.parent}. Make it first.")
     if options.to is not None:
         options.to = registry.find(options.to.lower()).name
-    migration = migrate(options.files, known(), options.to)
-    if migration.lost and not options.lossy:
-        raise ConfigurationError(report.refusal(migration.lost))
-    check(migration.content)
+    # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.
+    with contextlib.redirect_stdout(sys.stderr):
+        migration = migrate(options.files, known(), options.to)
+        if migration.lost and not options.lossy:
+            raise ConfigurationError(report.refusal(migration.lost))
+        check(migration.content)
     command = shlex.join(["lightning-shard", "migrate", *arguments])
     text = report.document(migration.content, command=command, launch=migration.launch, lost=migration.lost)
     table = report.table(migration.rows, migration.idle, migration.lost)

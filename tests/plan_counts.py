@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from models import VOCAB, TinyLM, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -18,6 +17,7 @@ from lightning_shard.planning.states import predict
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.planned import engine_of, facts_of
+from tests.models import VOCAB, TinyLM, loader, quiet_trainer
 
 
 class Causal(pl.LightningModule):
@@ -111,7 +111,7 @@ class Count(pl.Callback):
             for group in (getattr(zero, "averaged_gradients", None) or {}).values():
                 gradients += group or []
             self.found["masters"] = _bytes([group.flat for group in running.groups], but=parameters)
-            self.found["masters"] += _bytes([values for values, _ in trainer.strategy._frozen.values()])
+            self.found["masters"] += _bytes(trainer.strategy._values.shares)
         self.found["gradients"] = _bytes(gradients)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

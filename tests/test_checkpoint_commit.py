@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.checkpoint import commit, writer
+from lightning_shard.checkpoint import commit, locks, writer
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.collect import State
 from lightning_shard.checkpoint.layout import MANIFEST
@@ -107,6 +107,23 @@ def test_what_another_job_is_writing_is_not_removed(tmp_path):
             other.kill()
     save_number(path, 2.0)
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path):
+    """As a DataLoader's workers are while a save goes on in the background."""
+    (tmp_path / "a").mkdir()
+    locks.hold(tmp_path / "a")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert locks.is_held(tmp_path / "a")
+        locks.let_go(tmp_path / "a")
+        assert not locks.is_held(tmp_path / "a")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):

@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.archive import materialize, read_archive, write_
 from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.export import export
 from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.full import write_full
+from lightning_shard.checkpoint.full import names_full, write_full
 from lightning_shard.checkpoint.inspect import describe, verify
 from lightning_shard.checkpoint.load import load_tensors, read_manifest
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
@@ -33,29 +33,10 @@ from lightning_shard.errors import (
     CheckpointNotFoundError,
 )
 from tests.harness import ROOT, run_distributed
+from tests.hostile import Hostile, nothing_ran  # noqa: F401, for every test here
 from tests.test_checkpoint_roundtrip import bits, build, odd_tensors, save_trained, step
 
 INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"tensors": []})
-RAN: list[str] = []
-
-
-def ran(*args: Any) -> str:
-    RAN.append("ran")
-    return "ran"
-
-
-class Hostile:
-    """Runs `ran` when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return ran, ("x",)
-
-
-@pytest.fixture(autouse=True)
-def nothing_ran() -> Any:
-    RAN.clear()
-    yield
-    assert RAN == []
 
 
 @pytest.fixture
@@ -120,7 +101,7 @@ def test_what_torch_wrote_is_read_tensor_by_tensor(tmp_path: Path) -> None:
     assert found["nested"][0]["x"][1].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("value", "named"), [(Hostile(), "tests.test_checkpoint_forms.ran"), (Path("/x"), "pathlib")])
+@pytest.mark.parametrize(("value", "named"), [(Hostile(), "tests.hostile.ran"), (Path("/x"), "pathlib")])
 def test_a_file_that_names_anything_else_is_refused_by_that_name(tmp_path: Path, value: Any, named: str) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {"w": torch.ones(2)}, "callbacks": {"x": value}}, path)
@@ -139,6 +120,21 @@ def test_a_file_that_is_none(tmp_path: Path, data: bytes) -> None:
 
 
 # The full form
+
+
+@pytest.mark.parametrize(
+    ("path", "full"),
+    [
+        ("runs/last.full.ckpt", True),
+        ("epoch=0-step=2.full-v1.ckpt", True),  # as ModelCheckpoint calls a second one of the same name
+        ("epoch=0-step=2.full-v12.ckpt", True),
+        ("full.ckpt", False),
+        ("a.fuller.ckpt", False),
+        ("a.full.ckpt/model.ckpt", False),
+    ],
+)
+def test_the_name_says_the_form(path: str, full: bool) -> None:
+    assert names_full(path) is full
 
 
 def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> None:

@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.optimizer import optimizer_tensors
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
 from lightning_shard.checkpoint.state import fqns, model_tensors
 from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
 
 INFO = CheckpointInfo(engine="test", policy="fp32")
 
@@ -321,3 +322,28 @@ def test_an_object_with_torchs_protocol_stands_for_a_tensor(tmp_path):
 def save_at_own_path(folder: str) -> None:
     path = Path(folder) / f"{dist.get_rank()}.ckpt"
     save(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, info=INFO)
+
+
+def bytes_of_a_fit(names: dict[str, str]) -> dict[str, list[int]]:
+    """By strategy, the bytes of each rank's file after a step."""
+    found = {}
+    for name, precision in names.items():
+        trainer = quiet_trainer(strategy=name, precision=precision, max_steps=1)
+        trainer.fit(TinyLM(width=48), loader())
+        trainer.save_checkpoint(f"{name}-{precision}.ckpt")
+        files = sorted(Path(f"{name}-{precision}.ckpt").glob("*.distcp"))
+        found[f"{name} {precision}"] = [file.stat().st_size for file in files]
+        dist.barrier()
+    return found
+
+
+REPLICATED = [("shard_ddp", "32-true"), ("shard_ddp_aligned", "bf16-mixed"), ("shard_deepspeed_stage_0", "32-true")]
+
+
+def test_replicas_are_spread_over_the_ranks_by_bytes():
+    """Masters, slots and buffers: no rank writes more than its share by the largest box."""
+    largest = 48 * 145 * 4 + 1700
+    for name, sizes in run_distributed(bytes_of_a_fit, 3, dict(REPLICATED))[0].items():
+        assert len(sizes) == 3, name
+        assert max(sizes) - min(sizes) < largest, (name, sizes)
+        assert min(sizes) > 6 * largest, "each has more than that"

@@ -32,29 +32,9 @@ from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.checkpoint.trainer_state import check_trainer_state, read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.harness import run_distributed
+from tests.hostile import RAN, Hostile, nothing_ran  # noqa: F401, for every test here
 
 INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"model.w": "float32"})
-RAN: list[str] = []
-
-
-def ran(*args: Any) -> str:
-    """What a hostile pickle calls."""
-    RAN.append("ran")
-    return "ran"
-
-
-class Hostile:
-    """Runs `ran` when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return ran, ("x",)
-
-
-@pytest.fixture(autouse=True)
-def nothing_ran():
-    RAN.clear()
-    yield
-    assert RAN == []
 
 
 @pytest.fixture
@@ -97,7 +77,7 @@ def test_the_hostile_pickle_would_run():
 @pytest.mark.parametrize(
     ("payload", "named"),
     [
-        (pickle.dumps(Hostile()), "tests.test_checkpoint_safety.ran"),
+        (pickle.dumps(Hostile()), "tests.hostile.ran"),
         (b"cposix\nsystem\n(S'true'\ntR.", "posix.system"),
         (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
         (b"\x80\x04\x8c\x05torch\x8c\x08hub.load\x93.", "torch.hub.load"),
@@ -183,26 +163,25 @@ def test_metadata_that_describes_something_else(path, change, said):
     refused(path, rf"\.metadata: .*{said}")
 
 
-def test_hostile_data_file(path):
+def forge_tensor(path, value):
+    """Have the data file hold ``value`` in the place of the tensor."""
     with open(path / "evil", "wb") as stream:
-        torch.save({"x": Hostile()}, stream)
+        torch.save(value, stream)
     data = (path / "evil").read_bytes()
     metadata = metadata_of(path)
     location(metadata, relative_path="__0_0.distcp", offset=0, length=len(data))
     forge(path, "__0_0.distcp", data + bytes(10**5))
     forge(path, ".metadata", pickle.dumps(metadata))
+
+
+def test_hostile_data_file(path):
+    forge_tensor(path, {"x": Hostile()})
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp: model\.w can't be read: .*"):
         load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
 
 
 def test_a_tensor_of_another_shape_in_the_file(path):
-    with open(path / "evil", "wb") as stream:
-        torch.save(torch.ones(100, 100), stream)
-    data = (path / "evil").read_bytes()
-    metadata = metadata_of(path)
-    location(metadata, relative_path="__0_0.distcp", offset=0, length=len(data))
-    forge(path, "__0_0.distcp", data + bytes(10**5))
-    forge(path, ".metadata", pickle.dumps(metadata))
+    forge_tensor(path, torch.ones(100, 100))
     with pytest.raises(CheckpointCorruptError, match=r"model\.w is not a torch\.float32 tensor of shape \(4, 3\)"):
         load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
 
@@ -350,7 +329,7 @@ def test_all_ranks_refuse_alike(path):
     ("state", "said"),
     [
         ({"callbacks": {"Mine": {"foo": Path("/x")}}}, r"callbacks/Mine/foo: pathlib\.PosixPath"),
-        ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.test_checkpoint_safety\.Hostile"),
+        ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.hostile\.Hostile"),
         ({"f": lambda: 0}, r"f: builtins\.function"),
         ({"a": {Path("/x"): 1}}, r"a: key PosixPath\('/x'\) of type pathlib\.PosixPath"),
     ],

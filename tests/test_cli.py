@@ -234,7 +234,10 @@ def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], caps
     with pytest.raises(SystemExit) as ended:
         command("strategies", "shard_fsdp_grad_op_aligned")
     assert ended.value.code == 0
-    _overlay("strategy.yaml", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert "#      async_save: false" in text
+    assert "#      aligned" not in text, "it is among those of the name"
+    _overlay("strategy.yaml", text)
     cli = command("--config", "base.yaml", "--config", "strategy.yaml", run=False)
     assert type(cli.trainer.strategy) is ShardFSDPStrategy
     assert cli.trainer.strategy.aligned

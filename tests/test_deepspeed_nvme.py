@@ -55,6 +55,8 @@ def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
         stage=3,
         offload_optimizer=OptimizerOffload(**files),
         offload_parameters=ParameterOffload(max_in_cpu=0, **files),
+        # The copies that a save in the background writes from are in files too.
+        async_save=True,
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt import GPT, Transformer
-from lightning_shard.meters.abstract import abstract_copy
+from lightning_shard.meters.abstract import abstract_copy, place
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
 
@@ -185,7 +185,9 @@ def test_an_abstract_copy_counts_in_place_of_its_module() -> None:
 
     def step() -> dict[str, Tensor]:
         # On the real batch's device.
-        return _loss(abstract.to_empty(device=tokens.device), tokens)
+        place(abstract, tokens.device)
+        assert abstract.model.head.weight is abstract.model.embedding.weight
+        return _loss(abstract, tokens)
 
     assert count_flops(step).forward == _by_hand()
     assert model.model.head.weight.device.type == "cpu"

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.profiler import ProfilerCallback
+from lightning_shard.callbacks.throughput import ThroughputCallback
 from tests.models import Final, TinyLM, loader
 
 pytestmark = pytest.mark.gpu
@@ -71,3 +74,30 @@ def test_trains_as_fsdp_does(name: str, precision: str, tmp_path: Path) -> None:
         # per step of 1e-2.
         atol = 1e-6 if "offload" in name else 0.0
         torch.testing.assert_close(found[key], value, rtol=0, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meters(name: str, tmp_path: Path) -> None:
+    throughput, memory = ThroughputCallback(every_n_steps=2, peak_tflops=100.0), MemoryCallback()
+    profiler = ProfilerCallback(steps=[3, 4], snapshots=True, folder=str(tmp_path))
+    trainer = pl.Trainer(
+        strategy=name,
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=6,
+        callbacks=[throughput, memory, profiler],
+    )
+    trainer.fit(TinyLM(width=256), loader())
+    window = throughput.windows[-1]
+    assert window.mfu is not None
+    assert 0 < window.mfu < 1
+    # What was counted can't be more than torch's allocator gave away, but for what is not its own.
+    assert memory.measured is not None
+    assert 0 < memory.measured.device.total - memory.measured.device.communication <= window.allocated
+    assert window.allocated <= window.reserved
+    assert sorted(path.name for path in profiler.files) == ["rank0-steps3-4.json.gz", "rank0-steps3-4.pickle"]

@@ -25,7 +25,7 @@ LAYERS = [
     {"plugins", "callbacks"},
     {"strategies"},
     {"", "__main__", "checkpoint_commands", "cli", "doctor", "explain", "full_tensors", "loading", "migrate_command"}
-    | {"mistakes", "registry", "submit"},
+    | {"mistakes", "plan_advice", "plan_inputs", "plan_run", "planner", "registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = set().union(*LAYERS[:4])

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_shard import (
@@ -24,6 +25,7 @@ from lightning_shard import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     ConfigurationError,
+    full_tensor,
     load_pretrained,
 )
 from lightning_shard.callbacks.pretrained import PretrainedWeights
@@ -304,6 +306,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.meta, self.weights = meta, weights
         self.started: dict[str, Tensor] = {}
+        self.ended: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         if not hasattr(self, "encoder"):
@@ -315,11 +318,24 @@ class Classifier(pl.LightningModule):
         if self.weights:
             load_pretrained(self.encoder, self.weights, rename={"old": "1"})
 
+    def values(self) -> dict[str, Tensor]:
+        """What is stepped of each parameter, and the buffers."""
+        found = {name: full_tensor(self.trainer, f"encoder.{name}") for name, _ in self.encoder.named_parameters()}
+        return found | {name: buffer.clone() for name, buffer in self.encoder.named_buffers()}
+
     def on_train_start(self) -> None:
-        tensors = [*self.encoder.named_parameters(), *self.encoder.named_buffers()]
-        self.started = {name: whole(tensor) for name, tensor in tensors}
+        self.started = self.values()
+
+    def on_train_end(self) -> None:
+        self.ended = {name: self.values()[name] for name, _ in self.encoder.named_parameters()}
 
     def training_step(self, rows: Tensor, index: int) -> Tensor:
+        if index == 0 and self.global_step == 0:
+            weight, bias = (self.started[f"0.{name}"] for name in ("weight", "bias"))
+            expected = functional.linear(rows.float(), weight, bias)
+            # A sum of four terms of about 1; values of bf16 have 8 bits.
+            tolerance = 1e-6 if self.trainer.precision == "32-true" else 2**-5
+            assert torch.allclose(self.encoder[0](rows).float(), expected, rtol=tolerance, atol=tolerance)
         return self.head(self.encoder(rows)).square().mean()
 
     def predict_step(self, rows: Tensor, index: int) -> Tensor:
@@ -350,7 +366,7 @@ def fit_classifier(strategy: str, precision: str, path: str, callback: bool) -> 
     first.fit(module, data)
     found = [module.started]
     first.save_checkpoint("a.ckpt")
-    saved = {name: whole(tensor) for name, tensor in module.encoder.named_parameters()}
+    saved = module.ended
     resumed = Classifier(meta=False, weights=module.weights)
     trainer(3).fit(resumed, data, ckpt_path="a.ckpt")
     assert all(torch.equal(resumed.started[name], tensor) for name, tensor in saved.items()), "the checkpoint wins"
@@ -358,6 +374,17 @@ def fit_classifier(strategy: str, precision: str, path: str, callback: bool) -> 
         trainer(1).fit(module, data)
         assert all(torch.equal(module.started[name], tensor) for name, tensor in saved.items()), "trained values stay"
     return found
+
+
+DEEPSPEED = [
+    ("shard_deepspeed_stage_0", "32-true", True),
+    ("shard_deepspeed_stage_1", "32-true", True),
+    ("shard_deepspeed_stage_1_aligned", "bf16-mixed", False),
+    ("shard_deepspeed_stage_2", "bf16-mixed", True),
+    ("shard_deepspeed_stage_2_offload", "bf16-mixed", False),
+    ("shard_deepspeed_stage_3", "32-true", True),
+    ("shard_deepspeed_stage_3_offload", "bf16-mixed", True),
+]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -369,6 +396,8 @@ def fit_classifier(strategy: str, precision: str, path: str, callback: bool) -> 
         ("shard_fsdp", "32-true", True),
         ("shard_fsdp_hybrid_aligned", "bf16-mixed", False),
         ("shard_fsdp_offload", "32-true", False),
+        ("shard_deepspeed_stage_3_aligned", "bf16-mixed", False),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in DEEPSPEED),
     ],
 )
 def test_training_begins_with_the_unrounded_values(

@@ -12,27 +12,43 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
-from lightning_shard.callbacks.throughput import ThroughputCallback, count_items
+from lightning_shard.callbacks.throughput import ThroughputCallback
+from lightning_shard.meters.batches import batch_size
 from tests.harness import run_distributed
 
 TOKENS = torch.zeros(4, 8, dtype=torch.int64)
 
 
+MASK = torch.tensor([[1] * 5 + [0] * 3] * 4)
+LABELS = torch.where(MASK > 0, TOKENS, -100)
+OTHER_FIRST = {"a": torch.zeros(4, 3, dtype=torch.int64), "b": TOKENS, "c": MASK}
+
+
 @pytest.mark.parametrize(
-    ("batch", "expected"),
+    ("batch", "keys", "expected"),
     [
-        (TOKENS, (32, True)),
-        ((TOKENS, TOKENS), (32, True)),
-        ({"text": ["a", "b"], "input_ids": TOKENS, "labels": torch.zeros(9, 9, dtype=torch.int64)}, (32, True)),
-        ((torch.rand(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)), (5, False)),
-        ((torch.zeros(4, 8, dtype=torch.bool), {"x": [TOKENS.int()]}), (32, True)),
-        ((torch.tensor(1.0), torch.rand(3)), (3, False)),
-        ("text", (0, False)),
-        (None, (0, False)),
+        (TOKENS, {}, (4, 32, None)),
+        ((TOKENS, TOKENS.clone()), {}, (4, 32, 32)),
+        ((TOKENS, LABELS), {}, (4, 32, 20)),
+        ({"text": ["a", "b"], "labels": torch.zeros(9, 9, dtype=torch.int64), "input_ids": TOKENS}, {}, (4, 32, None)),
+        ({"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}, {}, (4, 32, 20)),
+        ({"input_ids": TOKENS, "attention_mask": MASK.bool()}, {}, (4, 32, 20)),
+        ({"input_ids": TOKENS, "labels": LABELS}, {}, (4, 32, 20)),
+        (OTHER_FIRST, {}, (4, 12, None)),
+        (OTHER_FIRST, {"tokens": "b", "mask": "c"}, (4, 32, 20)),
+        ((TOKENS, torch.rand(4), MASK), {"tokens": 0, "mask": 2}, (4, 32, 20)),
+        ((torch.rand(5, 3, 8, 8), torch.zeros(5, dtype=torch.int64)), {}, (5, None, None)),
+        (torch.zeros(5, 3, 8, 8, dtype=torch.uint8), {}, (5, None, None)),
+        (torch.zeros(5, 8, dtype=torch.uint8), {}, (5, 40, None)),
+        ((torch.zeros(4, 8, dtype=torch.bool), {"x": [TOKENS.int()]}), {}, (4, 32, None)),
+        ((torch.tensor(1.0), torch.rand(3)), {}, (3, None, None)),
+        ("text", {}, (0, None, None)),
+        (None, {}, (0, None, None)),
     ],
 )
-def test_count_items(batch: Any, expected: tuple[int, bool]) -> None:
-    assert count_items(batch) == expected
+def test_what_a_batch_holds(batch: Any, keys: dict[str, Any], expected: tuple[int, int | None, int | None]) -> None:
+    found = batch_size(batch, tokens_key=keys.get("tokens"), mask_key=keys.get("mask"))
+    assert (found.samples, found.tokens, None if found.real is None else int(found.real)) == expected
 
 
 class _Sleeper(LightningModule):

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole, whole_parameters
-from tests.test_trainer_features import ALL, BOTH, ROUNDING, Indexed, build, data, refusal
+from tests.test_trainer_features import ALL, BOTH, PRECISIONS, ROUNDING, Indexed, build, data, refusal
 
 CLASSES, COUNT = 3, 22
 
@@ -291,7 +291,7 @@ def _finetuned(precision: str, kind: str, strategies: list[str]) -> dict[str, An
 
 
 @pytest.mark.parametrize("kind", ["backbone", "refreeze"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@PRECISIONS
 def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
     strategies = ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
     ranks = run_distributed(_finetuned, 2, precision, kind, strategies)

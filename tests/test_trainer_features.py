@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,7 +23,16 @@ from tests.models import quiet_trainer, whole_parameters
 STRATEGIES = ["shard_ddp", "shard_fsdp"]
 BOTH = pytest.mark.parametrize("strategy", STRATEGIES)
 # bf16-mixed takes other ways through the engines: casts, and the FSDP2-based replicate under shard_ddp.
-ALL = pytest.mark.parametrize(("strategy", "precision"), list(itertools.product(STRATEGIES, ["32-true", "bf16-mixed"])))
+ALL = pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("shard_ddp", "32-true"),
+        ("shard_fsdp", "bf16-mixed"),
+        pytest.param("shard_ddp", "bf16-mixed", marks=pytest.mark.matrix),
+        pytest.param("shard_fsdp", "32-true", marks=pytest.mark.matrix),
+    ],
+)
+PRECISIONS = pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 
 COUNT = 24
 # Of outputs and means of a handful of products, which a batch of another size may add up in another order: some
@@ -536,7 +544,7 @@ def _peeked(strategy: str, precision: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@PRECISIONS
 def test_training_goes_on_after_evaluation_in_inference_mode(strategy: str, precision: str) -> None:
     for plain, peeked in run_distributed(_peeked, 2, strategy, precision):
         assert all(torch.equal(plain[name], peeked[name]) for name in plain)

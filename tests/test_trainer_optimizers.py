@@ -18,9 +18,8 @@ from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole, whole_parameters
-from tests.test_trainer_features import Indexed, build, data, samples
+from tests.test_trainer_features import PRECISIONS, Indexed, build, data, samples
 
-PRECISIONS = pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "ddp": ShardDDPStrategy,
     "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),

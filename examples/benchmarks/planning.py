@@ -7,11 +7,10 @@ torch's own planner on the same tensors, as far as it comes in a minute.
 
 from __future__ import annotations
 
-import csv
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +18,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, WriteItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
+from examples.benchmarks import report
 from lightning_shard.checkpoint.flat_shard import boxes
 from lightning_shard.checkpoint.plan import Held, divide
 
 LAYOUTS = {"rows": "cut by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
+COLUMNS = {"layout": "", "ranks": "ranks", "boxes": "boxes", "seconds": "CPU seconds", "torch_seconds": "torch's"}
 PATIENCE_SECONDS = 60.0
 
 
@@ -127,10 +128,10 @@ def time_of_torch(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -
 
 
 def timed(work: Callable[[], int | None]) -> tuple[float, int]:
-    """Seconds of ``work`` and what it returned."""
-    start = time.perf_counter()
+    """Seconds that the processor had ``work``, whatever else the machine was doing, and what it returned."""
+    start = time.process_time()
     result = work()
-    return time.perf_counter() - start, result or 0
+    return time.process_time() - start, result or 0
 
 
 def measure(ranks: list[int], layers: int, width: int) -> list[Point]:
@@ -147,23 +148,9 @@ def measure(ranks: list[int], layers: int, width: int) -> list[Point]:
     return points
 
 
-def table(points: list[Point]) -> str:
-    """One line for each layout and number of ranks."""
-    lines = [f"{'layout':<8} {'ranks':>6} {'boxes':>10} {'plan':>10} {'torch':>10}"]
-    for p in points:
-        beside = "" if p.torch_seconds is None else f"{p.torch_seconds:>8.2f} s"
-        lines.append(f"{p.layout:<8} {p.ranks:>6} {p.boxes:>10,} {p.seconds:>8.2f} s {beside:>10}")
-    return "\n".join(lines)
-
-
-def write(points: list[Point], path: Path) -> None:
-    """The points as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["layout", "ranks", "boxes", "seconds", "torch_seconds"])
-        for p in points:
-            writer.writerow([p.layout, p.ranks, p.boxes, p.seconds, "" if p.torch_seconds is None else p.torch_seconds])
+def rows_of(points: list[Point]) -> list[report.Row]:
+    """A row for each point."""
+    return [{**asdict(point), "layout": LAYOUTS[point.layout]} for point in points]
 
 
 def draw(points: list[Point], path: Path) -> None:

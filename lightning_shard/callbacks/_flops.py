@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_shard.meters.abstract import abstract_copy
+from lightning_shard import _lightning
+from lightning_shard.meters.abstract import abstract_copy, place
 from lightning_shard.meters.flops import FlopCount, count_flops
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
 class StepFlops:
@@ -47,9 +50,8 @@ class StepFlops:
         assert module is not None
 
         def step() -> object:
-            module.to_empty(device=device)
-            # The device that the module believes to be on.
-            module.to(device)
+            place(module, device)
+            _lightning.set_device(module, device)
             return module.training_step(batch, batch_idx)
 
         try:
@@ -90,3 +92,11 @@ def _short(error: Exception) -> str:
 def is_whole(module: nn.Module) -> bool:
     """Whether every parameter is whole on every rank."""
     return not any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
+
+
+def compute_dtype(trainer: Trainer) -> torch.dtype:
+    """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
+    policy = getattr(trainer.strategy, "policy", None)
+    if policy is not None:
+        return policy.compute
+    return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)

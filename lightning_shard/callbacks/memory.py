@@ -15,20 +15,21 @@ from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.advice import advice
 from lightning_shard.meters.live import StepMeter, account, most
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
-from lightning_shard.meters.summary import gib
+from lightning_shard.meters.summary import size_text
 from lightning_shard.meters.tables import from_numbers, largest, memory_table, to_numbers
-from lightning_shard.meters.windows import peak_bytes
+from lightning_shard.meters.windows import gather_rows, peak_bytes
 
 
 class MemoryCallback(Callback):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
-    At the start of a fit what is there and what a step will add; after the first optimizer step what was counted on
-    live tensors in it, on every engine alike. Both tables are of the rank with the most, which they name. Later steps
-    cost nothing. When memory runs out in the fit, the table and what would hold less go into the error's message.
+    At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
+    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When
+    memory runs out in the fit, the table and what would hold less go into the error's message.
 
     Attributes:
-        predicted: this rank's account at the start, with the gradients and the state that the first step will make.
+        predicted: the fullest rank's account of a step, by arithmetic at the start; None under other strategies and
+            for modules that were cut before the run.
         measured: this rank's account of the first step; None before it.
         ranks: all ranks' measured accounts, on every rank.
     """
@@ -45,14 +46,32 @@ class MemoryCallback(Callback):
         self.measured: MemoryAccount | None = None
         self.ranks: list[MemoryAccount] = []
         self._meter: StepMeter | None = None
+        self._started = False
 
     # Start
 
+    def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the module's parameters while they are whole. This package's strategies call it."""
+        self._predicting(trainer, "note_module")
+
+    def _predicting(self, trainer: Trainer, name: str) -> Any:
+        """Call a method of this package's strategies; what is not in the arithmetic is no reason to end a run."""
+        try:
+            return getattr(trainer.strategy, name, lambda: None)()
+        except Exception as error:
+            rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what is held before the first step."""
+        """Print what the first step will need."""
         self.measured, self.ranks = None, []
+        self.predicted = self._predicting(trainer, "predicted_account")
+        if self.predicted is not None:
+            title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
+            optimizer = self.predicted.device.optimizer + self.predicted.host.optimizer + self.predicted.nvme.optimizer
+            notes = [] if optimizer else ["optimizer state: none, or not known before a step"]
+            rank_zero_info(memory_table(self.predicted, title=title, notes=notes))
         self._meter = self._new_meter(trainer, pl_module)
-        self._steps = trainer.global_step
+        self._started, self._steps = True, trainer.global_step
         self._forward_is_next = True
 
     def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
@@ -96,14 +115,14 @@ class MemoryCallback(Callback):
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
         allocated, reserved = peak_bytes(device)
-        own = torch.tensor([*to_numbers(self.measured), allocated, reserved], dtype=torch.int64, device=device)
-        rows = trainer.strategy.all_gather(own).reshape(-1, len(own)).tolist()
+        own = [*to_numbers(self.measured), allocated, reserved]
+        rows = gather_rows(own, dtype=torch.int64, device=device)
         self.ranks = [from_numbers(row[:-2]) for row in rows]
         rank = largest(self.ranks)
         *_, allocated, reserved = rows[rank]
-        note = f"peak so far: {gib(allocated)} allocated, {gib(reserved)} reserved by torch"
+        note = f"peak so far: {size_text(allocated)} allocated, {size_text(reserved)} reserved by torch"
         if device.type == "cpu":
-            note = f"peak so far: {gib(allocated)} resident in the process"
+            note = f"peak so far: {size_text(allocated)} resident in the process"
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
         rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note]))
 
@@ -122,8 +141,10 @@ class MemoryCallback(Callback):
         """Say in an error of used up memory where it went, and what would hold less."""
         meter, self._meter = self._meter, None
         try:
-            if is_out_of_memory(exception) and hasattr(self, "_steps"):
+            if is_out_of_memory(exception) and self._started:
                 append_to_message(exception, self._explanation(trainer, meter))
+        except Exception as error:
+            append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
         finally:
             if meter is not None:
                 meter.stop()

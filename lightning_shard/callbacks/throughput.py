@@ -12,14 +12,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_shard.callbacks._actions import CHECKPOINT, DATA, ActionClock
-from lightning_shard.callbacks._flops import StepFlops
+from lightning_shard.callbacks._flops import StepFlops, compute_dtype
+from lightning_shard.callbacks._logging import log_window
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.batches import batch_size
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.meters.summary import summary_table, write_csv
-from lightning_shard.meters.windows import RankWindow, Window, combine, from_numbers, peak_bytes, to_numbers
-
-_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+from lightning_shard.meters.windows import (
+    RankWindow,
+    Window,
+    combine,
+    from_numbers,
+    gather_rows,
+    peak_bytes,
+    to_numbers,
+)
 
 
 class ThroughputCallback(Callback):
@@ -154,7 +161,7 @@ class ThroughputCallback(Callback):
             return
         window = self._finish(trainer)
         if window is not None:
-            _log(pl_module, window, on_cpu=trainer.strategy.root_device.type == "cpu")
+            log_window(pl_module, window, on_cpu=trainer.strategy.root_device.type == "cpu")
 
     def _add(self, batch: Any) -> None:
         size = batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
@@ -190,11 +197,10 @@ class ThroughputCallback(Callback):
         spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
         self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
         self._window.allocated, self._window.reserved = peak_bytes(device)
-        numbers = torch.tensor(to_numbers(self._window), dtype=torch.float64, device=device)
-        gathered = trainer.strategy.all_gather(numbers).reshape(-1, len(numbers))
+        rows = gather_rows(to_numbers(self._window), dtype=torch.float64, device=device)
         norm = trainer.callback_metrics.get("grad_norm")
         window = combine(
-            [from_numbers(row) for row in gathered.tolist()],
+            [from_numbers(row) for row in rows],
             step=trainer.global_step,
             steps=trainer.global_step - self._first_step,
             peak=self._peak,
@@ -243,34 +249,3 @@ class ThroughputCallback(Callback):
     def _detach(self) -> None:
         if self._actions is not None:
             self._actions.detach()
-
-
-def _log(module: LightningModule, window: Window, *, on_cpu: bool) -> None:
-    """Log a window's values; on all ranks, which have the same."""
-    tokens = window.tokens_per_second
-    if tokens is not None:
-        module.log("tokens/s", round(tokens), prog_bar=True)
-        module.log("tokens/s/device", round(tokens / window.devices))
-    if window.padding_share is not None:
-        module.log("padding_share", window.padding_share)
-    module.log("samples/s", window.samples_per_second, prog_bar=tokens is None)
-    module.log("samples/s/device", window.samples_per_second_per_device)
-    module.log("step_seconds", window.step_seconds)
-    module.log("data_share", window.data_share)
-    module.log("checkpoint_seconds", window.checkpoint_seconds)
-    if window.mfu is not None:
-        module.log("mfu", window.mfu, prog_bar=True)
-    module.log("memory/rank", float(window.largest_rank))
-    if on_cpu:
-        module.log("memory/resident_gib", window.allocated / 2**30)
-    else:
-        module.log("memory/allocated_gib", window.allocated / 2**30)
-        module.log("memory/reserved_gib", window.reserved / 2**30)
-
-
-def compute_dtype(trainer: Trainer) -> torch.dtype:
-    """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
-    policy = getattr(trainer.strategy, "policy", None)
-    if policy is not None:
-        return policy.compute
-    return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)

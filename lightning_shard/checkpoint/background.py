@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.collect import State
-from lightning_shard.checkpoint.full import FULL_SUFFIX, begin_full
+from lightning_shard.checkpoint.full import begin_full, names_full
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.save import begin
@@ -49,7 +49,7 @@ class Saver:
         self._longest_seconds = 0.0
 
     def save(self, path: str, collect: Callable[[], State], *, background: bool) -> None:
-        """Save to ``path``, the same on every rank; one that ends in ``.full.ckpt`` becomes a stock Lightning file.
+        """Save to ``path``, the same on every rank; one that `names_full` becomes a stock Lightning file.
 
         What is still being written is waited for first.
 
@@ -63,22 +63,21 @@ class Saver:
         """
         self.finish()
         started = time.monotonic()
-        ranks = Ranks.of()
-        begun, state = (begin_full if path.endswith(FULL_SUFFIX) else begin)(ranks, path, collect, self._plans)
+        ranks, writing = Ranks.of(), Ranks.in_background() if background else None
+        begun, state = (begin_full if names_full(path) else begin)(ranks, path, collect, self._plans)
         live = live_values(state.tensors)
-        if not background:
+        if writing is None:
             begun.finish(ranks, live)
             self._note(started)
             return
-        others = Ranks.in_background()
         try:
             values = self._buffers.copy(begun.plan.mine, live)
         except Exception as error:
             values = partial(_fail, error)  # in the thread, where the other ranks learn of it
 
         def work(write: Write) -> None:
-            begun.finish(others, values)
-            others.first(f"removing what {begun.target} replaces", write.tidy)
+            begun.finish(writing, values)
+            writing.first(f"removing what {begun.target} replaces", write.tidy)
             self._note(started)
 
         self._under_way = _UnderWay(path=path, write=Write(work), outcome=Agreement(ranks.group))

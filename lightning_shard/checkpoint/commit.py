@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_shard.checkpoint import locks
 from lightning_shard.checkpoint.layout import holds_only_checkpoint_files
 from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.errors import CheckpointError
@@ -66,7 +66,7 @@ def begin(path: Path, token: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path, token)
     temporary.mkdir()
-    _hold(temporary)
+    locks.hold(temporary)
     return temporary
 
 
@@ -78,7 +78,7 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     """
     sync_directory(temporary)
     _replace(temporary, path, token)
-    _let_go(temporary)
+    locks.let_go(temporary)
     _delete_leftovers(path)
 
 
@@ -180,52 +180,15 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     _delete_leftovers(name)
 
 
-# What this process is writing: temporary directories with the descriptors that hold their locks.
-_held: dict[Path, int] = {}
-
-
-def _hold(temporary: Path) -> None:
-    """Lock a directory for as long as this process writes it; the lock ends with the process, however it ends."""
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)  # a filesystem without locks
-    else:
-        _held[temporary] = descriptor
-
-
-def _let_go(temporary: Path) -> None:
-    if (descriptor := _held.pop(temporary, None)) is not None:
-        os.close(descriptor)
-
-
-def _is_being_written(directory: Path) -> bool:
-    """Whether a process, of this or another job, holds the lock of a temporary directory."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _delete_leftovers(path: Path) -> None:
     for leftover in leftovers(path):
-        if not _is_being_written(leftover):
+        if not locks.is_held(leftover):
             delete_tree(leftover)
 
 
 def delete_tree(path: Path) -> None:
     """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
-    _let_go(path)
+    locks.let_go(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

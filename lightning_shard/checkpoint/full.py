@@ -6,6 +6,7 @@ Written from any other form, tensor by tensor; `lightning_file` reads it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,13 @@ from lightning_shard.checkpoint.save import Begun, begin
 from lightning_shard.checkpoint.stored import NOTES, Stored, StoredTensor, open_portable
 from lightning_shard.errors import CheckpointCorruptError
 
-FULL_SUFFIX = ".full.ckpt"
-"""A checkpoint that is saved to a path with this ending is one file in the ``full`` form."""
+
+def names_full(path: str) -> bool:
+    """Whether a checkpoint that is saved to this path is one file in the ``full`` form: it ends in ``.full.ckpt``.
+
+    Lightning's ModelCheckpoint makes ``.full-v1.ckpt`` of it where there is one of that name already.
+    """
+    return re.search(r"\.full(-v\d+)?\.ckpt$", path) is not None
 
 
 def begin_full(

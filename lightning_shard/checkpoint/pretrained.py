@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from lightning_shard.checkpoint import stand_ins
 from lightning_shard.checkpoint.fit import LoadReport, listed
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.safetensors import Entry, SafetensorsReader
@@ -61,16 +62,18 @@ def load_pretrained(
     ranks = Ranks.of(group)
     with SafetensorsReader() as reader:
 
-        def prepare() -> tuple[dict[str, Any], dict[str, Entry], LoadReport]:
+        def prepare() -> tuple[Names, dict[str, Any], dict[str, Entry], LoadReport]:
             reshard(module)
             names = fqns(module)
+            live = stand_ins.in_place_of(names.tensors)
             entries = _renamed(reader.entries(path), rename or {})
-            chosen, report = _match(path, names.tensors, names.aliases, entries, strict)
-            _check_ties(path, names, entries, reader)
-            return {name: names.tensors[name] for name in chosen}, chosen, report
+            chosen, report = _match(path, live, names.aliases, entries, strict)
+            _check_ties(path, live, names.aliases, entries, reader)
+            return names, {name: live[name] for name in chosen}, chosen, report
 
-        tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
+        names, tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
         ranks.agree(f"reading {path}", lambda: fill(tensors, chosen, reader))
+    stand_ins.show(names.tensors[name] for name in chosen)
     return report
 
 
@@ -155,13 +158,17 @@ def _match(
 
 
 def _check_ties(
-    path: str | os.PathLike[str], names: Names, entries: Mapping[str, Entry], reader: SafetensorsReader
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    reader: SafetensorsReader,
 ) -> None:
     """A tensor that the module ties must not have two values in the files; compared where this rank holds it."""
-    for alias, name in names.aliases.items():
+    for alias, name in aliases.items():
         if alias not in entries or name not in entries:
             continue
-        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in _chunks(names.tensors[name]) if c.sizes.numel()]
+        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in _chunks(tensors[name]) if c.sizes.numel()]
         same = entries[alias].shape == entries[name].shape
         if not same or any(not torch.equal(*(reader.read(entries[k], *box) for k in (name, alias))) for box in boxes):
             raise CheckpointMismatchError(

@@ -55,10 +55,22 @@ def abstract_copy(module: M) -> M:
     """
     memo: dict[int, object] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        memo[id(tensor)] = _without_values(tensor)
+        memo[id(tensor)] = _without_values(tensor, torch.device("meta"))
     return copy.deepcopy(module, memo)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
+def place(module: nn.Module, device: torch.device) -> None:
+    """Inside of `abstract_mode`, put the parameters and buffers of an abstract copy on ``device``, without memory."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _without_values(tensor, device)
+                    tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _without_values(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.summary import gib
+from lightning_shard.meters.summary import size_text
 
 _STEPPED = frozenset({"masters", "optimizer"})
 _GRADIENTS = _STEPPED | {"gradients"}
@@ -96,6 +96,6 @@ def advice(account: MemoryAccount, sharding: Sharding) -> str:
     """`suggestions` as lines to read."""
     lines = ["What holds less on each rank's device, by this account:"]
     for suggestion in suggestions(account, sharding):
-        size = "" if suggestion.saves is None else f": {gib(suggestion.saves)} less"
+        size = "" if suggestion.saves is None else f": {size_text(suggestion.saves)} less"
         lines.append(f"  {suggestion.text}{size}")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ class BatchSize:
     """What one rank's batch holds."""
 
     samples: int
-    """Size of the first dim of the first tensor that has one; 0 where there is none."""
+    """Size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none."""
 
     tokens: int | None
     """Elements of the first integer tensor of two or more dims, such as (batch, time); None: there is none."""
@@ -40,12 +40,12 @@ def batch_size(batch: Any, *, tokens_key: str | int | None = None, mask_key: str
         mask_key: the entry that is zero, or -100, where a token only fills up.
     """
     tensors = list(_tensors(batch))
-    samples = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)
     tokens = named if named is not None else next((tensor for tensor in tensors if _is_tokens(tensor)), None)
     if tokens is None:
+        samples = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
         return BatchSize(samples=samples, tokens=None, real=None)
-    return BatchSize(samples=samples, tokens=tokens.numel(), real=_real(batch, tensors, tokens, mask_key))
+    return BatchSize(samples=tokens.shape[0], tokens=tokens.numel(), real=_real(batch, tensors, tokens, mask_key))
 
 
 def _real(batch: Any, tensors: Sequence[Tensor], tokens: Tensor, mask_key: str | int | None) -> Tensor | None:

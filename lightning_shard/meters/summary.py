@@ -62,13 +62,16 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
 
 def _memory(window: Window, *, on_cpu: bool) -> str:
     if on_cpu:
-        return f"peak memory: {gib(window.allocated)} resident"
-    return f"peak memory: {gib(window.allocated)} allocated, {gib(window.reserved)} reserved"
+        return f"peak memory: {size_text(window.allocated)} resident"
+    return f"peak memory: {size_text(window.allocated)} allocated, {size_text(window.reserved)} reserved"
 
 
-def gib(size: float) -> str:
-    """Bytes as GiB, or MiB where they are few."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+def size_text(size: float) -> str:
+    """Bytes as GiB, or in a smaller unit where they are few."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.meters.summary import aligned, gib
+from lightning_shard.meters.summary import aligned, size_text
 
 PLACES = ("device", "host", "nvme")
 
@@ -33,8 +33,8 @@ def memory_table(account: MemoryAccount, *, title: str, notes: Sequence[str] = (
     for kind in KINDS:
         sizes = [getattr(getattr(account, place), kind) for place in places]
         if any(sizes):
-            rows.append((kind, *(gib(size) if size else "-" for size in sizes)))
-    rows.append(("total", *(gib(getattr(account, place).total) for place in places)))
+            rows.append((kind, *(size_text(size) if size else "-" for size in sizes)))
+    rows.append(("total", *(size_text(getattr(account, place).total) for place in places)))
     return "\n".join([title, *aligned(rows), *notes])
 
 

@@ -6,8 +6,10 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_shard.meters.peaks import mfu
 
@@ -136,6 +138,19 @@ def from_numbers(numbers: Sequence[float]) -> RankWindow:
     """What `to_numbers` gave."""
     names = [field.name for field in fields(RankWindow)]
     return RankWindow(**dict(zip(names, numbers, strict=True)))
+
+
+def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
+    """Every rank's numbers, as many on each, in the ranks' order; this rank's alone without a process group.
+
+    All ranks call it. It waits for the device and for the slowest rank.
+    """
+    own = torch.tensor(numbers, dtype=dtype, device=device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own.tolist()]
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [row.tolist() for row in rows]
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:

@@ -149,7 +149,7 @@ DEEPSPEED: Mapping[str, Field] = {
     "gradient_clipping": Field(
         kind="float",
         name="trainer.gradient_clip_val",
-        idle=(0.0,),
+        idle=("auto", 0.0),
         note="the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32",
     ),
     "zero3_init_flag": Field(

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.migrate import together
-from lightning_shard.migrate.equivalents import Equal, Holds, find
+from lightning_shard.migrate.answers import Equal, Holds
+from lightning_shard.migrate.equivalents import find
 from lightning_shard.migrate.form import Asked, Engine, Reading, shown
 from lightning_shard.migrate.target import Became, Target
 
@@ -23,13 +24,13 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     """
     # One by one: two groups of a preset may be one and the same mapping.
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
-    target = Target(engine=engine, arguments=arguments, fixed=frozenset(arguments), reading=reading)
+    target = Target(engine=engine, arguments=arguments, told=preset is not None, reading=reading)
     for asked in _once(reading, target.problems):
         if asked.name in together.SPECIAL:
-            together.SPECIAL[asked.name](target, asked, preset is not None)
+            together.SPECIAL[asked.name](target, asked)
         else:
             _by_table(target, asked)
-    together.finish(target, preset is not None)
+    together.finish(target)
     for met in reading.met:
         target.rows.append(Became(field=met.field, given=met.given, target="", note=met.note))
     target.lost += reading.lost
@@ -97,8 +98,8 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.hold(asked, "nothing is kept in files")
     elif group.startswith("stage3") and target.engine == "deepspeed" and target.stage < 3:
         target.hold(asked, "DeepSpeed reads it in stage 3 alone")
-    elif asked.name == "units" and asked.value == "auto":
-        target.default(asked, "strategy.units")
+    elif _DEFAULTS.get(asked.name) == asked.value:
+        target.default(asked, f"strategy.{asked.name}")
     else:
         target.set(asked, f"strategy.{answer.path or asked.name}", asked.value, answer.note)
 
@@ -114,6 +115,7 @@ _ONLY_FP32 = (
 """Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits."""
 
 
+_DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"}
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 

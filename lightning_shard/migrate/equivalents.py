@@ -1,74 +1,17 @@
 """The table of equivalents: each setting, and what it is for each engine of this package.
 
 Neutral settings have the names of this package's own arguments wherever one engine has an argument for it; an
-engine's answer is `Equal`, `Holds` or `Without`, or several of which the first that fits a value holds. The settings
+engine's answer is `Equal`, `Holds` or `Without`, or several, of which the first that fits a value holds. The settings
 that depend on each other (what is cut, offload, the mesh, precision) are put together in ``target.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from lightning_shard.migrate.form import Engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Equal:
-    """The engine has the same."""
-
-    path: str = ""
-    """Its argument, with dots; "": named as the setting is."""
-
-    note: str = ""
-    """What differs in numbers all the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holds:
-    """What is asked for holds without a setting."""
-
-    note: str
-    """Why."""
-
-    values: tuple[Any, ...] | None = None
-    """Of which values this is so; None: of all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Without:
-    """The engine has no equal."""
-
-    reason: str
-    """Why."""
-
-    nearest: str = ""
-    """What comes nearest; "": nothing."""
-
-
-Answer = Equal | Holds | Without
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A setting on each engine."""
-
-    ddp: tuple[Answer, ...]
-    fsdp: tuple[Answer, ...]
-    deepspeed: tuple[Answer, ...]
-    kind: str = "any"
-    """Of the values that this package's own YAML has: a key of ``fields.KINDS``."""
-
-    def answer(self, engine: Engine, value: Any) -> Answer:
-        """The engine's answer to a value."""
-        answers: tuple[Answer, ...] = getattr(self, engine)
-        fits = (a for a in answers if not isinstance(a, Holds) or a.values is None or _among(value, a.values))
-        return next(fits)
-
-
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(other) and value == other for other in values)
+from lightning_shard.migrate.answers import Answer, Equal, Holds, Row, Without
 
 
 def find(name: str) -> Row:
@@ -119,6 +62,7 @@ TABLE: Mapping[str, Row] = {
     "init_timeout_seconds": _everywhere("float"),
     "lost_rank_seconds": _everywhere("any"),
     "preemption": _everywhere("mapping"),
+    "async_save": _everywhere("bool"),
     # FSDP's.
     "units": _fsdp_only(
         "any",
@@ -205,7 +149,7 @@ TABLE: Mapping[str, Row] = {
     # DeepSpeed's.
     "offload_optimizer.nvme_path": _deepspeed_only("str", reason="only ZeRO-3 keeps state in files"),
     "offload_optimizer.pin_memory": _deepspeed_only(
-        "bool", reason="the host's memory is always pinned", idle=(True,), note="host memory is pinned on CUDA"
+        "bool", reason="", idle=(True, False), note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
     ),
     "offload_optimizer.buffer_count": _deepspeed_only("int", reason="only ZeRO-3 keeps state in files", idle=(4,)),
     "offload_optimizer.fast_init": _deepspeed_only("bool", reason="only ZeRO-3 keeps state in files", idle=(False,)),
@@ -214,13 +158,25 @@ TABLE: Mapping[str, Row] = {
     ),
     "offload_parameters.nvme_path": _deepspeed_only("str", reason="only ZeRO-3 keeps parameters in files"),
     "offload_parameters.pin_memory": _deepspeed_only(
-        "bool", reason="the host's memory is always pinned", idle=(True,), note="host memory is pinned on CUDA"
+        "bool", reason="", idle=(True, False), note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
     ),
     "offload_parameters.buffer_count": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(5,)),
     "offload_parameters.buffer_size": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(100_000_000,)),
     "offload_parameters.max_in_cpu": _deepspeed_only("int", reason="only ZeRO-3 has files", idle=(1_000_000_000,)),
-    "buckets.reduce": _deepspeed_only("any", reason=_BUCKET, nearest=_FSDP_UNITS, idle=(500_000_000,)),
-    "buckets.allgather": _deepspeed_only("int", reason=_BUCKET, nearest=_FSDP_UNITS, idle=(500_000_000,)),
+    "buckets.reduce": _deepspeed_only(
+        "any",
+        reason=_BUCKET,
+        nearest=_FSDP_UNITS,
+        idle=(500_000_000, 200_000_000),
+        note="DeepSpeed's, or stock Lightning's, default",
+    ),
+    "buckets.allgather": _deepspeed_only(
+        "int",
+        reason=_BUCKET,
+        nearest=_FSDP_UNITS,
+        idle=(500_000_000, 200_000_000),
+        note="DeepSpeed's, or stock Lightning's, default",
+    ),
     "buckets.overlap_comm": _deepspeed_only(
         "bool", reason="communication always overlaps with compute", idle=(True,), note="it always overlaps"
     ),
@@ -289,6 +245,12 @@ TABLE: Mapping[str, Row] = {
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 
 _EXPORT = (Holds(note="every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`"),)
+_CHECKPOINTING = (
+    Without(
+        reason="the strategy does not call deepspeed.checkpointing.configure",
+        nearest="activation_checkpointing: units; or that call in configure_model",
+    ),
+)
 _LOGS = (Holds(note="DeepSpeed's own prints; the Trainer logs by log_every_n_steps"),)
 _MODEL = "the optimizer comes from configure_optimizers, or `optimizer:` in the YAML"
 
@@ -297,6 +259,7 @@ CONFIG: Mapping[str, Row] = {
     "scheduler": _deepspeed_only(
         "any", reason="the schedule comes from configure_optimizers, or `lr_scheduler:` in the YAML"
     ),
+    "activation_checkpointing": Row(ddp=_CHECKPOINTING, fsdp=_CHECKPOINTING, deepspeed=_CHECKPOINTING),
     "fp16": _deepspeed_only(
         "any", reason="a loss scale goes with precision 16-mixed", nearest="ShardPrecision(loss_scale=...)"
     ),
@@ -337,6 +300,6 @@ def _config_row(name: str) -> Row:
     """The row of ``config.KEY``: DeepSpeed keeps the key in ``config``."""
     key = name.removeprefix("config.")
     row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or _OTHER
-    if isinstance(row.deepspeed[0], Holds):
+    if not isinstance(row.deepspeed[0], Equal):
         return row
     return replace(row, deepspeed=(Equal(path=name),))

@@ -67,6 +67,13 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     check_keys(reading, "trainer", trainer, known.trainer_keys, "the Trainer")
     strategy = trainer.pop("strategy", None)
     given_before = reading.engine
+    if given_before is not None:
+        # "auto" leaves it to whoever says it.
+        strategy = None if strategy == "auto" else strategy
+        for key in [
+            key for key in _SHOWN if trainer.get(key) == "auto" and reading.value(f"trainer.{key}") is not None
+        ]:
+            del trainer[key]
     if strategy is not None and given_before is not None:
         reading.problems.append(
             f"trainer.strategy is {shown(strategy)!r}, but another file says the strategy too: remove one of the two"

@@ -109,12 +109,8 @@ def _content(reading: Reading, target: Target, known: Known, strategy: Any) -> d
     carried = dict(reading.carried)
     trainer: Mapping[str, Any] = carried.pop("trainer", {})
     first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
-    own: dict[str, Any] = {
-        "strategy": strategy,
-        **first,
-        **{k: v for k, v in trainer.items() if k not in first},
-        **target.trainer,
-    }
+    kept = {key: value for key, value in trainer.items() if key not in first}
+    own: dict[str, Any] = {"strategy": strategy, **first, **kept, **target.trainer}
     before = [key for key in known.top_keys if key == "seed_everything" and key in carried]
     head = {key: carried.pop(key) for key in before}
     return {**head, "trainer": own, **carried}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.migrate.answers import Equal
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
-from lightning_shard.migrate.equivalents import TABLE, Equal
+from lightning_shard.migrate.equivalents import TABLE
 from lightning_shard.migrate.fields import Field, check_keys, read_field
 from lightning_shard.migrate.files import read_file
 from lightning_shard.migrate.form import LEVELS, Engine, Reading, shown

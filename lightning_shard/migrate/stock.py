@@ -10,8 +10,8 @@ from typing import Any
 from lightning_shard.engines.deepspeed_config.scaling import SCALE_KEYS
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import stock_fields as tables
-from lightning_shard.migrate.accelerate import add_fsdp_strategy
-from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, read_deepspeed, scale_of
+from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
+from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fields import Field, check_keys, read_field
 from lightning_shard.migrate.files import read_file
 from lightning_shard.migrate.form import LEVELS, Reading, shown
@@ -51,7 +51,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
         if precision.endswith("-true"):
             became = precision.replace("true", "mixed")
             return became, f"DeepSpeed keeps fp32 masters under {precision} too, which is {became} here"
-        return precision, PRECISION_NOTE
+        return precision, PRECISION_NOTE if precision == "bf16-mixed" else f"{PRECISION_NOTE}; {SCALE_NOTE}"
     if kind == "FSDPStrategy" and precision.endswith("mixed"):
         bits = precision.removesuffix("-mixed").replace("16", "fp16").replace("bffp16", "bf16")
         return precision, f"gradients are reduced in fp32, by stock FSDP in {bits}: ShardPrecision(reduce: {bits})"

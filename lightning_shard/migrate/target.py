@@ -36,16 +36,23 @@ class Target:
     arguments: dict[str, Any]
     """Of the strategy, nested as its YAML is."""
 
-    fixed: frozenset[str]
-    """Those that a name given by the user has set."""
+    told: bool
+    """Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for."""
 
     reading: Reading
     trainer: dict[str, Any] = field(default_factory=dict)
     """Settings of the Trainer's."""
 
+    fixed: frozenset[str] = field(init=False)
+    """Arguments of a name that the user gave."""
+
     rows: list[Became] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Remember what a name has set."""
+        self.fixed = frozenset(self.arguments)
 
     @property
     def stage(self) -> int:

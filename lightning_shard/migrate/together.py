@@ -12,16 +12,16 @@ from lightning_shard.migrate.target import CLASSES, Target, level_of
 _AS_TOLD = "as --to says"
 
 
-def _engine(target: Target, asked: Asked, told: bool) -> None:
+def _engine(target: Target, asked: Asked) -> None:
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2])
 
 
 # What is cut
 
 
-def _shard(target: Target, asked: Asked, told: bool) -> None:
+def _shard(target: Target, asked: Asked) -> None:
     level = LEVELS.index(asked.value)
-    if told:
+    if target.told:
         wanted = {"ddp": 0, "deepspeed": target.stage}.get(target.engine, _fsdp_level(target))
         target.note(asked, "strategy", level_of(target.engine, target.arguments), _AS_TOLD * (wanted != level))
     elif target.engine == "deepspeed":
@@ -42,14 +42,14 @@ def _fsdp_level(target: Target) -> int:
     return LEVELS.index("gradients" if target.arguments.get("reshard_after_forward") is False else "parameters")
 
 
-def _mesh(target: Target, asked: Asked, told: bool) -> None:
+def _mesh(target: Target, asked: Asked) -> None:
     copies = asked.value["replicate"]
     if target.engine == "fsdp" and asked.value == {"replicate": 1, "shard": "auto"}:
         target.default(asked, "strategy.mesh")
     elif target.engine == "fsdp":
         target.set(asked, "strategy.mesh", asked.value)
     elif target.engine == "ddp":
-        target.note(asked, "strategy", "whole copies", _AS_TOLD if told else "")
+        target.note(asked, "strategy", "whole copies", _AS_TOLD if target.told else "")
     elif copies == 1:
         target.hold(asked, "DeepSpeed cuts over all processes")
     else:
@@ -61,7 +61,7 @@ def _mesh(target: Target, asked: Asked, told: bool) -> None:
         )
 
 
-def _reshard_ranks(target: Target, asked: Asked, told: bool) -> None:
+def _reshard_ranks(target: Target, asked: Asked) -> None:
     if target.engine == "fsdp" and "reshard_after_forward" in target.fixed:
         target.note(asked, "strategy.reshard_after_forward", target.arguments["reshard_after_forward"], _AS_TOLD)
     elif target.engine == "fsdp":
@@ -78,7 +78,7 @@ def _reshard_ranks(target: Target, asked: Asked, told: bool) -> None:
 _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
 
 
-def _cpu_offload(target: Target, asked: Asked, told: bool) -> None:
+def _cpu_offload(target: Target, asked: Asked) -> None:
     if asked.value is False:
         target.reading.rest(asked.field, asked.given)
     elif target.engine == "fsdp":
@@ -105,10 +105,10 @@ def _device(target: Target, asked: Asked, group: str, device: str) -> None:
         target.set(asked, f"strategy.{group}.device", device)
 
 
-def _offload(target: Target, asked: Asked, told: bool) -> None:
+def _offload(target: Target, asked: Asked) -> None:
     group, device = asked.name.partition(".")[0], asked.value
     if target.engine == "deepspeed":
-        _zero_offload(target, asked, group, device, told)
+        _zero_offload(target, asked, group, device)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
     elif device == "nvme" and "cpu_offload" in target.fixed:
@@ -125,9 +125,9 @@ def _offload(target: Target, asked: Asked, told: bool) -> None:
             target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all")
 
 
-def _zero_offload(target: Target, asked: Asked, group: str, device: str, told: bool) -> None:
+def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None:
     least = 3 if group == "offload_parameters" or device == "nvme" else 1
-    if target.stage < least and told:
+    if target.stage < least and target.told:
         what = "parameters" if group == "offload_parameters" else "state"
         near = "--to shard_deepspeed_stage_3_offload" + "_nvme" * (device == "nvme")
         target.lose(asked, f"stage {target.stage} can't keep {what} there; that needs stage {least}", near)
@@ -138,7 +138,7 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str, told: b
 # Wrapping and accumulation
 
 
-def _activation_checkpointing(target: Target, asked: Asked, told: bool) -> None:
+def _activation_checkpointing(target: Target, asked: Asked) -> None:
     if target.engine == "ddp":
         near = "torch.utils.checkpoint in the model; or --to shard_fsdp_grad_op"
         target.lose(asked, "shard_ddp has no such argument", near)
@@ -152,7 +152,7 @@ def _activation_checkpointing(target: Target, asked: Asked, told: bool) -> None:
     target.set(asked, "strategy.activation_checkpointing", value, note)
 
 
-def _accumulate_sync(target: Target, asked: Asked, told: bool) -> None:
+def _accumulate_sync(target: Target, asked: Asked) -> None:
     own = "boundary" if target.stage < 2 else "micro_batch"
     if target.engine != "deepspeed":
         target.set(asked, "strategy.accumulate_sync", asked.value)
@@ -164,7 +164,7 @@ def _accumulate_sync(target: Target, asked: Asked, told: bool) -> None:
         target.lose(asked, reason, f"stages {stages}")
 
 
-def _accumulate(target: Target, asked: Asked, told: bool) -> None:
+def _accumulate(target: Target, asked: Asked) -> None:
     reading = target.reading
     note = ""
     if int(asked.value) > 1 and reading.engine is not None and reading.value("accumulate_sync") is None:
@@ -187,7 +187,7 @@ def _reduced(engine: Engine, stage: int, aligned: bool) -> str:
 # Precision
 
 
-def _precision(target: Target, asked: Asked, told: bool) -> None:
+def _precision(target: Target, asked: Asked) -> None:
     own = target.engine == "deepspeed" and target.stage == 0
     if own and asked.value != "32-true":
         target.problems.append(
@@ -197,7 +197,7 @@ def _precision(target: Target, asked: Asked, told: bool) -> None:
     target.set(asked, "trainer.precision", asked.value)
 
 
-def _override(target: Target, asked: Asked, told: bool) -> None:
+def _override(target: Target, asked: Asked) -> None:
     """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which stands in place of ``precision``."""
     precision = target.reading.value("precision")
     if asked.name == "loss_scale" and not str(precision).startswith("16"):
@@ -217,7 +217,7 @@ def _override(target: Target, asked: Asked, told: bool) -> None:
 # Checkpoints
 
 
-def _checkpoint_form(target: Target, asked: Asked, told: bool) -> None:
+def _checkpoint_form(target: Target, asked: Asked) -> None:
     if asked.value == "local":
         target.lose(asked, "shards are never saved as they lie", "the portable directory, which every engine reads")
     elif asked.value == "portable":
@@ -227,7 +227,10 @@ def _checkpoint_form(target: Target, asked: Asked, told: bool) -> None:
     else:
         name = "*.full.ckpt, one stock Lightning file"
         target.trainer["callbacks"] = _full_names(target.reading.carried.get("trainer", {}).get("callbacks"))
-        target.note(asked, "trainer.callbacks", name, "without the name: a directory that every engine reads")
+        note = "without this name: a directory that every engine reads"
+        if not target.reading.carried:
+            note += ". A list replaces that of another --config: give the Lightning YAML to this command too"
+        target.note(asked, "trainer.callbacks", name, note)
 
 
 _MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
@@ -250,7 +253,7 @@ def _full_names(callbacks: Any) -> list[Any]:
     return result
 
 
-SPECIAL: Mapping[str, Callable[[Target, Asked, bool], None]] = {
+SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "engine": _engine,
     "shard": _shard,
     "mesh": _mesh,
@@ -270,7 +273,7 @@ SPECIAL: Mapping[str, Callable[[Target, Asked, bool], None]] = {
 """Setting to the function that adds it to a target; the rest go by the table of equivalents."""
 
 
-def finish(target: Target, told: bool) -> None:
+def finish(target: Target) -> None:
     """Put `ShardPrecision` in place of the precision where one is needed, and the defaults of nobody's asking."""
     overrides = target.trainer.pop("plugins", None)
     if overrides:

@@ -18,6 +18,17 @@ from lightning_shard.planning.moments import Moments, optimizer_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
+def as_shards(engine: Replicas | Shards) -> Shards:
+    """An engine on FSDP2's machinery, seen as shards.
+
+    ``replicate`` is FSDP2 in one piece, which stays gathered from forward to backward: a copy in the compute dtype,
+    even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
+    """
+    if isinstance(engine, Shards):
+        return engine
+    return Shards(replicate=engine.ranks, shard=1, reshard_after_forward=False, at_boundary=engine.at_boundary)
+
+
 def shard_elements(shape: Sequence[int], pieces: int) -> int:
     """Elements of one of the ``pieces`` that FSDP2 cuts a tensor into along its first dimension, padding included."""
     return -(-shape[0] // pieces) * prod(shape[1:])
@@ -50,19 +61,18 @@ def replica_moments(
         buffers=model.buffer_bytes,
     )
     if engine.composable:
-        # ``replicate`` is FSDP2 in one piece, which stays gathered from forward to backward: a copy in the compute
-        # dtype, even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
-        shards = Shards(replicate=engine.ranks, shard=1, reshard_after_forward=False, at_boundary=engine.at_boundary)
-        return _around(resting, gradients, model, shards, policy, micro_batches)
+        return _around(resting, gradients, model, as_shards(engine), policy, micro_batches)
     # DDP makes its buckets when it is built, and copies gradients in and out of them unless they lie there.
     resting = replace(resting, communication=0 if engine.gradients_in_buckets else gradients)
-    held = gradients if micro_batches > 1 else 0
+    waiting = gradients if micro_batches > 1 else 0
     # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
-    aside = 0 if engine.at_boundary else held
+    aside = 0 if engine.at_boundary else waiting
     return Moments(
-        forward=MemoryAccount(device=replace(resting, gradients=held)),
+        # Lightning zeroes the last step's gradients after forward.
+        forward=MemoryAccount(device=replace(resting, gradients=gradients)),
         backward=MemoryAccount(device=replace(resting, gradients=gradients + aside)),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
+        waiting=waiting,
     )
 
 
@@ -115,11 +125,13 @@ def _around(
         waiting = _raw(model.parameters, policy.reduce) if engine.at_boundary else gradients
     kinds = replace(resting, gathered=root_whole + gathered)
     return Moments(
-        forward=MemoryAccount(device=replace(kinds, gradients=waiting, communication=in_flight[0])),
+        # Lightning zeroes the last step's gradients after forward.
+        forward=MemoryAccount(device=replace(kinds, gradients=max(gradients, waiting), communication=in_flight[0])),
         backward=MemoryAccount(
             device=replace(kinds, gradients=max(gradients, waiting) + raw, communication=in_flight[1] + reduced)
         ),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
+        waiting=waiting,
     )
 
 
@@ -147,4 +159,9 @@ def _offloaded(moments: Moments, model: ModelFacts, master: torch.dtype) -> Mome
             host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=gradients),
         )
 
-    return Moments(forward=moved(moments.forward), backward=moved(moments.backward), step=moved(moments.step))
+    return Moments(
+        forward=moved(moments.forward),
+        backward=moved(moments.backward),
+        step=moved(moments.step),
+        waiting=max(0, moments.waiting - kept.gradients),
+    )

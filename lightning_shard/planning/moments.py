@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.planning.facts import OptimizerFacts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Zero
 
 POINTS = ("forward", "backward", "step")
 
@@ -25,6 +25,12 @@ class Moments:
 
     step: MemoryAccount
     """While the optimizer steps."""
+
+    at_end: int = 0
+    """Of backward's communication on the device, the bytes that are there at its end alone: copies for a reduction."""
+
+    waiting: int = 0
+    """Bytes of the sums of earlier micro-batches' gradients on the device, while the last one's backward runs."""
 
     @property
     def largest(self) -> MemoryAccount:
@@ -55,3 +61,18 @@ def optimizer_bytes(elements: Iterable[tuple[int, torch.dtype]], optimizer: Opti
     for count, dtype in elements:
         total += sum(count * (slot or dtype).itemsize for slot in optimizer.slots) + optimizer.fixed_bytes
     return total
+
+
+def seen_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> int:
+    """Bytes of whole parameters as forward sees them."""
+    return sum(p.numel * p.seen_in(compute).itemsize for p in parameters)
+
+
+def reduction_copies(model: ModelFacts, engine: Zero, per_element: int) -> tuple[int, int]:
+    """Bytes of the copies that the reduction of a bucket makes, and those of them that are made after backward alone.
+
+    What fits into one bucket is reduced when all of it is there.
+    """
+    numel = sum(p.numel for p in model.trainable)
+    copies = min(numel, engine.reduce_bucket) * per_element
+    return copies, copies if numel <= engine.reduce_bucket else 0

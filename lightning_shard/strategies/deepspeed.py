@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard import _lightning
+from lightning_shard.checkpoint import stand_ins
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -43,13 +44,14 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.advice import Sharding
+from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies import deepspeed_offload as offload
 from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.strategies.deepspeed_facts import run_facts
+from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.wrapping import find_units
 
 
@@ -149,6 +151,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self._values: Values | None = None
         self._failed = False
         self._ended = False
+        self._listed: list[Tensor] = []
         self._connection: process.Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
@@ -233,6 +236,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             self._values.share(self._running, rank=self.global_rank, size=self.world_size)
         elif not fitting and self.policy.compute != torch.float32:
             self._values.round(self.policy.compute)
+        if not fitting:
+            self._stand_in(module)
         return module
 
     def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
@@ -250,7 +255,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         assert module is not None
         assert values is not None
         optimizer = self._only_optimizer()
-        config = deepspeed_config(self._fields, run_facts(self, trainer))
+        facts = run_facts(self, trainer, count_steps=asks_for_steps(self._fields))
+        config = deepspeed_config(self._fields, facts)
         self._config, self._folders = offload.prepare(self, config, optimizer)
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in values.kept})
@@ -262,10 +268,16 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
         self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
         assert self._running.optimizer is not None
+        self._listed = list(module.parameters())
         self.optimizers = [self._running.optimizer]
         if self._running.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
         values.share(self._running, rank=self.global_rank, size=self.world_size)
+        self._stand_in(module)
+
+    def _stand_in(self, module: LightningModule) -> None:
+        """Let who fills the module's parameters find what is stepped in their place."""
+        stand_ins.install(module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors))
 
     def _only_optimizer(self) -> Optimizer | None:
         """The optimizer that configure_optimizers made; None: the configuration describes one."""
@@ -393,7 +405,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         if self._running is None or self._values is None or not self._running.groups:
             return super().held_tensors()
         kept = self._values.shares
-        return holdings.zero_tensors(self._running.zero, self._metered(), device=self.root_device, kept=kept)
+        return holdings.zero_tensors(
+            self._running.zero, self._metered(), device=self.root_device, parameters=self._listed, kept=kept
+        )
+
+    def _planned_engine(self) -> Engine:
+        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
 
     def sharding(self) -> Sharding:
         """See the parent's; each stage cuts one kind more."""
@@ -411,7 +428,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def gathered_tensors(self) -> Iterable[Held]:
         """See the parent's."""
-        return holdings.gathered(self._metered())
+        return holdings.gathered(self._listed)
 
     # Checkpoints
 
@@ -464,6 +481,8 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """
         self._stop_ledger()
         module = self.lightning_module
+        if module is not None:
+            stand_ins.remove(module)
         if self._running is not None and self._values is not None and not self._ended:
             self._values.leave(self._running, device=self.root_device, communicate=not self._failed)
             # What it stepped stays, so that a checkpoint can be saved after the fit too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,22 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_shard import _lightning
-from lightning_shard.engines.deepspeed_config import RunFacts
+from lightning_shard.engines.deepspeed_config import DeepSpeedFields, RunFacts
+from lightning_shard.engines.deepspeed_config.merging import get, merge
+from lightning_shard.engines.deepspeed_config.reading import AUTO
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 
 
-def run_facts(strategy: ShardDeepSpeedStrategy, trainer: Trainer) -> RunFacts:
-    """The facts of a fit whose optimizers are made and whose parameters are whole."""
+def run_facts(strategy: ShardDeepSpeedStrategy, trainer: Trainer, *, count_steps: bool = False) -> RunFacts:
+    """The facts of a fit whose optimizers are made and whose parameters are whole. All ranks call it.
+
+    Args:
+        strategy: of the run.
+        trainer: of the run.
+        count_steps: whether the number of optimizer steps is asked for, which sets up the training data for it.
+    """
     module = trainer.lightning_module
     accumulate = trainer.accumulate_grad_batches
     if not module.automatic_optimization:
@@ -32,10 +41,22 @@ def run_facts(strategy: ShardDeepSpeedStrategy, trainer: Trainer) -> RunFacts:
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
         optimizer=_optimizer_facts(strategy.optimizers),
+        total_steps=_total_steps(trainer) if count_steps else None,
         hidden_size=hidden_size(module),
         # Of a module that an earlier run has cut, too.
         number_of_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
     )
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Optimizer steps of the whole fit; None: it has no end."""
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if math.isfinite(steps) and steps > 0 else None
+
+
+def asks_for_steps(fields: DeepSpeedFields) -> bool:
+    """Whether a schedule of the configuration is as long as the fit (``total_num_steps: auto``)."""
+    return get(merge(fields, []), "scheduler.params.total_num_steps") == AUTO
 
 
 def _optimizer_facts(optimizers: Iterable[Any]) -> Mapping[str, Any] | None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard import _lightning
 from lightning_shard.engines.holdings import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.advice import Sharding
 from lightning_shard.meters.live import StepMeter, account
+from lightning_shard.meters.slots import optimizer_facts
+from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
+from lightning_shard.planning.states import predict_account
+from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.watching import WatchedStrategy
+
+if TYPE_CHECKING:
+    from lightning_shard.strategies.base import ShardStrategy
 
 
 class MeteredStrategy(WatchedStrategy):
@@ -20,6 +30,12 @@ class MeteredStrategy(WatchedStrategy):
 
     engine: str
     aligned: bool
+    _facts: ModelFacts | None = None
+
+    @property
+    @abstractmethod
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of this run."""
 
     def held_tensors(self) -> Iterable[Held]:
         """All live tensors of the run on this rank but activations, by kind and place. No communication."""
@@ -38,12 +54,46 @@ class MeteredStrategy(WatchedStrategy):
         """A meter for one optimizer step of this rank."""
         return StepMeter(self._metered(), self.held_tensors, self.gathered_tensors, device=self.root_device)
 
+    def note_module(self) -> None:
+        """Before sharding: keep what `predicted_account` is to start from."""
+        from lightning_shard.strategies.planned import facts_of  # It imports the strategies.
+
+        module = self._metered()
+        cut = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
+        self._facts = None if cut else facts_of(cast("ShardStrategy", self), module)
+
+    def predicted_account(self) -> MemoryAccount | None:
+        """What the fullest rank will hold of each kind in a step, without activations, by arithmetic; after set-up.
+
+        None: without `note_module`, and where the module was cut before the run. Optimizer state is 0 where it can't be
+        known before a step.
+        """
+        if self._facts is None:
+            return None
+        facts = [optimizer_facts(optimizer) for optimizer in self.optimizers]
+        known = facts[0] if len(set(map(repr, facts))) == 1 else None
+        return predict_account(
+            self._facts,
+            self._planned_engine(),
+            self.policy,
+            known or OptimizerFacts(slots=(), fixed_bytes=0),
+            micro_batches=self._trainer.accumulate_grad_batches,
+        )
+
+    def _planned_engine(self) -> Engine:
+        from lightning_shard.strategies.planned import engine_of
+
+        strategy = cast("ShardStrategy", self)
+        ranks, per_node, device = self.world_size, strategy.num_processes, self.root_device
+        return engine_of(strategy, self._metered(), ranks=ranks, per_node=per_node, device_type=device.type)
+
     def sharding(self) -> Sharding:
         """How the run holds its states."""
         return Sharding(engine=self.engine, ranks=self.world_size, pieces=1, cut=frozenset(), aligned=self.aligned)
 
     def _before_sharding(self, trainer: Trainer) -> None:
         """Let callbacks see the module of a fit while its parameters are whole, or on the meta device."""
+        self._facts = None
         for callback in _lightning.callbacks(trainer):
             if (hook := getattr(callback, "before_sharding", None)) is not None:
                 hook(trainer, self.lightning_module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,27 @@ from lightning_shard.engines.holdings import Held, buffers, optimizer_tensors, p
 from lightning_shard.engines.zero import layout, swapping
 
 
-def zero_tensors(zero: Any, module: nn.Module, *, device: torch.device, kept: Iterable[Tensor] = ()) -> Iterator[Held]:
+def zero_tensors(
+    zero: Any,
+    module: nn.Module,
+    *,
+    device: torch.device,
+    parameters: Sequence[Tensor] | None = None,
+    kept: Iterable[Tensor] = (),
+) -> Iterator[Held]:
     """What DeepSpeed's engine and a module under it hold. Tensors of files are those that are mapped between steps.
 
     Args:
         zero: the engine's ``optimizer``, of stages 1 to 3.
         module: under the engine.
         device: where this rank computes.
+        parameters: the module's, listed while no forward ran. Stage 3 gathers what is read off a module in the middle
+            of its forward, and takes it for a parameter that the module needs from then on.
         kept: values on the host that stand beside the module's parameters as masters do.
     """
     stage_3 = layout.kind(zero) == layout.STAGE_3
     offloaded = bool(getattr(zero, "offload_optimizer" if stage_3 else "cpu_offload", False))
-    parameters = list(module.parameters())
+    parameters = list(module.parameters()) if parameters is None else parameters
     for parameter in parameters:
         yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
     stepping = "host" if offloaded else "device"
@@ -56,9 +65,9 @@ def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iter
     yield Held("gathered", "device", parameter.data)
 
 
-def gathered(module: nn.Module) -> Iterator[Held]:
-    """What is whole of stage 3's parameters at this moment."""
-    return (Held("gathered", "device", p.data) for p in module.parameters() if layout.is_cut(p))
+def gathered(parameters: Iterable[Tensor]) -> Iterator[Held]:
+    """What is whole of stage 3's parameters at this moment; they are listed as for `zero_tensors`."""
+    return (Held("gathered", "device", p.data) for p in parameters if layout.is_cut(p))
 
 
 def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Held]:

@@ -1,0 +1,165 @@
+"""The profiler of torch on chosen steps, a trace for each rank, switched on in YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters.traces import Communication, communication
+
+_SNAPSHOT_ENTRIES = 100_000
+"""Allocations and frees that a snapshot goes back; torch's own examples take this number."""
+
+
+class ProfilerCallback(Callback):
+    """Writes what CPU and GPU do in chosen optimizer steps to ``rank{N}-steps{A}-{B}.json.gz``, for each rank.
+
+    Open them at https://ui.perfetto.dev or in ``chrome://tracing``. Steps that follow on one another are one trace; the
+    step before the first one is run under the profiler too, and dropped, where there is one, because the profiler's
+    own start is slow. Other steps cost nothing.
+
+    ``Trainer(profiler="pytorch")`` takes its steps from a Python function and names files by the rank on the node, so
+    that it can't be set up from YAML nor used on several nodes; for a table of operators use that one.
+
+    Attributes:
+        files: the traces and snapshots that this rank wrote.
+        communication: what part of the last trace was communication on this rank.
+    """
+
+    def __init__(
+        self,
+        steps: list[int] | None = None,
+        ranks: list[int] | None = None,
+        folder: str | None = None,
+        shapes: bool = False,
+        stacks: bool = False,
+        memory: bool = False,
+        snapshots: bool = False,
+    ) -> None:
+        """Say what is traced.
+
+        Args:
+            steps: numbers of optimizer steps, the run's first is 1; default: 10, 11 and 12.
+            ranks: ranks that write; default: all.
+            folder: where; default: ``profile`` in the logger's folder, or in ``default_root_dir`` without one.
+            shapes: record the operators' input shapes.
+            stacks: record Python's stacks; slow.
+            memory: record allocations in the trace.
+            snapshots: also write ``rank{N}-steps{A}-{B}.pickle``, every allocation on the GPU with its stack, for
+                https://docs.pytorch.org/memory_viz. CUDA only.
+
+        Raises:
+            ConfigurationError: no steps, or numbers below 1.
+        """
+        chosen = [10, 11, 12] if steps is None else steps
+        if not chosen or min(chosen) < 1:
+            raise ConfigurationError(f"steps is {chosen}, but must be numbers of optimizer steps, from 1 on.")
+        self.steps = sorted(set(chosen))
+        self.ranks = ranks
+        self.folder = folder
+        self.shapes = shapes
+        self.stacks = stacks
+        self.memory = memory
+        self.snapshots = snapshots
+        self.files: list[Path] = []
+        self.communication: Communication | None = None
+        self._profile: profile | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the folder. All ranks call it."""
+        self._folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
+        self._device = trainer.strategy.root_device
+        self._begun = trainer.global_step
+        if self.snapshots and not self._records_snapshots():
+            rank_zero_info(
+                f"ProfilerCallback: snapshots is true, but memory snapshots are CUDA's, and this run is on "
+                f"{self._device.type}. The traces are written."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start with the step before a chosen one."""
+        if self._profile is None and (self.ranks is None or trainer.global_rank in self.ranks):
+            coming = trainer.global_step + 1
+            warmup = int(coming not in self.steps)
+            if coming + warmup in self.steps:
+                self._start(coming + warmup, warmup)
+
+    def _start(self, first: int, warmup: int) -> None:
+        last = first
+        while last + 1 in self.steps:
+            last += 1
+        self._span = first, last
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=warmup, active=last - first + 1, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=self.shapes,
+            with_stack=self.stacks,
+            profile_memory=self.memory,
+        )
+        self._profile.start()
+        if self.snapshots and self._records_snapshots():
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+
+    def _records_snapshots(self) -> bool:
+        # Documented (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), but by names that may change.
+        return self._device.type == "cuda" and hasattr(torch.cuda.memory, "_record_memory_history")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count optimizer steps; write when the last of them is done."""
+        if trainer.global_step == self._begun:
+            return
+        self._begun = trainer.global_step
+        if self._profile is None:
+            return
+        self._profile.step()
+        if trainer.global_step >= self._span[1]:
+            self._stop()
+
+    def _write(self, done: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        first, last = self._span
+        name = f"rank{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}-steps{first}-{last}"
+        trace = self._folder / f"{name}.json.gz"
+        done.export_chrome_trace(str(trace))
+        self.files.append(trace)
+        self.communication = communication(done.events() or [])
+        if self.snapshots and self._records_snapshots():
+            snapshot = self._folder / f"{name}.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            self.files.append(snapshot)
+        rank_zero_info(f"ProfilerCallback: {trace}{_communication_text(self.communication)}")
+
+    def _stop(self) -> None:
+        running, self._profile = self._profile, None
+        if running is None:
+            return
+        running.stop()
+        if self.snapshots and self._records_snapshots():
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what there is of steps that the run did not finish."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is: a snapshot of when memory ran out is what one looks for."""
+        self._stop()
+
+
+def _communication_text(found: Communication | None) -> str:
+    if found is None:
+        return ""
+    exposed = "" if found.exposed is None else f", {found.exposed:.1%} with no other kernel beside them"
+    return f" (collectives ran in {found.share:.1%} of the traced time{exposed})"

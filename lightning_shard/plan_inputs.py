@@ -1,0 +1,280 @@
+"""What ``lightning-shard plan`` reads: the module without data in its tensors, the first batch, the strategy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_shard import registry
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.planning import fake
+from lightning_shard.planning.traffic import Nodes
+from lightning_shard.plugins.precision import ShardPrecision
+from lightning_shard.strategies.base import ShardStrategy
+
+
+class _StandIn(SimpleNamespace):
+    """A Trainer that has facts and runs nothing."""
+
+
+@dataclass(kw_only=True)
+class Inputs:
+    """A run as its configuration describes it, not started."""
+
+    module: LightningModule
+    """Its tensors have no data."""
+
+    data: LightningDataModule | None
+    strategy: ShardStrategy
+    """With its precision plugin."""
+
+    trainer: Mapping[str, Any]
+    """The Trainer's arguments."""
+
+    nodes: Nodes
+    """The machines."""
+
+    mode: Any
+    """In which the module's tensors have no data."""
+
+    name: str
+    """The strategy's name, or its class's."""
+
+    standin: Any = field(default=None, repr=False)
+    """In the place of the Trainer; held here because modules refer to theirs weakly."""
+
+    @property
+    def micro_batches(self) -> int:
+        """``accumulate_grad_batches``."""
+        return int(self.trainer.get("accumulate_grad_batches") or 1)
+
+
+def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:
+    """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others.
+
+    Without ``nodes`` and ``devices`` the configuration's numbers hold. The module is built without memory for its
+    tensors; where that fails (it reads or looks at values), for real.
+
+    Raises:
+        SystemExit: a mistake in the configuration, which was printed.
+        ConfigurationError: a strategy that is not of this package.
+    """
+    mode = fake.fake_mode()
+    reader = _parse(arguments, mode)
+    trainer = dict(reader.config_init["fit"]["trainer"])
+    strategy, name = _strategy(trainer.get("strategy"))
+    strategy.precision_plugin = _precision(trainer)
+    inputs = Inputs(
+        module=reader.model,
+        data=reader.datamodule,
+        strategy=strategy,
+        trainer=trainer,
+        nodes=Nodes(
+            nodes=nodes or _number(trainer.get("num_nodes")), devices=devices or _number(trainer.get("devices"))
+        ),
+        mode=mode,
+        name=name,
+    )
+    inputs.standin = _stand_in(trainer, inputs.nodes)
+    _attach(inputs.module, inputs.standin)
+    _configure(inputs)
+    return inputs
+
+
+def _number(given: Any) -> int:
+    """A number of nodes or devices as the Trainer takes it: "auto" and -1 are what a machine has, here one."""
+    if isinstance(given, list | tuple):
+        return len(given)
+    text = str(given)
+    return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+def _parse(arguments: Sequence[str], mode: Any) -> Any:
+    # That module imports the commands.
+    from lightning_shard.cli import ShardArgumentParser, ShardCLI
+
+    class Parser(ShardArgumentParser):
+        """Builds modules without data in their tensors."""
+
+        def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            """As the parent's."""
+
+            @functools.wraps(instantiator)
+            def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
+                build = partial(instantiator, class_type, *args, **kwargs)
+                is_module = isinstance(class_type, type) and issubclass(class_type, nn.Module)
+                return _without_data(build, mode) if is_module else build()
+
+            super().add_instantiator(without_data, *args, **kwargs)
+
+    class Reader(ShardCLI):
+        """Reads a configuration of ``fit`` and starts nothing."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            """Nothing that needs a device, a process or a folder."""
+            return SimpleNamespace(fit=lambda **_: None)
+
+        def after_fit(self) -> None:
+            """There was none."""
+
+    with warnings.catch_warnings():
+        # That arguments are given in Python, beside those of the command line.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+        return Reader(args=["fit", *arguments], save_config_callback=None, parser_class=Parser)
+
+
+def _without_data(build: Callable[[], Any], mode: Any) -> Any:
+    """What ``build`` returns: on the meta device; where that fails with fake tensors; and else with its data."""
+    for tensors in (torch.device("meta"), mode):
+        try:
+            with tensors:
+                return build()
+        except Exception:
+            # It reads values, or files.
+            continue
+    return build()
+
+
+def _strategy(given: Any) -> tuple[ShardStrategy, str]:
+    if isinstance(given, ShardStrategy):
+        return given, type(given).__name__
+    if isinstance(given, str) and given.lower() in registry.PRESETS:
+        return registry.build(given.lower()), given.lower()
+    near = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
+    fit = next((own for other, own in near.items() if str(given).startswith(other)), "shard_fsdp")
+    raise ConfigurationError(
+        f"trainer.strategy is {given!r}, whose memory is not known here. Plan with a strategy of lightning_shard: "
+        f"--trainer.strategy {fit} (`lightning-shard strategies` lists them)."
+    )
+
+
+def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
+    plugins = trainer.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
+        if isinstance(plugin, ShardPrecision):
+            return plugin
+    given = str(trainer.get("precision") or "32-true")
+    return ShardPrecision({"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}.get(given, given))  # type: ignore[arg-type]
+
+
+def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
+    """What modules ask their Trainer for before and in a training step."""
+    ranks = nodes.ranks
+    steps = trainer.get("max_steps") or -1
+
+    def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor.unsqueeze(0).repeat(ranks, *[1] * tensor.ndim)
+
+    return _StandIn(
+        world_size=ranks,
+        num_nodes=nodes.nodes,
+        num_devices=nodes.devices,
+        global_rank=0,
+        local_rank=0,
+        node_rank=0,
+        is_global_zero=True,
+        global_step=0,
+        current_epoch=0,
+        max_steps=steps,
+        max_epochs=trainer.get("max_epochs"),
+        accumulate_grad_batches=int(trainer.get("accumulate_grad_batches") or 1),
+        gradient_clip_val=trainer.get("gradient_clip_val"),
+        estimated_stepping_batches=steps if steps > 0 else float("inf"),
+        training=True,
+        validating=False,
+        sanity_checking=False,
+        barebones=True,
+        strategy=SimpleNamespace(all_gather=all_gather, world_size=ranks, global_rank=0, reduce=lambda t, *a, **k: t),
+    )
+
+
+def _attach(module: LightningModule, standin: Any) -> None:
+    module.trainer = standin
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            # What is logged has no value.
+            part.__dict__["log"] = part.__dict__["log_dict"] = lambda *args, **kwargs: None
+
+
+def _configure(inputs: Inputs) -> None:
+    """Run ``configure_model``, without data if it can be, and take what data there is from the tensors."""
+    _without_data(inputs.module.configure_model, inputs.mode)
+    fake.make_fake(inputs.module, inputs.mode)
+
+
+def first_batch(inputs: Inputs) -> Any:
+    """The first batch of the training data, on the CPU, after the transfer hooks.
+
+    Raises:
+        ConfigurationError: there is no data, or it can't be read here.
+    """
+    owner: Any = inputs.data if inputs.data is not None else inputs.module
+    try:
+        owner.prepare_data()
+        owner.setup("fit")
+        loader = owner.train_dataloader()
+        batch = next(iter(loader[0] if isinstance(loader, list) else loader))
+        hooks: Any = inputs.data if _has_hooks(inputs.data) else inputs.module
+        batch = hooks.on_before_batch_transfer(batch, 0)
+        return hooks.on_after_batch_transfer(batch, 0)
+    except Exception as error:
+        place = fake.where(error)
+        raise ConfigurationError(
+            f"the first batch of the training data can't be read: {type(error).__name__}: {error}"
+            + (f" (at {place})" if place else "")
+        ) from error
+
+
+def _has_hooks(data: LightningDataModule | None) -> bool:
+    hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
+    return data is not None and any(is_overridden(hook, data) for hook in hooks)
+
+
+def loss_of(module: LightningModule) -> Any:
+    """``(batch) -> loss`` of a module's training step.
+
+    Raises:
+        ConfigurationError: the module steps its optimizers itself.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "the module steps its optimizers itself (automatic_optimization is false), so that a step is more than a "
+            "loss and its backward"
+        )
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    return lambda batch: module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+
+def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
+    """The optimizer that ``configure_optimizers`` returns, over the module's tensors without data.
+
+    Raises:
+        ConfigurationError: none, several, or one that can't be made here.
+    """
+    try:
+        with inputs.mode:
+            found = inputs.module.configure_optimizers()
+    except Exception as error:
+        raise ConfigurationError(
+            f"configure_optimizers needs what only a run has: {type(error).__name__}: {error}"
+        ) from error
+    found = found.get("optimizer") if isinstance(found, Mapping) else found
+    if isinstance(found, tuple) and found and isinstance(found[0], list):
+        found = found[0]
+    if isinstance(found, list | tuple):
+        found = found[0] if len(found) == 1 else None
+    found = found.get("optimizer") if isinstance(found, Mapping) else found
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ConfigurationError("configure_optimizers returns no optimizer, or several")
+    return found

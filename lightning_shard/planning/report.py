@@ -1,0 +1,107 @@
+"""A plan as text: tables of bytes by kind, of engines, of what crosses the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_shard.memory import KINDS, MemoryAccount
+from lightning_shard.planning.fitting import shown_points
+from lightning_shard.planning.quantities import show_bytes, show_seconds
+from lightning_shard.planning.traffic import Collective, Nodes, StepTime
+from lightning_shard.planning.walk import Point, peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One engine of a comparison."""
+
+    name: str
+    checkpointing: bool
+    refused: str = ""
+    """Why the engine does not run this configuration; "": it does."""
+
+    points: tuple[Point, ...] = ()
+    largest_batch: int | None = None
+    fewest: Nodes | None = None
+    sent: tuple[Collective, ...] = ()
+    time: StepTime | None = None
+
+    @property
+    def title(self) -> str:
+        """Name and activation checkpointing."""
+        return f"{self.name} + checkpointing" if self.checkpointing else self.name
+
+    @property
+    def most(self) -> MemoryAccount:
+        """The account at the peak."""
+        return peak(self.points).account
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width; the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def by_kind(points: Sequence[Point]) -> str:
+    """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
+    columns = shown_points(points)
+    rows = [["bytes of a device", *(p.name for p in columns)]]
+    for kind in KINDS:
+        if any(getattr(p.account.device, kind) for p in columns):
+            rows.append([kind, *(show_bytes(getattr(p.account.device, kind)) for p in columns)])
+    rows.append(["all", *(show_bytes(p.account.device.total) for p in columns)])
+    for place, title in (("host", "host memory, per device"), ("nvme", "NVMe, per device")):
+        totals = [getattr(p.account, place).total for p in columns]
+        if any(totals):
+            rows.append([title, *(show_bytes(total) for total in totals)])
+    return in_columns(rows)
+
+
+def comparison(rows: Sequence[Row], memory: int) -> str:
+    """A line for each engine: what its device holds at the peak, by kind, and whether that fits."""
+    kinds = [kind for kind in KINDS if any(getattr(r.most.device, kind) for r in rows if not r.refused)]
+    times = any(r.time for r in rows)
+    head = ["engine", *kinds, "all", "host", "fits", "largest batch", "fewest devices"]
+    table = [[*head, *(["step", "bound by"] if times else [])]]
+    for row in rows:
+        if row.refused:
+            continue
+        most = row.most
+        outside = most.host.total + most.nvme.total
+        cells = [row.title, *(show_bytes(getattr(most.device, kind)) for kind in kinds), show_bytes(most.device.total)]
+        cells += [show_bytes(outside), "yes" if most.device.total <= memory else "no"]
+        cells.append("?" if row.largest_batch is None else str(row.largest_batch))
+        cells.append("none" if row.fewest is None else str(row.fewest.ranks))
+        if times:
+            cells += [show_seconds(row.time.expected), row.time.bound] if row.time else ["?", "?"]
+        table.append(cells)
+    refused = [f"not run by {row.title}: {row.refused}" for row in rows if row.refused and not row.checkpointing]
+    return "\n".join([in_columns(table), *refused])
+
+
+def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
+    """What an optimizer step sends, by collective and mesh axis."""
+    if not sent:
+        return "nothing crosses the network: there is one process"
+    rows = [["sent in a step", "axis", "ranks", "inside a node, per device", "between nodes, per node"]]
+    for c in sent:
+        inside, between = c.inside(nodes), c.between(nodes)
+        rows.append([f"{c.kind}, {c.what}", c.axis, str(c.ranks), show_bytes(inside), show_bytes(between)])
+    totals = [sum(c.inside(nodes) for c in sent), sum(c.between(nodes) for c in sent)]
+    rows.append(["all", "", "", *(show_bytes(total) for total in totals)])
+    return in_columns(rows)
+
+
+def timing(time: StepTime) -> str:
+    """The parts of a step and what it waits for."""
+    return (
+        f"a step takes about {show_seconds(time.expected)}, bound by {time.bound}: compute "
+        f"{show_seconds(time.compute)}, links inside nodes {show_seconds(time.inside)}, between nodes "
+        f"{show_seconds(time.between)}, each as if alone and communication behind compute"
+    )

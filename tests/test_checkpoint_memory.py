@@ -1,0 +1,78 @@
+"""The host memory that a save and a load take on each rank, beside the shard itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.collect import CheckpointInfo, State
+from lightning_shard.checkpoint.load import load_tensors
+from tests.harness import run_distributed
+
+MIB = 2**20
+BOX, BOXES = 2 * MIB, 16
+SHARD = BOX * BOXES
+# A box on its way to or from a file, its bytes and the reader's, and what Python allocates for the first time.
+BUFFERS = 6 * BOX
+
+
+def status(field: str) -> int:
+    found = re.search(field + r":\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def growth(work: Callable[[], None]) -> int:
+    """By how much memory rose above what it was at the beginning."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def sharded(number: float) -> dict[str, Tensor]:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    rows = BOX // 4 // 1024
+    return {
+        f"model.w{i}": DTensor.from_local(torch.full((rows, 1024), number + i), mesh, [Shard(0)]) for i in range(BOXES)
+    }
+
+
+def measure(folder: str) -> dict[str, int]:
+    tensors, saver = sharded(1.0), Saver()
+    state = State(tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
+
+    def save(name: str, background: bool) -> None:
+        saver.save(f"{folder}/{name}.ckpt", lambda: state, background=background)
+
+    save("warm", False)
+    found = {"sync": growth(lambda: save("sync", False))}
+    found["async"] = growth(lambda: (save("async", True), saver.finish()))
+    found["async again"] = growth(lambda: (save("again", True), saver.finish()))
+    before = status("VmRSS")
+    saver.close()
+    found["given back"] = before - status("VmRSS")
+    other = sharded(0.0)
+    found["load"] = growth(lambda: load_tensors(f"{folder}/again.ckpt", other))
+    assert all(torch.equal(other[key].to_local(), tensor.to_local()) for key, tensor in tensors.items())
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+def test_a_save_takes_buffers_and_one_in_the_background_a_copy_of_the_shard(tmp_path: Path) -> None:
+    for found in run_distributed(measure, 2, str(tmp_path)):
+        assert found["sync"] < BUFFERS, found
+        assert 0.9 * SHARD < found["async"] < SHARD + BUFFERS, found
+        assert found["async again"] < BUFFERS, found
+        assert found["given back"] > 0.9 * SHARD, found
+        assert found["load"] < BUFFERS, found

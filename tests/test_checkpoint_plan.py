@@ -1,0 +1,161 @@
+"""Who writes what: every box once, evened out by bytes, and nothing that is compared with everything."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
+from lightning_shard.checkpoint import overlap
+from lightning_shard.checkpoint.collect import CheckpointInfo
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.overlap import Cut, find_overlap
+from lightning_shard.checkpoint.plan import Held, divide
+from lightning_shard.checkpoint.save import save
+from lightning_shard.checkpoint.stored import StoredTensor, write_portable
+from lightning_shard.errors import CheckpointError
+from tests.harness import run_distributed
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+
+
+def held(key: str, shape: tuple[int, ...], *boxes: Cut, first_counts: bool = False) -> Held:
+    return Held(key, shape, torch.float32, boxes, first_counts)
+
+
+def whole(key: str, *shape: int, first_counts: bool = False) -> Held:
+    return held(key, shape, ((0,) * len(shape), shape), first_counts=first_counts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, size: int) -> None:
+    tensors = gpt_tensors(2, 64)
+    all_held = [held_by(rank, size, layout, tensors) for rank in range(size)]
+    numbers, made = divide(all_held)
+    boxes = {key: set() for key in tensors}
+    load = [0] * size
+    for rank, mine in enumerate(numbers):
+        own = [(part.key, box) for part in all_held[rank] for box in part.boxes]
+        assert [(index.fqn, tuple(index.offset)) for index in made.writers[rank]] == [
+            (own[number][0], own[number][1][0]) for number in mine
+        ]
+        for key, (offsets, sizes) in (own[number] for number in mine):
+            assert offsets not in boxes[key]
+            boxes[key].add(offsets)
+            load[rank] += 4 * math.prod(sizes)
+    for key, shape in tensors.items():
+        entry = made.tensors[key]
+        assert tuple(entry.size) == shape
+        assert {tuple(chunk.offsets) for chunk in entry.chunks} == boxes[key]
+        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
+    if layout == "whole":
+        # What one rank has more than another is not more than the largest tensor.
+        assert max(load) - min(load) <= 4 * 50304 * 64
+
+
+def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None:
+    own = whole("own", 100_000)
+    shared = [whole(f"shared.{i}", 1000) for i in range(10)]
+    numbers, _ = divide([(own, *shared), tuple(shared)])
+    assert numbers == [[0], list(range(10))]
+
+
+def test_where_values_may_differ_the_first_rank_writes() -> None:
+    buffers = [whole(f"b{i}", 10, first_counts=True) for i in range(3)]
+    weights = [whole(f"w{i}", 10) for i in range(3)]
+    numbers, _ = divide([(*buffers, *weights)] * 2)
+    assert numbers == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([whole("w", 3), whole("w", 4)], r"rank 1 has w of shape \(4,\) .* another rank of shape \(3,\)"),
+        ([held("w", (3,)), held("w", (3,))], "no rank has a part of w"),
+        ([held("w", (3,), ((0,), (2,)))], r"the ranks have 2 elements of w of shape \(3,\)"),
+        ([held("w", (4,), ((0,), (2,))), held("w", (4,), ((1,), (2,)))], "w has boxes that overlap"),
+    ],
+)
+def test_what_makes_up_no_whole_tensors_is_refused(ranks: list[Held], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        divide([(part,) for part in ranks])
+
+
+SHAPE = (4, 3, 5)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Cut]:
+    found = []
+    for _ in range(draw(st.integers(2, 6))):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in SHAPE)
+        sizes = tuple(draw(st.integers(1, size - offset)) for size, offset in zip(SHAPE, offsets, strict=True))
+        found.append((offsets, sizes))
+    return found
+
+
+def cells(box: Cut) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(o, o + s) for o, s in zip(*box, strict=True))))
+
+
+@given(boxes())
+def test_overlaps_are_found_as_by_looking_at_every_element(found: list[Cut]) -> None:
+    pairs = [(a, b) for a, b in itertools.combinations(found, 2) if cells(a) & cells(b)]
+    result = find_overlap(SHAPE, found)
+    assert (result is None) == (not pairs)
+    if result is not None:
+        assert cells(result[0]) & cells(result[1])
+
+
+@pytest.mark.parametrize("shape", [(512, 4096), (4096, 512), (64, 64, 3, 3)])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_the_check_does_not_compare_each_with_each(
+    shape: tuple[int, ...], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    meet = overlap._meet
+    monkeypatch.setattr(overlap, "_meet", lambda *pair: compared.append(1) or meet(*pair))
+    found = [box for rank in range(512) for part in held_by(rank, 512, layout, {"w": shape}) for box in part.boxes]
+    assert find_overlap(shape, found) is None
+    assert len(compared) <= len(found)
+
+
+def test_what_a_rank_sends_is_small() -> None:
+    tensors = gpt_tensors(8, 512)
+    assert len(pickle.dumps(held_by(3, 1024, "flat", tensors))) < 100 * len(tensors)
+
+
+def convert(source: str, target: str) -> list[str]:
+    """A conversion on several ranks; the tensors that this one read."""
+    stored, read = open_any(source), []
+
+    def noting(key: str, tensor: StoredTensor) -> StoredTensor:
+        def values() -> Tensor:
+            read.append(key)
+            return tensor.read()
+
+        return StoredTensor(shape=tensor.shape, dtype=tensor.dtype, read=values)
+
+    write_portable(target, replace(stored, tensors={k: noting(k, t) for k, t in stored.tensors.items()}))
+    return read
+
+
+def test_a_conversion_is_shared_by_the_ranks(tmp_path: Path) -> None:
+    tensors = {f"model.w{i}": torch.full((500,), float(i)) for i in range(8)}
+    save(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, info=INFO)
+    first, second = run_distributed(convert, 2, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
+    assert len(first) == len(second) == 4
+    assert {*first, *second} == tensors.keys()
+    assert all(
+        torch.equal(tensor.read(), tensors[key]) for key, tensor in open_any(tmp_path / "b.ckpt").tensors.items()
+    )
