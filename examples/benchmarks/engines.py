@@ -178,19 +178,10 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     panels = []
     for key, name in (("ratio", "time of a step"), ("memory_ratio", "peak memory")):
         shown = [row for row in rows if row.get(key) is not None]
-        if not shown:
-            continue
-        panel: dict[str, Any] = {
-            "title": f"{name}, of the first in each group",
-            "labels": [row["contestant"] for row in shown],
-            "values": [row[key] for row in shown],
-            "line": 1.0,
-            "start": 0.8,
-        }
-        if key == "ratio":
-            ends = [[float(end) for end in row["ratios"].split("..")] for row in shown]
-            panel["errors"] = [(row[key] - low, high - row[key]) for row, (low, high) in zip(shown, ends, strict=True)]
-        panels.append(panel)
+        labels = [row["contestant"] for row in shown]
+        if shown:
+            title_of_panel = f"{name}, of the first in each group"
+            panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8})
     if panels:
         report.draw_bars(panels, path, title=title)
 
@@ -201,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = workload_of(options)
     title = f"{describe(work)}\n{report.environment(work.device)}"
     say(title)
+    # The two are often measured at different sizes, or at different times of a busy machine.
+    stem = "engines_memory" if options.skip == "time" else "engines"
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
     for name in options.races:
@@ -212,9 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds += blocks
         say(f"\n{name}\n{report.table(new, COLUMNS)}\n")
         # What was measured stays, should the run be cut short.
-        report.write_csv(rows, options.output / "engines.csv")
-        report.write_csv(rounds, options.output / "engines_blocks.csv")
-    draw(rows, options.output / "engines.png", title)
+        report.write_csv(rows, options.output / f"{stem}.csv")
+        if rounds:
+            report.write_csv(rounds, options.output / f"{stem}_blocks.csv")
+    draw(rows, options.output / f"{stem}.png", title)
     say(f"rows, blocks and picture: {options.output}")
     return int(any(row.get("failed") for row in rows))
 

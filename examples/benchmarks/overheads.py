@@ -21,7 +21,7 @@ from typing import Any
 
 from examples.benchmarks import report
 from examples.benchmarks.processes import Failed, Place, run_processes
-from examples.benchmarks.races import rounds_of, rows_of, say, time_together
+from examples.benchmarks.races import ratios, rounds_of, rows_of, say, time_together
 from examples.benchmarks.turns import Plan, build, paired, spread
 from examples.benchmarks.variants import build_variant
 from examples.benchmarks.workload import Workload, add_arguments, describe, workload_of
@@ -129,8 +129,7 @@ def rows_in_turn(part: str, names: Sequence[str], measure: Any, repeats: int) ->
                 "part": part,
                 "contestant": name,
                 "seconds": round(spread(found).median, 3),
-                "ratio": None if ratio is None else round(ratio.median, 4),
-                "ratios": None if ratio is None else f"{ratio.smallest:.3f}..{ratio.largest:.3f}",
+                **({} if ratio is None else ratios(ratio)),
             }
         )
     return rows
@@ -192,14 +191,8 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     shown = [row for row in rows if row.get("ratio") is not None]
     if not shown:
         return
-    ends = [[float(end) for end in row["ratios"].split("..")] for row in shown]
-    panel = {
-        "title": "time, of the loop by hand that does the same",
-        "labels": [f"{row['contestant']}  [{row['part']}]" for row in shown],
-        "values": [row["ratio"] for row in shown],
-        "errors": [(row["ratio"] - low, high - row["ratio"]) for row, (low, high) in zip(shown, ends, strict=True)],
-        "line": 1.0,
-    }
+    labels = [f"{row['contestant']}  [{row['part']}]" for row in shown]
+    panel = report.ratio_panel(shown, "ratio", labels, "time, of the loop by hand that does the same")
     report.draw_bars([panel], path, title=title)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.benchmarks.processes import run_processes
-from examples.benchmarks.turns import Contestant, Plan, Result, build, difference, paired, race, spread
+from examples.benchmarks.turns import Contestant, Plan, Result, Spread, build, difference, paired, race, spread
 from examples.benchmarks.workload import Workload
 
 Maker = Callable[..., Contestant]
@@ -46,10 +46,20 @@ def rows_of(race_name: str, result: Result, work: Workload, reference_of: Callab
             row["loss"] = difference(result.losses[name], result.losses[reference])
             row["failed"] = not row["loss"] <= TOLERANCE[work.precision]
             ratio = paired(seconds, result.seconds[reference])
-            row["ratio"] = None if row["failed"] else round(ratio.median, 4)
-            row["ratios"] = "losses differ" if row["failed"] else f"{ratio.smallest:.3f}..{ratio.largest:.3f}"
+            row.update({"ratios": "losses differ"} if row["failed"] else ratios(ratio))
         rows.append(row)
     return rows
+
+
+def ratios(found: Spread) -> dict[str, Any]:
+    """The columns of paired ratios."""
+    smallest, middle, largest = (round(one, 4) for one in (found.smallest, found.median, found.largest))
+    return {
+        "ratio": middle,
+        "ratio_smallest": smallest,
+        "ratio_largest": largest,
+        "ratios": f"{smallest:.3f}..{largest:.3f}",
+    }
 
 
 def rounds_of(race_name: str, result: Result) -> list[dict[str, Any]]:
