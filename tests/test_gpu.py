@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
+from lightning_shard.checkpoint.staging import HostBuffers
 from tests.models import Final, TinyLM, loader
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +63,17 @@ def fit(name: str, precision: str, folder: Path, **kwargs: Any) -> tuple[dict[st
     assert trainer.strategy.root_device.type == "cuda"
     trainer.save_checkpoint(folder / f"{name}.ckpt", weights_only=True)
     return {key: value.cpu() for key, value in final.parameters.items()}, module.losses
+
+
+def test_copies_of_device_memory_are_pinned_and_whole_at_once() -> None:
+    tensors = {f"w{i}": torch.full((1 << 20,), float(i), device="cuda") for i in range(4)}
+    boxes, buffers = [MetadataIndex(name, (0,)) for name in tensors], HostBuffers()
+    values = buffers.copy(boxes, lambda index: tensors[index.fqn])
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    for i, index in enumerate(boxes):
+        assert values(index).is_pinned()
+        assert values(index).eq(i).all()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])

@@ -53,7 +53,7 @@ class HostBuffers:
 
 
 def _new_buffer(source: Tensor) -> Tensor:
-    name = source.untyped_storage().filename
+    name = source.untyped_storage().filename if source.device.type == "cpu" else None
     if name is None or source.numel() == 0:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
     handle, path = tempfile.mkstemp(prefix=".staged-", dir=Path(name).parent)
