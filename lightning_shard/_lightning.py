@@ -37,6 +37,7 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -51,6 +52,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "after_each_batch",
     "at_teardown",
+    "begins_accumulation",
     "callbacks",
     "count_cut_parameters",
     "choose_checkpoint",
@@ -75,6 +77,7 @@ __all__ = [
     "train_batch_size",
     "training_results_state",
     "use_no_grad_in_evaluation",
+    "watches_zero_grad",
     "wrapped",
 ]
 
@@ -133,6 +136,20 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def should_accumulate(trainer: Trainer) -> bool:
     """Whether this batch's gradients are only added up, with no optimizer step after it."""
     return trainer.fit_loop._should_accumulate()
+
+
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Whether Lightning drops the gradients of the step before in this batch."""
+    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def watches_zero_grad(trainer: Trainer) -> bool:
+    """Whether the module or a callback has a hook that Lightning calls where it drops gradients, or does so itself."""
+    module = trainer.lightning_module
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks(trainer)
+    )
 
 
 def prediction_batches(trainer: Trainer) -> int:

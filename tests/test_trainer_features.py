@@ -548,3 +548,48 @@ def _peeked(strategy: str, precision: str) -> list[dict[str, Tensor]]:
 def test_training_goes_on_after_evaluation_in_inference_mode(strategy: str, precision: str) -> None:
     for plain, peeked in run_distributed(_peeked, 2, strategy, precision):
         assert all(torch.equal(plain[name], peeked[name]) for name in plain)
+
+
+# Gradients
+
+
+def _has_gradients(trainer: pl.Trainer) -> bool:
+    # Those that are stepped: inside a step FSDP has others in their place.
+    return any(p.grad is not None for group in trainer.optimizers[0].param_groups for p in group["params"])
+
+
+def _held_in_forward(strategy: str, precision: str, watched: bool, **flags: Any) -> tuple[list[bool], list[bool]]:
+    """Whether there were gradients when each batch's forward began, and when they were dropped, where that is seen."""
+
+    class Looking(Indexed):
+        held: list[bool] = []  # noqa: RUF012
+
+        def training_step(self, *args: Any) -> Any:
+            self.held.append(_has_gradients(self.trainer))
+            return super().training_step(*args)
+
+    class Watching(pl.Callback):
+        seen: list[bool] = []  # noqa: RUF012
+
+        def on_before_zero_grad(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+            self.seen.append(_has_gradients(trainer))
+
+    torch.manual_seed(1)
+    module, watching = Looking(), Watching()
+    callbacks = [watching] if watched else []
+    quiet_trainer(strategy=strategy, precision=precision, max_epochs=1, callbacks=callbacks, **flags).fit(
+        module, data()
+    )
+    return module.held, watching.seen
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("shard_ddp", "32-true"), ("shard_fsdp", "bf16-mixed")])
+def test_no_forward_runs_beside_the_gradients_of_the_step_before(strategy: str, precision: str) -> None:
+    (held, _), _ = run_distributed(_held_in_forward, 2, strategy, precision, False)
+    assert len(held) > 2
+    assert not any(held)
+    # Those of earlier micro-batches stay, and those that a hook is to see.
+    (held, _), _ = run_distributed(_held_in_forward, 2, strategy, precision, False, accumulate_grad_batches=2)
+    assert held == [index % 2 == 1 for index in range(len(held))]
+    (held, seen), _ = run_distributed(_held_in_forward, 2, strategy, precision, True)
+    assert seen == held == [index > 0 for index in range(len(held))]

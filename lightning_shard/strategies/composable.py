@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard import _lightning
 from lightning_shard.engines import forward, fsdp
 from lightning_shard.engines.replicas import average_gradients
 from lightning_shard.errors import ConfigurationError
@@ -28,6 +29,7 @@ class ComposableStrategy(ShardStrategy):
     """Base of what runs on FSDP2's machinery, sharded or replicated."""
 
     _sharded: fsdp.ShardedModule | None = None
+    _frees_gradients = False
 
     @abstractmethod
     def _sharding_options(self) -> fsdp.ShardingOptions:
@@ -68,6 +70,26 @@ class ComposableStrategy(ShardStrategy):
             )
         self._sharded = earlier
         fsdp.reshard(earlier.root)
+
+    def on_train_start(self) -> None:
+        """See whether anyone wants the last step's gradients; see also the parent's."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._frees_gradients = self.lightning_module.automatic_optimization and not _lightning.watches_zero_grad(
+            self.lightning_module.trainer
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step`` under the engine's hooks, without the last step's gradients in memory.
+
+        Lightning drops them after the forward. By then they were there together with all of its activations, which is
+        where the memory of many runs ends.
+        """
+        assert self.lightning_module is not None
+        if self._frees_gradients and _lightning.begins_accumulation(self.lightning_module.trainer):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        return super().training_step(*args, **kwargs)
 
     def _gathers_in_forward(self) -> bool:
         return True
