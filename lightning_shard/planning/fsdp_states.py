@@ -125,8 +125,8 @@ def _around(
         waiting = _raw(model.parameters, policy.reduce) if engine.at_boundary else gradients
     kinds = replace(resting, gathered=root_whole + gathered)
     return Moments(
-        # Lightning zeroes the last step's gradients after forward.
-        forward=MemoryAccount(device=replace(kinds, gradients=max(gradients, waiting), communication=in_flight[0])),
+        # The strategy drops the last step's gradients ahead of forward.
+        forward=MemoryAccount(device=replace(kinds, gradients=waiting, communication=in_flight[0])),
         backward=MemoryAccount(
             device=replace(kinds, gradients=max(gradients, waiting) + raw, communication=in_flight[1] + reduced)
         ),
