@@ -46,6 +46,7 @@ def cut(
     fqns = {module: fqn for fqn, module in root.named_modules()}
     names = {id(p): fqn for fqn, p in root.named_parameters()}
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
+    swapping.read_once(init.param_swapper)
     if config["zero_optimization"].get("memory_efficient_linear"):
         # DeepSpeed's default where it cuts by itself; here only where the configuration asks for it.
         init._enable_mem_efficient_linear()

@@ -142,6 +142,22 @@ def place(parameter: Any, swapper: Any) -> None:
     swapper.swap_out_and_release([parameter])
 
 
+def read_once(swapper: Any) -> None:
+    """Let ``swapper``, if there is one, read each parameter once.
+
+    DeepSpeed asks for a parameter twice where two modules that follow one another use it, and then fails to find a
+    second buffer for it.
+    """
+    if swapper is None:
+        return
+    swap_in = swapper.swap_in
+
+    def swap_in_once(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        return swap_in(list(dict.fromkeys(params)), *args, **kwargs)
+
+    swapper.swap_in = swap_in_once
+
+
 def release(zero: Any, parameters: Iterable[Any]) -> None:
     """Take masters, slots and ``parameters`` from DeepSpeed; their files are then only mapped, and can be unlinked."""
     show(zero)
