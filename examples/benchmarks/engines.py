@@ -181,7 +181,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         labels = [row["contestant"] for row in shown]
         if shown:
             title_of_panel = f"{name}, of the first in each group"
-            panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8})
+            panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8, "end": 1.25})
     if panels:
         report.draw_bars(panels, path, title=title)
 

@@ -71,7 +71,7 @@ def draw_bars(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     """Horizontal bars, a panel beside the other.
 
     A panel has ``title``, ``labels``, ``values``, and where wanted ``errors`` ((below, above) for each value),
-    ``line`` (a value to compare with) and ``start`` (where the axis begins).
+    ``line`` (a value to compare with), ``start`` and ``end`` (of the axis).
     """
     import matplotlib
 
@@ -102,7 +102,7 @@ def draw_bars(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
         if panel.get("line") is not None:
             axis.axvline(panel["line"], color="black", linewidth=1)
         if panel.get("start") is not None:
-            axis.set_xlim(left=panel["start"])
+            axis.set_xlim(left=panel["start"], right=panel.get("end"))
     figure.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
