@@ -51,7 +51,7 @@ def sharded(number: float) -> dict[str, Tensor]:
 
 
 def measure(folder: str) -> dict[str, int]:
-    # Boxes are mapped and unmapped one by one then, whatever ran in this process before: glibc else keeps what was freed.
+    # Boxes are then mapped and unmapped one by one, whatever ran in this process before; glibc may keep what was freed.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     tensors, saver = sharded(1.0), Saver()
     state = State(tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
