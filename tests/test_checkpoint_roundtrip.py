@@ -224,7 +224,9 @@ def save_large(path: str, kind: str) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("hybrid", 4, marks=pytest.mark.matrix)]
+)
 def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
     path = tmp_path / "large.ckpt"
     total = run_distributed(save_large, ranks, str(path), kind)[0]

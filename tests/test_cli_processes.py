@@ -170,6 +170,8 @@ def _living(group: int) -> list[int]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 
+# What CI's quickstart does too.
+@pytest.mark.matrix
 @needs_proc
 def test_fit_then_validate_as_it_says(folder: Path) -> None:
     script = Path(sys.executable).with_name("lightning-shard")

@@ -131,7 +131,7 @@ print("trained:", type(model.layer.weight).__name__, not torch.equal(before, mod
 """
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 def test_forked_processes_hand_the_weights_back(tmp_path: Path, precision: str) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
