@@ -283,7 +283,6 @@ def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> No
 FAMILIES = {
     "shard_ddp_aligned": "bf16-mixed",
     "shard_fsdp_offload": "32-true",
-    "shard_deepspeed_stage_1": "bf16-mixed",
     "shard_deepspeed_stage_3_offload": "32-true",
 }
 OTHERS = {
@@ -291,6 +290,7 @@ OTHERS = {
     "shard_fsdp": "bf16-mixed",
     "shard_fsdp_hybrid": "32-true",
     "shard_deepspeed_stage_0": "32-true",
+    "shard_deepspeed_stage_1": "bf16-mixed",
     "shard_deepspeed_stage_2_offload": "bf16-mixed",
     "shard_deepspeed_stage_2": "32-true",
     "shard_deepspeed_stage_3_aligned": "bf16-mixed",

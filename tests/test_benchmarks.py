@@ -194,6 +194,7 @@ def _take(mebibytes: int) -> str:
     return "fits"
 
 
+@pytest.mark.matrix
 def test_the_limit_holds_for_all_ranks_at_once() -> None:
     assert run_distributed(_take, 2, 64) == ["too much", "too much"]
     assert run_distributed(_take, 2, 8) == ["fits", "fits"]
