@@ -189,7 +189,8 @@ class Watch:
         if self._folder is None:
             return
         for path in traces.write(self._folder, self._rank):
-            print(f"[{self._name(self._rank)}] wrote {path}", file=sys.stderr, flush=True)
+            # Not the node's name: the store may be gone, or in use by the other thread.
+            print(f"[rank {self._rank}] wrote {path}", file=sys.stderr, flush=True)
 
     def _lost_message(self, ranks: list[int]) -> str:
         names = ", ".join(self._name(rank) for rank in ranks[:4]) + (" and others" if len(ranks) > 4 else "")
