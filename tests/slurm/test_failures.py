@@ -37,7 +37,8 @@ def test_the_others_end_and_name_the_rank(jobs: Jobs, tmp_path: Path) -> None:
     assert re.search(r"\[rank 0 on lsh1\] rank 1 on lsh2 gave no sign of life: killed", killed)
     assert "rank 0 on lsh1] ends while it is here" in killed
     assert "in training_step" in killed.partition("ends while it is here")[2]
-    (traces,) = (tmp_path / "runs/failures").glob("slurm-*/rank_0.txt")
+    # Of the second step.
+    (traces,) = (tmp_path / "runs/failures").glob("slurm-*-1/rank_0.txt")
     assert "of default_pg: gloo:" in traces.read_text()
     assert f"wrote {traces}" in killed
 
