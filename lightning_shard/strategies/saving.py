@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,9 +43,9 @@ class SavingStrategy(ParallelStrategy):
     """Parts of the run's state as they were before, where a save is to go back behind something that has begun."""
 
     @property
+    @abstractmethod
     def policy(self) -> PrecisionPolicy:
         """The dtypes of this run."""
-        raise NotImplementedError
 
     @property
     def saver(self) -> Saver:
