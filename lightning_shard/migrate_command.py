@@ -100,7 +100,7 @@ def check(content: Mapping[str, Any]) -> None:
     """
     from lightning.pytorch import Trainer
 
-    from lightning_shard.cli import ShardArgumentParser
+    from lightning_shard.cli_parser import ShardArgumentParser
     from lightning_shard.mistakes import UsageError
 
     trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}

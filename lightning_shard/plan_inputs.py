@@ -102,7 +102,8 @@ def _number(given: Any) -> int:
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
     # That module imports the commands.
-    from lightning_shard.cli import ShardArgumentParser, ShardCLI
+    from lightning_shard.cli import ShardCLI
+    from lightning_shard.cli_parser import ShardArgumentParser
 
     class Parser(ShardArgumentParser):
         """Builds modules without data in their tensors."""

@@ -24,7 +24,19 @@ LAYERS = [
     {"_lightning", "_results"},
     {"plugins", "callbacks"},
     {"strategies"},
-    {"", "__main__", "checkpoint_commands", "cli", "doctor", "explain", "full_tensors", "loading", "migrate_command"}
+    {
+        "",
+        "__main__",
+        "checkpoint_commands",
+        "cli",
+        "cli_arguments",
+        "cli_parser",
+        "doctor",
+        "explain",
+        "full_tensors",
+        "loading",
+        "migrate_command",
+    }
     | {"mistakes", "plan_advice", "plan_inputs", "plan_run", "planner", "registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
