@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from lightning_shard.cluster.preflight import Place, connect
@@ -108,6 +109,8 @@ def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
 def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
     """Its thread is in the store most of the time, where the interpreter's end would abort it."""
     code = f"""
+import pytest
+
 from lightning_shard.cluster import watch
 from lightning_shard.cluster.preflight import Place, connect
 watch.INTERVAL_SECONDS = 1e-4
@@ -117,3 +120,27 @@ watch.Watch(place, 60.0).start()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+LEAVING = """
+import atexit, sys
+import torch.distributed as dist
+
+atexit.register(lambda: print("there" if dist.is_initialized() else "gone"))
+from lightning_shard.cluster.preflight import Place
+import pytest
+
+from lightning_shard.strategies.watching import remember_place
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+remember_place(Place(address="127.0.0.1", port=1, rank=0, world_size=1))
+if sys.argv[1] == "fails":
+    raise SyntaxError
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("ends", "gone"), ("fails", "there")])
+def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -> None:
+    """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
+    run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout) == (int(how == "fails"), f"{left}\n")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import sys
 from collections.abc import Callable
 
-from torch.distributed import ProcessGroup, group
+from torch.distributed import ProcessGroup, destroy_process_group, group
 
 from lightning_shard import _lightning
 from lightning_shard.cluster import prefix
@@ -24,6 +25,20 @@ def remember_place(place: Place) -> None:
     global _met
     assert group.WORLD is not None
     _met = (group.WORLD, place, 0)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Destroy the process group that this package made, while there is an interpreter.
+
+    A thread of the backend that lets go of a tensor once the interpreter has begun to end aborts the process. After an
+    exception the group is left alone: to destroy it would wait for collectives that no other rank joins any more.
+    """
+    global _met
+    made, _met = _met, None
+    if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
+        destroy_process_group()
 
 
 class WatchedStrategy(PreemptibleStrategy):
