@@ -183,7 +183,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             title_of_panel = f"{name}, of the first in each group"
             panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8, "end": 1.25})
     if panels:
-        report.draw_bars(panels, path, title=title)
+        report.draw(panels, path, title=title)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
