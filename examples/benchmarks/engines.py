@@ -137,6 +137,7 @@ def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | Non
     if device_peak is None and work.device == "cuda":
         device_peak = peak_flops(torch.cuda.get_device_name(), work.compute_dtype)
     if device_peak is None:
+        say(f"no MFU: the peak of {report.device_name(work.device)} is not known; give it as --peak-tflops")
         return
     flops = model_flops(work)
     for row in rows:

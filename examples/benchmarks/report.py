@@ -18,11 +18,15 @@ Row = Mapping[str, Any]
 
 def environment(device: str) -> str:
     """When, on what and with which versions, in a line."""
-    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_count()} CPU cores"
     names = ("torch", "lightning", "deepspeed", "accelerate")
     versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return f"{when}, {hardware}, Python {platform.python_version()}, {versions}"
+    return f"{when}, {device_name(device)}, Python {platform.python_version()}, {versions}"
+
+
+def device_name(device: str) -> str:
+    """Of the GPU, or how many cores there are."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{cpu_count()} CPU cores"
 
 
 def _version(name: str) -> str | None:
