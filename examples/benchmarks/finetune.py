@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--most", type=int, default=512, help="no larger batch of a process")
     parser.add_argument("--max-length", type=int, default=32, help="tokens of a docstring")
     parser.add_argument("--limit", type=int, help="docstrings of each part; default: all")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each engine")
     parser.add_argument("--lr", type=float, default=1e-4, help="at 32 samples in a batch of all processes")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
