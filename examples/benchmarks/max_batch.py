@@ -1,6 +1,6 @@
 """The largest batch and the largest model that fit into a given memory under each engine, and the throughput there.
 
-    python -m examples.benchmarks.max_batch                                    # two CPU processes, 192 MiB each
+    python -m examples.benchmarks.max_batch                                    # two CPU processes, 560 MiB each
     python -m examples.benchmarks.max_batch --device cuda --memory 65536 --size 1B
 
 By bisection, with runs that really take the steps, each in new processes; the next engine begins where the one before
@@ -32,11 +32,10 @@ from examples.benchmarks.workload import Workload, add_arguments, workload_of
 
 ENGINES = [
     "shard_ddp",
-    "shard_fsdp_grad_op",
-    "shard_fsdp",
     "shard_deepspeed_stage_1",
     "shard_deepspeed_stage_2",
     "shard_deepspeed_stage_3",
+    "shard_fsdp",
 ]
 OFFLOADING = ["shard_fsdp_offload", "shard_deepspeed_stage_2_offload", "shard_deepspeed_stage_3_offload"]
 
@@ -60,10 +59,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--memory", type=int, help="MiB of a process; default: 192 on CPUs, 65536")
+    parser.add_argument("--memory", type=int, help="MiB of a process; default: 560 on CPUs, 65536")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="default: all, without offload on CPUs")
     parser.add_argument("--most", type=int, default=256, help="no larger batch, and no more layers")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a trial that are timed")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a trial that are timed")
     parser.add_argument("--repeats", type=int, default=3, help="rounds with the largest batches, for the throughput")
     parser.add_argument("--resolution", type=int, default=8, help="sizes are found to one part in so many")
     parser.add_argument("--skip", choices=["batch", "model"], help="look for the other alone")
@@ -152,7 +151,7 @@ def time_in_turn(
             size = batches[name]
             try:
                 # That it fits was found before; peaks differ a little from run to run.
-                trial = attempt(name, replace(work, batch_size=size), size, 2 * limit, options.steps)
+                trial = attempt(name, replace(work, batch_size=size), size, 2 * limit, 2 * options.steps)
             except Failed as error:
                 trial = None
                 say(f"{name} did not run at {size}: {error}")
@@ -176,9 +175,9 @@ def time_in_turn(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the engines one after the other, then in turn; 1 if none ran."""
     options = parse_arguments(arguments)
-    work = workload_of(options, seq_len=128)
+    work = workload_of(options, size="25M", seq_len=64)
     on_gpu = work.device == "cuda"
-    memory = options.memory or (65536 if on_gpu else 192)
+    memory = options.memory or (65536 if on_gpu else 560)
     title = (
         f"{memory} MiB for each of {work.processes} processes on {work.device}, sequences of {work.seq_len} tokens, "
         f"{work.precision}, {parameters_of(work) / 1e6:.1f} M parameters for the batch\n"

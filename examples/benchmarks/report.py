@@ -83,7 +83,7 @@ def draw(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    most = max([8, *(len(panel["labels"]) for panel in panels if "labels" in panel)])
+    most = max(len(panel.get("labels", range(14))) for panel in panels)
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(6.5 * len(panels), 1.4 + 0.27 * most), layout="constrained", squeeze=False
     )
