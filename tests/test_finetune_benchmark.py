@@ -48,7 +48,7 @@ def test_what_is_collected_and_what_is_not(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     found = {package: texts for package, texts in data.docstrings(tmp_path).items() if texts}
-    assert found == {"xml": ["About trees of nodes in and others.", "Reads a document from an open file."]}
+    assert found == {"xml": ["Reads a document from an open file.", "About trees of nodes in and others."]}
 
 
 def test_a_limit_keeps_every_label() -> None:
