@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from lightning.pytorch import LightningDataModule
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from examples.classifier import folder_of
-from examples.python_corpus import is_validation, source_files, standard_library
+from examples.labelled_texts import Labelled, LabelledTexts
+from examples.python_corpus import source_files, split, standard_library
 
 PACKAGES = ("asyncio", "ctypes", "email", "importlib", "multiprocessing", "unittest", "urllib", "xml")
 
 
-def snippets(root: Path, names: Sequence[str], lines: int) -> list[tuple[str, int]]:
+def snippets(root: Path, names: Sequence[str], lines: int) -> list[Labelled]:
     """Stretches of ``lines`` lines that do not overlap, blank lines left out, each with its package's number.
 
     Imports are left out too, which would name the package.
@@ -31,7 +25,7 @@ def snippets(root: Path, names: Sequence[str], lines: int) -> list[tuple[str, in
     return found
 
 
-class PythonSnippets(LightningDataModule):
+class PythonSnippets(LabelledTexts):
     """Which of eight standard-library packages is a snippet from? Split by file into train and validation.
 
     Args:
@@ -55,35 +49,10 @@ class PythonSnippets(LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
 
-    def setup(self, stage: str) -> None:
-        """Read the sources; each process on its own."""
-        from transformers import AutoTokenizer
-
+    def parts(self) -> tuple[list[Labelled], list[Labelled]]:
+        """Snippets of the files of each part."""
         h = self.hparams
-        self.tokenizer = AutoTokenizer.from_pretrained(folder_of(h.encoder))
         root = standard_library()
         names = [name for name in source_files(root) if name.split("/")[0] in PACKAGES]
-        self.train, self.validation = (
-            snippets(root, [name for name in names if is_validation(name, h.validation_fraction) is held_out], h.lines)
-            for held_out in (False, True)
-        )
-        if h.limit is not None:
-            self.train, self.validation = (
-                part[:: max(1, len(part) // h.limit)][: h.limit] for part in (self.train, self.validation)
-            )
-
-    def collate(self, items: list[tuple[str, int]]) -> dict[str, Tensor]:
-        """``input_ids`` and ``attention_mask`` (batch, time) and ``labels`` (batch,), all int64."""
-        texts, labels = zip(*items, strict=True)
-        batch: dict[str, Any] = self.tokenizer(
-            list(texts), truncation=True, max_length=self.hparams.max_length, padding="max_length", return_tensors="pt"
-        )
-        return {name: batch[name] for name in ("input_ids", "attention_mask")} | {"labels": torch.tensor(labels)}
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches, see `collate`."""
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Batches in order, see `collate`."""
-        return DataLoader(self.validation, self.hparams.batch_size, collate_fn=self.collate)
+        train, validation = split(names, h.validation_fraction)
+        return snippets(root, train, h.lines), snippets(root, validation, h.lines)

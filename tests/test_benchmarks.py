@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,12 @@ def test_bisection_finds_the_largest(limit: int) -> None:
     assert (0 if best is None else best.size) == min(limit, 64)
     assert count == len(tried) == len(set(tried))
     assert max(tried) <= 64
+    for start in (2, 5, 64, 1000):
+        tried.clear()
+        best, count = largest(attempt, most=64, resolution=64, start=start)
+        assert (0 if best is None else best.size) == min(limit, 64)
+        assert count == len(tried) == len(set(tried))
+        assert tried[0] == min(start, 64)
 
 
 def _take(mebibytes: int) -> str:
@@ -214,9 +221,88 @@ def test_a_trial_tells_what_fits_from_what_does_not() -> None:
     assert seconds > 0
 
 
+def test_largest_batches_run_in_turn_and_an_engine_that_does_not_run_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    timed: list[tuple[str, int]] = []
+
+    def attempt(name: str, work: Workload, size: int, limit: int, steps: int) -> Trial | None:
+        if name == "absent":
+            raise Failed("ModuleNotFoundError: No module named 'absent'")
+        if limit > MEBIBYTE:
+            timed.append((name, size))
+        fits = size <= {"first": 5, "second": 10, "none": 0}[name]
+        return Trial(size=size, peak=limit, seconds=0.5) if fits else None
+
+    monkeypatch.setattr(max_batch, "attempt", attempt)
+    engines = ["--engines", "absent", "first", "none", "second"]
+    tiny = ["--size", "tiny", "--seq-len", "16", "--memory", "1", "--repeats", "2"]
+    assert max_batch.main([*engines, *tiny, "--output", str(tmp_path)]) == 0
+    assert "absent did not run: ModuleNotFoundError: No module named 'absent'" in capsys.readouterr().out.splitlines()
+    # The limit is not in force there.
+    assert timed == [("first", 5), ("second", 10), ("second", 10), ("first", 5)]
+    rows = {row["engine"]: row for row in csv.DictReader((tmp_path / "max_batch.csv").open())}
+    assert [row["batch"] for row in rows.values()] == [row["layers"] for row in rows.values()] == ["5", "0", "10"]
+    assert (rows["second"]["batch_tokens"], rows["second"]["ratio"], rows["none"]["ratio"]) == ("320", "2.0", "")
+    assert len(list(csv.DictReader((tmp_path / "max_batch_rounds.csv").open()))) == 4
+    assert (tmp_path / "max_batch.png").read_bytes().startswith(b"\x89PNG")
+    assert max_batch.main(["--engines", "absent", *tiny, "--output", str(tmp_path)]) == 1
+
+
 def test_deeper_models_are_larger() -> None:
     assert max_batch.parameters_of(max_batch.deepened(TINY, 3)) > max_batch.parameters_of(TINY)
     assert max_batch.deepened(TINY, 3).batch_size == 1
+
+
+# What is not there
+
+
+def _without_deepspeed() -> Result:
+    before = sys.modules.get("deepspeed")
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # as import has it for what can't be imported
+    try:
+        return race(_place(), ["hand_ddp", "deepspeed_stage_2", "shard_deepspeed_stage_2"], TINY, PLAN)
+    finally:
+        del sys.modules["deepspeed"]
+        if before is not None:
+            sys.modules["deepspeed"] = before
+
+
+def test_an_engine_that_is_not_installed_is_left_out() -> None:
+    pytest.importorskip("greenlet")
+    for result in run_distributed(_without_deepspeed, 2):
+        missing = "deepspeed is not installed"
+        assert result.left_out == {"deepspeed_stage_2": missing, "shard_deepspeed_stage_2": missing}
+        assert len(result.seconds["hand_ddp"]) == PLAN.rounds
+
+
+def test_what_fails_once_is_told_once_and_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([2.0, 3.0, 5.0, 3.0, 6.0, 4.0])
+
+    def measure(name: str) -> float:
+        if name == "deepspeed_stage_3":
+            raise Failed("ModuleNotFoundError: No module named 'deepspeed'")
+        return next(seconds)
+
+    names = ["hand_ddp", "shard_ddp", "deepspeed_stage_3", "shard_deepspeed_stage_3"]
+    result = overheads.time_in_turn("first_step", names, measure, 2)
+    told = "first_step: deepspeed_stage_3 did not run: ModuleNotFoundError: No module named 'deepspeed'"
+    assert capsys.readouterr().out.splitlines() == [told]
+    rows = overheads.rows_of_seconds("first_step", names, result)
+    assert [row["contestant"] for row in rows] == ["hand_ddp", "shard_ddp", "shard_deepspeed_stage_3"]
+    # Backwards the second time.
+    assert [row["seconds"] for row in rows] == [3.0, 4.5, 4.0]
+    assert [row.get("ratio") for row in rows] == [1.0, 1.5, None]
+
+
+def test_without_a_peak_there_is_no_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"contestant": "hand", "ms": 100.0}]
+    engines.add_mfu(rows, TINY, None)
+    assert rows == [{"contestant": "hand", "ms": 100.0}]
+    assert capsys.readouterr().out.endswith(" is not known; give it as --peak-tflops\n")
+    engines.add_mfu(rows, TINY, 1e-3)
+    assert rows[0]["mfu"] > 0
 
 
 # Processes and files

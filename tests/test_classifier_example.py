@@ -18,28 +18,6 @@ from tests.models import whole
 CONFIG = str(ROOT / "configs" / "pretrained" / "minilm.yaml")
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as Hugging Face has it: configuration, tokenizer and weights of a tiny BERT."""
-    from transformers import BertConfig, BertModel, BertTokenizer
-
-    folder = tmp_path_factory.mktemp("encoder")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "def", "return", "self", "if", "for", "class", "(", ")", ":"]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    torch.manual_seed(4)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=128,
-    )
-    BertModel(config).save_pretrained(folder)
-    return folder
-
-
 def _fit(encoder: str, folder: str, strategy: str) -> dict[str, Any]:
     from lightning_shard import ShardCLI
 

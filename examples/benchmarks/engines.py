@@ -137,6 +137,7 @@ def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | Non
     if device_peak is None and work.device == "cuda":
         device_peak = peak_flops(torch.cuda.get_device_name(), work.compute_dtype)
     if device_peak is None:
+        say(f"no MFU: the peak of {report.device_name(work.device)} is not known; give it as --peak-tflops")
         return
     flops = model_flops(work)
     for row in rows:
@@ -183,7 +184,7 @@ def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             title_of_panel = f"{name}, of the first in each group"
             panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8, "end": 1.25})
     if panels:
-        report.draw_bars(panels, path, title=title)
+        report.draw(panels, path, title=title)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

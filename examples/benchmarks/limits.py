@@ -60,31 +60,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
-def largest(attempt: Callable[[int], Trial | None], *, most: int, resolution: int = 16) -> tuple[Trial | None, int]:
+def largest(
+    attempt: Callable[[int], Trial | None], *, most: int, resolution: int = 16, start: int = 1
+) -> tuple[Trial | None, int]:
     """The largest size for which ``attempt`` gives a trial, and how many were made; sizes begin at 1.
 
-    Doubled until one does not fit, then halved between, until what is left is below 1 / ``resolution`` of the size.
+    Doubled until one does not fit, or halved until one does, then halved between, until what is left is below
+    1 / ``resolution`` of the size.
 
     Args:
         attempt: a trial, or None where the size does not fit. What fits is taken to fit when it is smaller.
         most: no larger size is tried.
         resolution: see above.
+        start: the size that is tried first: the nearer, the fewer trials.
     """
     best: Trial | None = None
-    low, high, tried = 0, 1, 0
-    while high <= most:
-        tried += 1
-        trial = attempt(high)
-        if trial is None:
-            break
-        best, low, high = trial, high, high * 2
-    high = min(high, most + 1)
+    low, high, tried = 0, most + 1, 0
     while high - low > max(1, low // resolution):
-        middle = (low + high) // 2
-        tried += 1
-        trial = attempt(middle)
-        if trial is None:
-            high = middle
+        if tried == 0:
+            size = max(1, min(start, most))
+        elif high > most:
+            size = min(2 * low, most)
         else:
-            best, low = trial, middle
+            size = (low + high) // 2
+        tried += 1
+        trial = attempt(size)
+        if trial is None:
+            high = size
+        else:
+            best, low = trial, size
     return best, tried

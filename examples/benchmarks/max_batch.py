@@ -1,18 +1,21 @@
 """The largest batch and the largest model that fit into a given memory under each engine, and the throughput there.
 
-    python -m examples.benchmarks.max_batch                                    # two CPU processes, 256 MiB each
+    python -m examples.benchmarks.max_batch                                    # two CPU processes, 560 MiB each
     python -m examples.benchmarks.max_batch --device cuda --memory 65536 --size 1B
 
-By bisection, with runs that really take the steps, each in new processes. The limit is on what a process takes
-above what it had when its process group stood: on GPUs tensors', held by the allocator; on CPUs resident memory, whose
-peak is measured. On CPUs "offload" moves nothing to another place: its host is the device.
+By bisection, with runs that really take the steps, each in new processes; the next engine begins where the one before
+it ended. The limit is on what a process takes above what it had when its process group stood: on GPUs tensors', held by
+the allocator; on CPUs resident memory, whose peak is measured. Then the engines run their largest batches in turn, for
+the throughput: its ratio is to the first engine's in the same round. The largest model is the deepest, on one sequence.
+
+On CPUs engines with offload are left out, unless ``--engines`` names them: their host is the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,31 +26,31 @@ from examples.benchmarks import report
 from examples.benchmarks.limits import MemoryLimit, Trial, is_out_of_memory, largest
 from examples.benchmarks.llama import Llama
 from examples.benchmarks.processes import MEBIBYTE, Failed, Place, run_processes
-from examples.benchmarks.races import say
-from examples.benchmarks.turns import Plan, build
-from examples.benchmarks.workload import Workload, add_arguments, describe, workload_of
+from examples.benchmarks.races import ratios, say
+from examples.benchmarks.turns import Plan, build, paired, spread
+from examples.benchmarks.workload import Workload, add_arguments, workload_of
 
 ENGINES = [
     "shard_ddp",
     "shard_deepspeed_stage_1",
     "shard_deepspeed_stage_2",
-    "shard_deepspeed_stage_2_offload",
     "shard_deepspeed_stage_3",
-    "shard_deepspeed_stage_3_offload",
-    "shard_fsdp_grad_op",
     "shard_fsdp",
-    "shard_fsdp_offload",
 ]
+OFFLOADING = ["shard_fsdp_offload", "shard_deepspeed_stage_2_offload", "shard_deepspeed_stage_3_offload"]
 
 COLUMNS = {
     "engine": "",
     "batch": "largest batch",
-    "batch_tokens": "tokens/s/device",
     "batch_memory": "peak MiB",
+    "batch_tokens": "tokens/s/device",
+    "batch_quartiles": "quartiles",
+    "ratio": "of the first's",
+    "ratios": "smallest..largest",
     "parameters": "largest model (M)",
     "layers": "layers",
-    "model_tokens": "tokens/s/device",
     "model_memory": "peak MiB",
+    "model_tokens": "tokens/s/device",
     "trials": "trials",
 }
 
@@ -56,10 +59,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--memory", type=int, help="MiB of a process; default: 256 on CPUs, 65536")
-    parser.add_argument("--engines", nargs="+", default=ENGINES, metavar="NAME")
+    parser.add_argument("--memory", type=int, help="MiB of a process; default: 560 on CPUs, 65536")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", help="default: all, without offload on CPUs")
     parser.add_argument("--most", type=int, default=256, help="no larger batch, and no more layers")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a trial that are timed")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a trial that are timed")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds with the largest batches, for the throughput")
+    parser.add_argument("--resolution", type=int, default=8, help="sizes are found to one part in so many")
     parser.add_argument("--skip", choices=["batch", "model"], help="look for the other alone")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args(arguments)
@@ -104,23 +109,29 @@ def parameters_of(work: Workload) -> int:
         return sum(p.numel() for p in Llama(work.size, work.seq_len).parameters())
 
 
-def measure(name: str, work: Workload, limit: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+def measure(
+    name: str, work: Workload, limit: int, options: argparse.Namespace, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One row, without the throughput at the largest batch; ``before``: the row of the engine before it."""
     row: dict[str, Any] = {"engine": name, "trials": 0}
-    if options.skip != "batch":
+
+    def search(sized: Callable[[int], Workload], start: int) -> Trial | None:
         best, tried = largest(
-            lambda size: attempt(name, replace(work, batch_size=size), size, limit, options.steps), most=options.most
+            lambda size: attempt(name, sized(size), size, limit, options.steps),
+            most=options.most,
+            resolution=options.resolution,
+            start=start,
         )
         row["trials"] += tried
+        return best
+
+    if options.skip != "batch":
+        best = search(lambda size: replace(work, batch_size=size), before.get("batch") or 4)
         row["batch"] = 0 if best is None else best.size
         if best is not None:
-            row["batch_tokens"] = round(best.size * work.seq_len / best.seconds)
             row["batch_memory"] = round(best.peak / MEBIBYTE, 1)
     if options.skip != "model":
-        best, tried = largest(
-            lambda size: attempt(name, deepened(work, size), size, limit, options.steps), most=options.most
-        )
-        row["trials"] += tried
+        best = search(lambda layers: deepened(work, layers), before.get("layers") or work.size.layers)
         row["layers"] = 0 if best is None else best.size
         if best is not None:
             row["parameters"] = round(parameters_of(deepened(work, best.size)) / 1e6, 2)
@@ -129,26 +140,66 @@ def measure(name: str, work: Workload, limit: int, options: argparse.Namespace) 
     return row
 
 
+def time_in_turn(
+    rows: Sequence[dict[str, Any]], work: Workload, limit: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Put the throughput at the largest batches into ``rows``; the rounds. Every second one is backwards."""
+    batches = {row["engine"]: row["batch"] for row in rows if row.get("batch")}
+    tokens: dict[str, list[float]] = {name: [] for name in batches}
+    for index in range(options.repeats):
+        for name in list(tokens)[:: -1 if index % 2 else 1]:
+            size = batches[name]
+            try:
+                # That it fits was found before; peaks differ a little from run to run.
+                trial = attempt(name, replace(work, batch_size=size), size, 2 * limit, 2 * options.steps)
+            except Failed as error:
+                trial = None
+                say(f"{name} did not run at {size}: {error}")
+            if trial is None:
+                del tokens[name]
+            else:
+                tokens[name].append(size * work.seq_len / trial.seconds)
+    for row in rows:
+        found = tokens.get(row["engine"])
+        if found:
+            own = spread(found)
+            row["batch_tokens"], row["batch_quartiles"] = round(own.median), f"{own.low:.0f}..{own.high:.0f}"
+            row.update(ratios(paired(found, next(iter(tokens.values())))))
+    return [
+        {"engine": name, "batch": batches[name], "round": index, "tokens_per_second": round(value, 1)}
+        for name, values in tokens.items()
+        for index, value in enumerate(values)
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the engines one after the other."""
+    """Run the engines one after the other, then in turn; 1 if none ran."""
     options = parse_arguments(arguments)
-    work = workload_of(options)
-    memory = options.memory or (65536 if work.device == "cuda" else 256)
-    title = f"{memory} MiB for each process; {describe(work)}\n{report.environment(work.device)}"
+    work = workload_of(options, size="25M", seq_len=64)
+    on_gpu = work.device == "cuda"
+    memory = options.memory or (65536 if on_gpu else 560)
+    title = (
+        f"{memory} MiB for each of {work.processes} processes on {work.device}, sequences of {work.seq_len} tokens, "
+        f"{work.precision}, {parameters_of(work) / 1e6:.1f} M parameters for the batch\n"
+        f"{report.environment(work.device)}"
+    )
     say(title)
-    rows = []
-    for name in options.engines:
+    rows: list[dict[str, Any]] = []
+    for name in options.engines or ENGINES + (OFFLOADING if on_gpu else []):
         try:
-            rows.append(measure(name, work, memory * MEBIBYTE, options))
+            rows.append(measure(name, work, memory * MEBIBYTE, options, rows[-1] if rows else {}))
         except Failed as error:
             say(f"{name} did not run: {error}")
             continue
         say(f"{name}: {rows[-1]}")
         report.write_csv(rows, options.output / "max_batch.csv")
+    rounds = time_in_turn(rows, work, memory * MEBIBYTE, options)
     say(f"\n{report.table(rows, COLUMNS)}")
+    report.write_csv(rows, options.output / "max_batch.csv")
+    report.write_csv(rounds, options.output / "max_batch_rounds.csv")
     draw(rows, options.output / "max_batch.png", title)
-    say(f"rows and picture: {options.output}")
-    return 0
+    say(f"rows, rounds and picture: {options.output}")
+    return int(not rows)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -158,10 +209,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     for key, name in keys.items():
         shown = [row for row in rows if row.get(key) is not None]
         if shown:
-            labels, values = [row["engine"] for row in shown], [row[key] for row in shown]
-            panels.append({"title": name, "labels": labels, "values": values})
+            panels.append({"title": name, "labels": [r["engine"] for r in shown], "values": [r[key] for r in shown]})
     if panels:
-        report.draw_bars(panels, path, title=title)
+        report.draw(panels, path, title=title)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from examples.benchmarks import report
 from examples.benchmarks.processes import Failed, Place, run_processes
 from examples.benchmarks.races import ratios, rounds_of, rows_of, say, time_together
-from examples.benchmarks.turns import Plan, build, paired, spread
+from examples.benchmarks.turns import Plan, Result, build, paired, spread
 from examples.benchmarks.variants import build_variant
 from examples.benchmarks.workload import Workload, add_arguments, describe, workload_of
 
@@ -69,6 +70,7 @@ COLUMNS = {
 SECONDS = {
     "contestant": "",
     "seconds": "seconds",
+    "quartiles": "quartiles",
     "ratio": "ratio",
     "ratios": "smallest..largest",
 }
@@ -80,16 +82,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_arguments(parser)
     parts = ["import", "first_step", *RACES]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, metavar="PART")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of each contestant")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant")
     parser.add_argument("--steps", type=int, default=4, help="steps in a block, a multiple of 4 for accumulation")
     parser.add_argument("--warmup", type=int, default=4, help="steps of each that do not count, likewise")
-    parser.add_argument("--repeats", type=int, default=5, help="of imports and first steps")
+    parser.add_argument("--repeats", type=int, default=3, help="of imports and first steps")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args(arguments)
 
 
+@cache
+def read_from_disk(module: str) -> None:
+    """Import ``module`` in a new interpreter, so that its files are in the page cache and compiled.
+
+    Raises:
+        CalledProcessError: it can't be imported.
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", f"import {module}"], check=True)
+
+
 def import_seconds(module: str) -> float:
-    """Seconds of a new interpreter that imports ``module``."""
+    """Seconds of a new interpreter that imports ``module``, which was read from disk before."""
+    read_from_disk(module)
     start = time.perf_counter()
     subprocess.run([sys.executable, "-W", "ignore", "-c", f"import {module}"], check=True)
     return time.perf_counter() - start
@@ -109,27 +122,35 @@ def first_step_seconds(name: str, work: Workload) -> float:
     return max(run_processes(first_step, name, work, processes=work.processes, device=work.device))
 
 
-def rows_in_turn(part: str, names: Sequence[str], measure: Any, repeats: int) -> list[dict[str, Any]]:
-    """Measure each in turn, several times; compared with the last loop by hand, or raw engine, before it in `names`."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+def time_in_turn(part: str, names: Sequence[str], measure: Callable[[str], float], repeats: int) -> Result:
+    """Measure each in turn, every second time backwards; what does not run is told once, and left out."""
+    result = Result(seconds={name: [] for name in names})
     for index in range(repeats):
-        for name in list(names)[:: -1 if index % 2 else 1]:
+        for name in list(result.seconds)[:: -1 if index % 2 else 1]:
             try:
-                seconds[name].append(measure(name))
+                result.seconds[name].append(measure(name))
             except (Failed, subprocess.CalledProcessError) as error:
                 say(f"{part}: {name} did not run: {error}")
+                del result.seconds[name]
+    return result
+
+
+def rows_of_seconds(part: str, names: Sequence[str], result: Result) -> list[dict[str, Any]]:
+    """A row for each; compared with the last loop by hand, or raw engine, before it in ``names``."""
     rows, reference = [], names[0]
-    for name, found in seconds.items():
-        if len(found) < repeats:
-            continue
+    for name in names:
         reference = name if name.startswith(("hand_", "deepspeed_")) else reference
-        ratio = paired(found, seconds[reference]) if len(seconds[reference]) == repeats else None
+        if name not in result.seconds:
+            continue
+        own, others = result.seconds[name], result.seconds.get(reference)
+        found = spread(own)
         rows.append(
             {
                 "part": part,
                 "contestant": name,
-                "seconds": round(spread(found).median, 3),
-                **({} if ratio is None else ratios(ratio)),
+                "seconds": round(found.median, 3),
+                "quartiles": f"{found.low:.3f}..{found.high:.3f}",
+                **({} if others is None else ratios(paired(own, others))),
             }
         )
     return rows
@@ -161,24 +182,31 @@ def race_rows(part: str, work: Workload, plan: Plan) -> tuple[list[dict[str, Any
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; 1 if a contestant's losses were not the reference's."""
     options = parse_arguments(arguments)
-    work = workload_of(options)
+    work = workload_of(options, seq_len=128)
     plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup)
     title = f"{describe(work)}\n{report.environment(work.device)}"
     say(title)
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
+    once: dict[str, tuple[list[str], Callable[[str], float]]] = {
+        "import": (IMPORTS, import_seconds),
+        "first_step": (FIRST_STEPS, lambda name: first_step_seconds(name, work)),
+    }
     for part in options.parts:
-        columns = SECONDS
-        if part == "import":
-            new = rows_in_turn(part, IMPORTS, import_seconds, options.repeats)
-        elif part == "first_step":
-            new = rows_in_turn(part, FIRST_STEPS, lambda name: first_step_seconds(name, work), options.repeats)
+        if part in once:
+            names, measure = once[part]
+            result = time_in_turn(part, names, measure, options.repeats)
+            new = rows_of_seconds(part, names, result)
+            blocks = [
+                {"race": part, "contestant": name, "round": index, "seconds": seconds}
+                for name, found in result.seconds.items()
+                for index, seconds in enumerate(found)
+            ]
         else:
-            columns = COLUMNS
             new, blocks = race_rows(part, work, plan)
-            rounds += blocks
+        rounds += blocks
         rows += new
-        say(f"\n{part}\n{report.table(new, columns)}\n")
+        say(f"\n{part}\n{report.table(new, SECONDS if part in once else COLUMNS)}\n")
         report.write_csv(rows, options.output / "overheads.csv")
         report.write_csv(rounds, options.output / "overheads_blocks.csv")
     draw(rows, options.output / "overheads.png", title)
@@ -187,13 +215,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Every ratio, part by part."""
-    shown = [row for row in rows if row.get("ratio") is not None]
-    if not shown:
-        return
-    labels = [f"{row['contestant']}  [{row['part']}]" for row in shown]
-    panel = report.ratio_panel(shown, "ratio", labels, "time, of the loop by hand that does the same")
-    report.draw_bars([panel], path, title=title)
+    """Ratios of steps, part by part, and seconds of imports and first steps."""
+    panels: list[Mapping[str, Any]] = []
+    steps = [row for row in rows if row.get("ratio") is not None and "ms" in row]
+    if steps:
+        panels.append(report.ratio_panel(steps, "ratio", _labels(steps), "time of a step, of the loop by hand's"))
+    once = [row for row in rows if "seconds" in row]
+    if once:
+        panels.append({"title": "seconds", "labels": _labels(once), "values": [row["seconds"] for row in once]})
+    if panels:
+        report.draw(panels, path, title=title)
+
+
+def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{row['contestant']}  [{row['part']}]" for row in rows]
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--processes", type=int, help="default: 2 on CPUs, all GPUs")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], help="default: 32-true on CPUs, bf16-mixed")
-    parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M on CPUs, 1B")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: 256 on CPUs, 4096")
+    parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M or 25M on CPUs, 1B")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: 64 to 256 on CPUs, 4096")
     parser.add_argument("--batch-size", type=int, help="sequences in a batch of one process; default: 4 on CPUs, 1")
 
 
-def workload_of(options: argparse.Namespace) -> Workload:
-    """The workload that the options describe."""
+def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int = 256) -> Workload:
+    """The workload that the options describe; ``size`` and ``seq_len``: on CPUs, where they do not say."""
     on_gpu = options.device == "cuda"
 
     def given(name: str, cpu: object, gpu: object) -> object:
@@ -71,8 +71,8 @@ def workload_of(options: argparse.Namespace) -> Workload:
         return value if value is not None else gpu if on_gpu else cpu
 
     return Workload(
-        size=SIZES[given("size", "5M", "1B")],
-        seq_len=given("seq_len", 256, 4096),
+        size=SIZES[given("size", size, "1B")],
+        seq_len=given("seq_len", seq_len, 4096),
         batch_size=given("batch_size", 4, 1),
         precision=given("precision", "32-true", "bf16-mixed"),
         device=options.device,
