@@ -53,7 +53,7 @@ class ZeroEngine:
     """What this rank steps; empty without an optimizer."""
 
     saved: SavedWeights | None = None
-    """Keeps gathered parameters out of autograd's graphs; stage 3 with an optimizer."""
+    """Keeps gathered parameters out of autograd's graphs, in stage 3."""
 
     scheduler: Any = None
     """The learning rate schedule that the configuration describes, to be stepped by the caller."""
