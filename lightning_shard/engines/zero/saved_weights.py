@@ -99,7 +99,6 @@ class SavedWeights:
         offset = int(tensor.storage_offset() - parameter.storage_offset())
         return _Part(parameter, tensor.size(), tensor.stride(), offset, parameter._version, self._changes)
 
-    @torch.no_grad()
     def _made(self, part: _Part) -> Tensor:
         parameter = part.parameter
         if part.changes != self._changes:
@@ -110,21 +109,25 @@ class SavedWeights:
             )
         if part.version != parameter._version:
             raise _changed_in_place(parameter, parameter._version, part.version)
+        data = parameter.detach() if _is_whole(parameter) else self._gathered(parameter)
+        return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
+
+    @torch.no_grad()
+    def _gathered(self, parameter: Any) -> Tensor:
+        """The data of a parameter that is not there, gathered ahead of its module or for this one use.
+
+        That is one in a graph that no hook of DeepSpeed's is in. Ranks run the same graph, and so gather alike.
+        """
         handle = self._in_flight.get(parameter)
         if handle is not None:
-            # It may be waited for more than once, and DeepSpeed does so when it comes to the parameter's module.
+            # It may be waited for again, and is, when DeepSpeed comes to the parameter's module.
             handle.wait()
-        # Used outside of the module that it was gathered for, in a graph that no hook of DeepSpeed's is in. It does
-        # the same on all ranks, as they run the same graph.
-        gathers = not _is_whole(parameter)
-        if gathers:
-            parameter.all_gather()
-        data = parameter.detach()
-        made = data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
-        if gathers:
-            # What was made keeps the memory for as long as backward needs it.
-            parameter.partition()
-        return made
+            return parameter.detach()  # type: ignore[no-any-return]
+        parameter.all_gather()
+        data: Tensor = parameter.detach()
+        # What was gathered stays for as long as backward holds this.
+        parameter.partition()
+        return data
 
 
 def _is_whole(parameter: Any) -> bool:
