@@ -17,7 +17,7 @@ from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.deepspeed_config import Stage3Options
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
+from tests.models import Block, TinyLM, loader, quiet_trainer
 from tests.test_deepspeed import Manual, fit_all
 from tests.test_parity import differences
 
@@ -38,7 +38,11 @@ def _strategy(**settings: Any) -> ShardDeepSpeedStrategy:
 class _Alive(pl.Callback):
     """The bytes of gathered weights that are still in memory when forward has ended, by step."""
 
+    def before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.strategy.note_module()
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.predicted = trainer.strategy.predicted_account().device.gathered
         self.gathered: list[tuple[weakref.ref[Any], int]] = []
         self.alive: list[int] = []
         self.meter = trainer.strategy.step_meter()
@@ -63,21 +67,24 @@ class _Alive(pl.Callback):
         self.alive.append(sum(size for storage, size in self.gathered if storage() is not None))
 
 
-def _alive(precision: str, aligned: bool) -> tuple[list[int], int, int]:
+def _alive(precision: str, aligned: bool) -> tuple[list[int], int, int, int]:
     alive = _Alive()
     trainer = quiet_trainer(strategy=_strategy(aligned=aligned), precision=precision, max_steps=3, callbacks=[alive])
     trainer.fit(TinyLM(width=WIDTH, depth=DEPTH), loader())
     account = alive.meter.account.device
-    return alive.alive, account.gathered, account.activations
+    return alive.alive, account.gathered, account.activations, alive.predicted
 
 
 @pytest.mark.parametrize(("precision", "aligned"), [("bf16-mixed", True), ("bf16-mixed", False)])
 def test_no_gathered_weight_is_kept_until_backward(precision: str, aligned: bool) -> None:
     up, root = (3 * WIDTH + 1) * WIDTH + 3 * WIDTH + 1, 2 * WIDTH
-    for alive, gathered, activations in run_distributed(_alive, 2, precision, aligned):
+    block = sum(p.numel() for p in Block(WIDTH, 0.0).parameters())
+    for alive, gathered, activations, predicted in run_distributed(_alive, 2, precision, aligned):
         assert alive == [0, 0, 0]
         # The largest layer and what the module itself uses; all layers' weights together would be eight times that.
         assert gathered == 2 * (up + root)
+        # The planner, which keeps none either, gathers blocks, and of those two at most.
+        assert gathered <= predicted <= 2 * 2 * block
         # Hooks around the step are asked for everything else.
         assert activations > 0
 

@@ -122,7 +122,7 @@ class SavedWeights:
         if handle is not None:
             # It may be waited for again, and is, when DeepSpeed comes to the parameter's module.
             handle.wait()
-            return parameter.detach()  # type: ignore[no-any-return]
+            return parameter.detach()
         parameter.all_gather()
         data: Tensor = parameter.detach()
         # What was gathered stays for as long as backward holds this.
