@@ -40,17 +40,22 @@ def account(held: Iterable[Held], *, known: set[Storage] | None = None) -> Memor
 
 def storages(tensor: Tensor) -> Iterator[tuple[Storage, int]]:
     """The memory behind a tensor, with its bytes: a DTensor's and other wrappers' is that of the tensors inside."""
+    for storage in _untyped(tensor):
+        with suppress(NotImplementedError, RuntimeError):  # On the meta device.
+            if (size := storage.nbytes()) and (address := storage.data_ptr()):
+                yield (storage.device, address), size
+
+
+def _untyped(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             # A DTensor names its mesh too.
             if isinstance(inner := getattr(tensor, name), Tensor):
-                yield from storages(inner)
+                yield from _untyped(inner)
         return
-    with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse, or on the meta device.
-        storage = tensor.untyped_storage()
-        if (size := storage.nbytes()) and (address := storage.data_ptr()):
-            yield (storage.device, address), size
+    with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse.
+        yield tensor.untyped_storage()
 
 
 def most(first: MemoryAccount, second: MemoryAccount) -> MemoryAccount:
@@ -131,7 +136,8 @@ class StepMeter:
         self._held = held
         self._gathered = gathered or (lambda: _fsdp_gathered(module, device))
         self._saved: WeakSet[_Saved] = WeakSet()
-        self._whole: set[Storage] = set()
+        # Not their addresses, which activations get as soon as an engine has freed what was gathered.
+        self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
         self._hooks: list[RemovableHandle] = []
         self._saving: saved_tensors_hooks | None = None
 
@@ -146,7 +152,7 @@ class StepMeter:
         self._saving.__enter__()
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        whole = any(storage in self._whole for storage, _ in storages(tensor))
+        whole = any(storage in self._whole for storage in _untyped(tensor))
         saved = _Saved(tensor, "gathered" if whole else "activations")
         self._saved.add(saved)
         return saved
@@ -154,9 +160,9 @@ class StepMeter:
     def _note_gathered(self) -> None:
         whole = list(self._gathered())
         self.account = most(self.account, account(whole))
-        self._whole.update(
-            storage for each in whole if isinstance(each.tensor, Tensor) for storage, _ in storages(each.tensor)
-        )
+        for each in whole:
+            if isinstance(each.tensor, Tensor):
+                self._whole.update(_untyped(each.tensor))
 
     def _note(self, saved: Iterable[_Saved] = ()) -> None:
         known: set[Storage] = set()

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.checkpoint import stand_ins
-from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, transforms
 from lightning_shard.engines.deepspeed_config import (
@@ -34,28 +27,24 @@ from lightning_shard.engines.deepspeed_config import (
     deepspeed_config,
     effective,
     loss_scaling_from,
-    read_config,
 )
-from lightning_shard.engines.holdings import Held
-from lightning_shard.engines.whole import LiveTensor
-from lightning_shard.engines.zero import cpu_adam, cutting, gradients, holdings, process
+from lightning_shard.engines.zero import cutting, process
 from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.meters.advice import Sharding
-from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
+from lightning_shard.strategies import deepspeed_checks as checks
 from lightning_shard.strategies import deepspeed_offload as offload
-from lightning_shard.strategies.base import AccumulateSync, ShardStrategy
+from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
+from lightning_shard.strategies.deepspeed_stepping import SteppingStrategy
 from lightning_shard.wrapping import find_units
 
 
-class ShardDeepSpeedStrategy(ShardStrategy):
+class ShardDeepSpeedStrategy(SteppingStrategy):
     """ZeRO stages 0 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
 
     engine = "deepspeed"
@@ -134,7 +123,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         super().__init__(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
-            accumulate_sync=self._accumulation(accumulate_sync),
+            accumulate_sync=checks.accumulation(accumulate_sync, self._stage),
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
@@ -144,33 +133,19 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             async_save=async_save,
             process_group_backend=process_group_backend,
         )
-        self._running: zero.ZeroEngine | None = None
+        self._running = None
         self._activation_checkpointing = activation_checkpointing
-        self._config: dict[str, Any] = {}
+        self._config = {}
         self._folders: list[Path] = []
-        self._values: Values | None = None
+        self._values = None
         self._failed = False
         self._ended = False
-        self._listed: list[Tensor] = []
+        self._listed = []
         self._connection: process.Connection | None = None
         self._undo: list[Callable[[], None]] = []
         self._in_step = False
 
-    def _accumulation(self, asked: AccumulateSync) -> AccumulateSync:
-        own: AccumulateSync = "boundary" if self._stage < 2 else "micro_batch"
-        if asked in ("boundary", "micro_batch") and asked != own:
-            stages = "0 and 1" if asked == "boundary" else "2 and 3"
-            raise ConfigurationError(
-                f"accumulate_sync is {asked!r}, but ZeRO stage {self._stage} reduces accumulated gradients "
-                f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use stages {stages}, or "
-                "accumulate_sync: auto."
-            )
-        return own if asked == "auto" else asked
-
     # Precision
-
-    def _engine_steps(self) -> dict[str, Any]:
-        return {"step": self._engine_step, "backward": self._engine_backward}
 
     def _policy_of(self, plugin: ShardPrecision) -> PrecisionPolicy:
         policy = super()._policy_of(plugin)
@@ -188,21 +163,11 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _check_precision(self) -> None:
         check_policy(self._fields, self.policy, self.aligned)
-        if self._stage == 0 and self.policy.compute != torch.float32:
-            raise PrecisionError(
-                f"precision is {self.precision_plugin.precision!r} with DeepSpeed stage 0, which sums and reduces "
-                "gradients in 16 bits there. Use shard_ddp, which replicates everything as well and runs every "
-                "precision, or '32-true'."
-            )
+        checks.refuse_16_bits(self._stage, self.policy.compute, self.precision_plugin.precision)
 
     def _mesh_shape(self) -> tuple[int, int]:
         replicas, pieces = super()._mesh_shape()
-        if replicas > 1:
-            raise ConfigurationError(
-                f"mesh asks for {replicas} replicas, but DeepSpeed cuts over all processes: its MiCS, which copied "
-                "shards over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) only keeps a second copy "
-                "of the parameters. Use shard_fsdp_hybrid, or remove replicate."
-            )
+        checks.refuse_replicas(replicas)
         return replicas, pieces
 
     # Set-up
@@ -254,7 +219,10 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         module, values = self.lightning_module, self._values
         assert module is not None
         assert values is not None
-        optimizer = self._only_optimizer()
+        optimizer = checks.only_optimizer(self.optimizers, self._fields)
+        if optimizer is None:
+            # What stands there in its place is not a fact about the run.
+            self.optimizers = []
         facts = run_facts(self, trainer, count_steps=asks_for_steps(self._fields))
         config = deepspeed_config(self._fields, facts)
         self._config, self._folders = offload.prepare(self, config, optimizer)
@@ -279,29 +247,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Let who fills the module's parameters find what is stepped in their place."""
         stand_ins.install(module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors))
 
-    def _only_optimizer(self) -> Optimizer | None:
-        """The optimizer that configure_optimizers made; None: the configuration describes one."""
-        if len(self.optimizers) > 1:
-            raise ConfigurationError(
-                f"configure_optimizers returns {len(self.optimizers)} optimizers, but DeepSpeed's engine steps one. "
-                "Return one, with parameter groups where settings differ, or use shard_fsdp."
-            )
-        if isinstance(self.optimizers[0], LBFGS):
-            raise ConfigurationError(
-                "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
-                "engine steps without a closure. Use another optimizer, or shard_ddp."
-            )
-        if not _lightning.is_missing_optimizer(self.optimizers[0]):
-            return self.optimizers[0]
-        if "optimizer" not in read_config(self._fields.config):
-            raise ConfigurationError(
-                "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
-                "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
-            )
-        # Not a fact about the run.
-        self.optimizers = []
-        return None
-
     def _cut(self, module: LightningModule, values: Values) -> None:
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
@@ -318,153 +263,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     def _gathers_in_forward(self) -> bool:
         return self._stage == 3
-
-    # Steps
-
-    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._running is None:
-            return super()._run(step, *args, **kwargs)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.training and not self.lightning_module.automatic_optimization:
-            # Which of the step's backward passes is the last is known when the optimizer steps.
-            zero.set_boundary(self._running, False)
-        self._in_step = True
-        try:
-            return zero.run(self._running, step, *args, **kwargs)
-        finally:
-            self._in_step = False
-
-    def _engine_backward(self, loss: Tensor, module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        assert self._running is not None
-        if is_overridden("backward", module):
-            module.backward(loss, *args, **kwargs)
-            self._running.pending = True
-        else:
-            zero.backward(self._running, loss, inside_forward=self._in_step, **kwargs)
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Tell DeepSpeed that this micro-batch is not the last of an accumulation."""
-        self._set_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._set_gradient_sync(True)
-
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        if self._running is not None:
-            zero.set_boundary(self._running, enabled)
-
-    def _finish_gradients(self) -> None:
-        assert self.lightning_module is not None
-        if self._running is not None and not self.lightning_module.automatic_optimization:
-            with self._watching_collectives():
-                zero.finish_accumulation(self._running)
-
-    def _engine_step(self, optimizer: Optimizer) -> None:
-        assert self._running is not None
-        zero.step(self._running, skip=self.precision_plugin.step_skipped)
-
-    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        assert self._running is not None
-        if self._stage == 0:
-            return super()._gradients(optimizer)
-        return gradients.reduced(self._running.zero) if self._running.pending else []
-
-    @property
-    def _gradient_pieces(self) -> DeviceMesh | None:
-        return None if self._stage == 0 else self.device_mesh
-
-    def _stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        if self._running is None or self._stage == 0:
-            return None
-        return [
-            (member.fqn, group.flat) for group in self._running.groups for member in group.members if member.stepped
-        ]
-
-    def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
-        if self._running is None or self._stage == 0:
-            return super()._live_gradient(fqn, parameter)
-        return gradients.of_parameter(self._running.zero, self._running.groups, fqn) if self._running.pending else None
-
-    def _held_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        assert self.lightning_module is not None
-        if self._running is None or self._stage == 0:
-            return super()._held_gradients()
-        names: dict[Tensor, str] = {p: n for n, p in self.lightning_module.named_parameters() if p.requires_grad}
-        return gradients.held(self._running.zero, names)
-
-    def _follow_freezing(self) -> None:
-        raise ConfigurationError(
-            "Parameters were frozen or thawed after the fit began, but DeepSpeed steps those that were trainable then. "
-            "Freeze before the fit, or use shard_fsdp."
-        )
-
-    def held_tensors(self) -> Iterable[Held]:
-        """See the parent's; with masters, buckets and staging buffers, and tensors in files."""
-        if self._running is None or self._values is None or not self._running.groups:
-            return super().held_tensors()
-        kept = self._values.shares
-        return holdings.zero_tensors(
-            self._running.zero, self._metered(), device=self.root_device, parameters=self._listed, kept=kept
-        )
-
-    def _planned_engine(self) -> Engine:
-        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
-
-    def sharding(self) -> Sharding:
-        """See the parent's; each stage cuts one kind more."""
-        asked = effective(self._fields)
-        kinds = ["masters", "optimizer", "gradients", "parameters"]
-        stepping = kinds[:3] if asked.optimizer_device != "none" else []
-        parameters = kinds[3:] if asked.parameter_device != "none" else []
-        return replace(
-            super().sharding(),
-            pieces=self.world_size,
-            cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
-            on_host=frozenset(stepping + parameters),
-            checkpointing=self._activation_checkpointing is not None,
-        )
-
-    def gathered_tensors(self) -> Iterable[Held]:
-        """See the parent's."""
-        return holdings.gathered(self._listed)
-
-    # Checkpoints
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """The whole configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
-        return self._config
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Save DeepSpeed's configuration, for people to read, with what the parent's saves."""
-        super().save_checkpoint({**checkpoint, "deepspeed_config": self._config}, filepath, storage_options)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """FQN, tied ones too, to this rank's live tensor: masters where there are any, whole or a flat piece."""
-        own = super().lightning_module_state_dict()
-        return {**own, **self._model_tensors()}
-
-    def _optimizer_states(self) -> Sequence[AnyOptimizer]:
-        if self._running is None or self._stage == 0:
-            return super()._optimizer_states()
-        return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
-
-    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
-        return {} if self._values is None else self._values.tensors(self._running)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read the tensors, and let the optimizer go on from the step that they are of; see the parent's."""
-        super().load_model_state_dict(checkpoint, strict)
-        if self._running is not None and self._running.optimizer is not None:
-            cpu_adam.replay(self._running.optimizer, self._running.groups)
-
-    def _after_reading_tensors(self) -> None:
-        assert self._values is not None
-        self._values.show(self._running, device=self.root_device)
 
     # End
 

@@ -7,6 +7,7 @@ own clipping, loss scale and norms have nothing left to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.stepped import FlatGroup
 from lightning_shard.engines.whole import gather
 from lightning_shard.engines.zero import gradients, layout, swapping
+from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 
 
@@ -49,6 +51,9 @@ class ZeroEngine:
 
     groups: list[FlatGroup] = field(default_factory=list)
     """What this rank steps; empty without an optimizer."""
+
+    saved: SavedWeights | None = None
+    """Keeps gathered parameters out of autograd's graphs, in stage 3."""
 
     scheduler: Any = None
     """The learning rate schedule that the configuration describes, to be stepped by the caller."""
@@ -101,6 +106,8 @@ def start(
             swapping.show(engine.optimizer)
             running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
             _take_over_steps(running)
+        if stage == 3:
+            running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
 
 
@@ -142,7 +149,8 @@ def _take_over_steps(running: ZeroEngine) -> None:
 
 def run(running: ZeroEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``step(*args, **kwargs)`` as the engine's forward: parameters are gathered for the modules in it."""
-    (output,) = running.engine(step, *args, **kwargs)
+    with nullcontext() if running.saved is None else running.saved.dropped():
+        (output,) = running.engine(step, *args, **kwargs)
     return output
 
 
@@ -191,6 +199,8 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
     running.engine.step()
     if running.groups:
         gradients.forget(running.zero)
+    if running.saved is not None and not skip:
+        running.saved.changed()
     swapping.show(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)
@@ -203,6 +213,8 @@ def refresh(running: ZeroEngine) -> None:
     if running.stage < 3:
         zero.update_lp_params()
         return
+    if running.saved is not None:
+        running.saved.changed()
     if running.groups:
         swapping.notice_slots(zero)
         zero._partition_all_parameters()

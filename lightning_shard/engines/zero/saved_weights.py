@@ -1,0 +1,162 @@
+"""What autograd keeps of the parameters that stage 3 gathers: which part of which one, and no data.
+
+A product's backward needs the weight, so autograd saves the gathered tensor, and it stays in memory until then although
+DeepSpeed frees the parameter after the module's forward: at the end of forward every layer is there. Here a saved
+tensor that is a cut parameter or a view of one is replaced by its place in the parameter, and in backward it is made
+anew from what DeepSpeed has gathered for the module by then. The values are those that were gathered in forward.
+
+DeepSpeed's own way, ``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, with
+other kernels, and leaves out whatever is no linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_shard.engines.zero import layout
+from lightning_shard.errors import ConfigurationError
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class _Part(NamedTuple):
+    """A view of a gathered parameter."""
+
+    parameter: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """From the parameter's own first element."""
+
+    version: int
+    """The parameter's, of changes in place."""
+
+    changes: int
+    """How often the parameters had been stepped."""
+
+
+class SavedWeights:
+    """Keeps gathered parameters out of the graphs that are made in `dropped`."""
+
+    def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
+        """Look after the parameters that DeepSpeed frees after use.
+
+        Args:
+            parameters: of the module. Small ones that stay whole on every rank are left to autograd.
+            in_flight: DeepSpeed's handles of the gathers that it has begun ahead of use, live.
+        """
+        freed = (p for p in parameters if layout.is_cut(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
+        self._freed: dict[int, Any] = {id(p): p for p in freed}
+        self._in_flight = in_flight
+        self._changes = 0
+
+    def changed(self) -> None:
+        """Say that parameters have new values: what was saved before can't be made anew."""
+        self._changes += 1
+
+    @contextmanager
+    def dropped(self) -> Generator[None, None, None]:
+        """Save no gathered parameter in this thread; hooks that surround it see all other tensors."""
+        if not self._freed or not torch.is_grad_enabled():
+            yield
+            return
+        outer = _surrounding_hooks()
+        keep, give = outer or (_keep, _give)
+
+        def pack(tensor: Tensor) -> Any:
+            base = tensor._base
+            parameter = self._freed.get(id(tensor if base is None else base))
+            part = None if parameter is None else self._part(parameter, tensor)
+            # A tuple in either case, so that what other hooks return may be anything.
+            return (keep(tensor),) if part is None else part
+
+        def unpack(packed: Any) -> Tensor:
+            return self._made(packed) if isinstance(packed, _Part) else give(packed[0])
+
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ConfigurationError(
+                "the step calls one of torch.func's grad, vjp, jacrev and hessian, which refuse to run under hooks on "
+                "saved tensors; stage 3 needs these to free weights in forward. Use torch.autograd.grad or "
+                "torch.autograd.functional, or shard_fsdp."
+            ) from error
+
+    def _part(self, parameter: Any, tensor: Tensor) -> _Part | None:
+        """The place of ``tensor`` in the parameter; None: it is in memory that is not the parameter's now."""
+        same = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        if not (same and _is_whole(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
+            return None
+        offset = int(tensor.storage_offset() - parameter.storage_offset())
+        return _Part(parameter, tensor.size(), tensor.stride(), offset, parameter._version, self._changes)
+
+    def _made(self, part: _Part) -> Tensor:
+        parameter = part.parameter
+        if part.changes != self._changes:
+            raise ConfigurationError(
+                "backward goes through a forward pass that was made before an optimizer step, or before parameters "
+                f"were set, and needs the old values of a parameter of shape {tuple(parameter.ds_shape)}. Stage 3 has "
+                "only the new ones. Run forward again after the step."
+            )
+        if part.version != parameter._version:
+            raise _changed_in_place(parameter, parameter._version, part.version)
+        data = parameter.detach() if _is_whole(parameter) else self._gathered(parameter)
+        return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
+
+    @torch.no_grad()
+    def _gathered(self, parameter: Any) -> Tensor:
+        """The data of a parameter that is not there, gathered ahead of its module or for this one use.
+
+        That is one in a graph that no hook of DeepSpeed's is in. Ranks run the same graph, and so gather alike.
+        """
+        handle = self._in_flight.get(parameter)
+        if handle is not None:
+            # It may be waited for again, and is, when DeepSpeed comes to the parameter's module.
+            handle.wait()
+            return parameter.detach()
+        parameter.all_gather()
+        data: Tensor = parameter.detach()
+        # What was gathered stays for as long as backward holds this.
+        parameter.partition()
+        return data
+
+
+def _is_whole(parameter: Any) -> bool:
+    """Whether a cut parameter is there, and not being gathered."""
+    return parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    # An output of an operation that its own node keeps would keep the node. Both have one version counter.
+    return tensor.detach(), tensor._version
+
+
+def _give(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        # Autograd checks this only of what no hook has saved.
+        raise _changed_in_place(tensor, tensor._version, version)
+    return tensor
+
+
+def _changed_in_place(tensor: Tensor, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
+        "Change a copy of it, or change it after backward."
+    )
+
+
+def _surrounding_hooks() -> Hooks | None:
+    """The hooks on saved tensors that are in force, of which torch calls the innermost alone."""
+    # Private, and the only way to them: without it a meter or `save_on_cpu` around a whole step would see nothing.
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

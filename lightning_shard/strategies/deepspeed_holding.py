@@ -1,0 +1,106 @@
+"""What a rank holds under DeepSpeed: masters, gradients and state for meters, and the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_shard.checkpoint.flat_shard import FlatTensor
+from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
+from lightning_shard.engines.deepspeed_config import DeepSpeedFields, effective
+from lightning_shard.engines.holdings import Held
+from lightning_shard.engines.zero import cpu_adam, holdings
+from lightning_shard.engines.zero.engine import ZeroEngine
+from lightning_shard.engines.zero.values import Values
+from lightning_shard.meters.advice import Sharding
+from lightning_shard.planning.facts import Engine, zero_from
+from lightning_shard.strategies.base import ShardStrategy
+
+
+class HoldingStrategy(ShardStrategy):
+    """Reads what DeepSpeed's engine keeps beside the module; a subclass starts the engine."""
+
+    _fields: DeepSpeedFields
+    _stage: int
+    _activation_checkpointing: Literal["units"] | int | list[str] | None
+    _config: dict[str, Any]
+    """What DeepSpeed was given; empty before a run."""
+
+    _running: ZeroEngine | None = None
+    """From the beginning of a fit, or of an evaluation in stage 3; after the run too, stopped."""
+
+    _values: Values | None = None
+    _listed: list[Tensor]
+    """The module's parameters; reading them off it in forward would gather them."""
+
+    # Meters
+
+    def held_tensors(self) -> Iterable[Held]:
+        """See the parent's; with masters, buckets and staging buffers, and tensors in files."""
+        if self._running is None or self._values is None or not self._running.groups:
+            return super().held_tensors()
+        kept = self._values.shares
+        return holdings.zero_tensors(
+            self._running.zero, self._metered(), device=self.root_device, parameters=self._listed, kept=kept
+        )
+
+    def gathered_tensors(self) -> Iterable[Held]:
+        """See the parent's."""
+        return holdings.gathered(self._listed)
+
+    def _planned_engine(self) -> Engine:
+        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
+
+    def sharding(self) -> Sharding:
+        """See the parent's; each stage cuts one kind more."""
+        asked = effective(self._fields)
+        kinds = ["masters", "optimizer", "gradients", "parameters"]
+        stepping = kinds[:3] if asked.optimizer_device != "none" else []
+        parameters = kinds[3:] if asked.parameter_device != "none" else []
+        return replace(
+            super().sharding(),
+            pieces=self.world_size,
+            cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
+            on_host=frozenset(stepping + parameters),
+            checkpointing=self._activation_checkpointing is not None,
+        )
+
+    # Checkpoints
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The whole configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
+        return self._config
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save DeepSpeed's configuration, for people to read, with what the parent's saves."""
+        super().save_checkpoint({**checkpoint, "deepspeed_config": self._config}, filepath, storage_options)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """FQN, tied ones too, to this rank's live tensor: masters where there are any, whole or a flat piece."""
+        own = super().lightning_module_state_dict()
+        return {**own, **self._model_tensors()}
+
+    def _optimizer_states(self) -> Sequence[AnyOptimizer]:
+        if self._running is None or self._stage == 0:
+            return super()._optimizer_states()
+        return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
+
+    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+        return {} if self._values is None else self._values.tensors(self._running)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read the tensors, and let the optimizer go on from the step that they are of; see the parent's."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._running is not None and self._running.optimizer is not None:
+            cpu_adam.replay(self._running.optimizer, self._running.groups)
+
+    def _after_reading_tensors(self) -> None:
+        assert self._values is not None
+        self._values.show(self._running, device=self.root_device)
