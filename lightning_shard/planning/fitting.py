@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
-from lightning_shard.planning.live import Segment
+from lightning_shard.planning.live import MEASURES, Segment
 from lightning_shard.planning.moments import POINTS
 from lightning_shard.planning.states import predict
 from lightning_shard.planning.trace import Trace
@@ -50,11 +50,8 @@ class Traces:
         )
 
 
-_MEASURES = ("activations", "together", "gradients", "end", "unfinished", "reduced")
-
-
 def _between(a: Segment, b: Segment, ratio: float) -> Segment:
-    return replace(a, **{name: _line(getattr(a, name), getattr(b, name), ratio) for name in _MEASURES})  # type: ignore[arg-type]
+    return replace(a, **{name: _line(getattr(a, name), getattr(b, name), ratio) for name in MEASURES})  # type: ignore[arg-type]
 
 
 def _line(a: int, b: int, ratio: float) -> int:
