@@ -207,6 +207,7 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     nodes = inputs.nodes
     planner = Planner(inputs=inputs, nodes=nodes, options=options, memory=options.device_memory - reserve)
     options.peak = _peak(options, inputs)
+    _take_links(options, nodes)
     planner.prepare()
     own = checkpointing_of(inputs.strategy)
     configured = planner.row(inputs.name, inputs.strategy, own)
@@ -237,6 +238,27 @@ def _peak(options: argparse.Namespace, inputs: Inputs) -> float | None:
             f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
         )
     return found
+
+
+def _take_links(options: argparse.Namespace, nodes: Nodes) -> None:
+    """Take the speeds of links that doctor measured.
+
+    Raises:
+        ConfigurationError: links of the run's kind were not measured.
+    """
+    found = options.measured
+    if found is None:
+        return
+    for speed, crossed, where in (
+        (found.intra_node, nodes.devices > 1, "inside a node"),
+        (found.inter_node, nodes.nodes > 1, "between nodes"),
+    ):
+        if crossed and speed is None:
+            raise ConfigurationError(
+                f"--links {options.links} has no link {where}, and the run is on {nodes.nodes} x {nodes.devices} "
+                "devices. Run doctor on as many nodes and ranks, or give --intra-node and --inter-node."
+            )
+    options.intra_node, options.inter_node = found.intra_node, found.inter_node
 
 
 def _title(planner: Planner, row: Row) -> str:

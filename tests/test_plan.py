@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_shard import cli, planner
 from lightning_shard.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import fake
+from lightning_shard.planning import fake, links
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Replicas, Shards, Zero
 from lightning_shard.planning.fitting import Traces
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes
@@ -391,6 +391,7 @@ class Words(pl.LightningDataModule):
         (["--efficiency", "2"], "--efficiency is 2"),
         (["--reserve", "90GB"], "--reserve leaves nothing"),
         (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
+        (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),
         ([*GPT, "--trainer.strategy=ddp"], "trainer.strategy is 'ddp'.*--trainer.strategy shard_ddp"),
         ([*GPT, "--device-name", "abacus"], "the peak of 'abacus' is not known"),
     ],
@@ -398,6 +399,41 @@ class Words(pl.LightningDataModule):
 def test_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         planner.main(["--device-memory", "80GB", *arguments])
+
+
+def test_measured_links(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    links.write(links.Links(intra_node=450e9, inter_node=50e9), path)
+    run = ["--nodes", "2", "--devices", "2", *GPT, "--device-peak", "1e12"]
+    speeds = ["--intra-node", "450GB/s", "--inter-node", "400Gb/s"]
+    assert plan(capsys, *run, "--links", str(path)) == plan(capsys, *run, *speeds)
+    links.write(links.Links(intra_node=450e9, inter_node=None), path)
+    with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
+        plan(capsys, *run, "--links", str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read: No such file or directory.*doctor --output"),
+        ("intra_node: 5", "has no speeds of links in it"),
+        ("[1, 2]", "has no speeds of links in it"),
+        (
+            '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
+            "intra_node_bytes_per_second is None",
+        ),
+        (
+            '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
+            "intra_node_bytes_per_second is '5GB/s', but is a number",
+        ),
+    ],
+)
+def test_no_measured_links(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        planner.main(["--device-memory", "80GB", "--links", str(path)])
 
 
 def test_a_size_without_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
