@@ -49,6 +49,8 @@ def stages_1_2(
     in_backward = gradients.everything if engine.stage == 1 else gradients.own + gradients.largest
     reducing = gradients.buckets + gradients.copies
     waiting = held if engine.stage == 1 else 0
+    # Stage 2 makes room for whole parameters of its partition when the copies are gone.
+    late = 0 if gradients.compact or held else min(gradients.own, gradients.copies)
     return Moments(
         # Stage 1 makes its buckets in the first micro-batch, and lets go of them at the boundary.
         forward=MemoryAccount(
@@ -58,7 +60,7 @@ def stages_1_2(
         step=MemoryAccount(device=replace(device, gradients=gradients.own, communication=copy)),
         at_end=gradients.at_end,
         made=0 if engine.stage == 1 else gradients.largest,
-        moved=gradients.moved if engine.stage == 1 else 0,
+        moved=gradients.moved if engine.stage == 1 else late,
         waiting=waiting,
     )
 
