@@ -22,13 +22,15 @@ from lightning_shard.cluster.launch import Launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.planning.links import Links, write
 
 SUMMARY = "Check the processes of a job: versions, devices, collectives, links between them."
 
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
 doctor. All processes meet, compare versions, see whether --folder is shared, add and gather tensors, and measure the
-links between neighbouring ranks, one after the other. Prints a table with a line for each node, and what is odd.
+links between neighbouring ranks, one after the other; --output leaves them for lightning-shard plan. Prints a table
+with a line for each node, and what is odd.
 """
 
 SLOW = 0.5
@@ -60,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
     add("--megabytes", type=int, default=16, help="size of what is sent (default: 16)")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the slowest link inside a node and between nodes into a JSON file, for plan --links FILE",
+    )
     add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
     return parser
 
@@ -198,6 +206,14 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
     return found
 
 
+def slowest(ranks: Sequence[Rank]) -> Links:
+    """The links that a collective waits for."""
+    speeds: dict[str, list[float]] = {"inside": [], "between": [], "none": []}
+    for i, rank in enumerate(ranks):
+        speeds[_kind(ranks, i)].append(rank.link * 1e9)
+    return Links(intra_node=min(speeds["inside"], default=None), inter_node=min(speeds["between"], default=None))
+
+
 def _kind(ranks: Sequence[Rank], index: int) -> str:
     if len(ranks) == 1:
         return "none"
@@ -235,4 +251,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     if place.rank == 0:
         print(table(ranks))
         print("\n".join(f"odd: {line}" for line in found) or "nothing is odd")
+        if options.output is not None:
+            try:
+                write(slowest(ranks), options.output)
+            except ConfigurationError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            print(f"links: {options.output}")
     return 1 if found else 0

@@ -19,10 +19,10 @@ from lightning_shard.plan_advice import recommendation
 from lightning_shard.plan_inputs import Inputs
 from lightning_shard.planning import fake, picture, report
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Shards
-from lightning_shard.planning.fitting import Run, Traces, fewest_devices, largest_batch
+from lightning_shard.planning.fitting import Run, Traces, confirmed_batch, fewest_devices, largest_batch
 from lightning_shard.planning.quantities import show_bytes
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.trace import Step, batch_size_of, scaled, trace_step
+from lightning_shard.planning.trace import Step, Trace, batch_size_of, scaled, trace_step
 from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.traffic import Nodes, StepTime, collectives, step_time
 from lightning_shard.planning.walk import peak
@@ -104,7 +104,7 @@ class Planner:
         units = units_of(strategy, self.module)
         key = repr((checkpointing, [unit.names for unit in units], strategy.policy))
         if key not in self.traces and self.batch is not None:
-            step = Step(loss=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
+            step = self._step(strategy, checkpointing)
             with fake.fake_world(self.nodes.ranks):
                 try:
                     one = trace_step(self.module, step, strategy.policy, self.inputs.mode)
@@ -131,8 +131,8 @@ class Planner:
             optimizer=None if self.optimizer_name is None else {"type": self.optimizer_name},
         )
 
-    def row(self, name: str, strategy: ShardStrategy, checkpointing: Checkpointing) -> Row:
-        """A line of the comparison."""
+    def row(self, name: str, strategy: ShardStrategy, checkpointing: Checkpointing, *, confirm: bool = False) -> Row:
+        """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
         marked = checkpointing is not None
         try:
             engine = self.engine(strategy, self.nodes)
@@ -148,16 +148,41 @@ class Planner:
             except ConfigurationError:
                 return None
 
+        largest = self._confirmed(run, strategy, checkpointing, engine) if confirm else None
         sent = collectives(run.model, engine, run.policy, micro_batches=run.micro_batches)
         return Row(
             name=name,
             checkpointing=marked,
             points=tuple(run.points(engine)),
-            largest_batch=largest_batch(run, engine, self.memory),
+            largest_batch=largest if confirm else largest_batch(run, engine, self.memory),
             fewest=fewest_devices(run, engine_on, self.nodes.devices, self.memory),
             sent=tuple(sent),
             time=self._time(run, sent),
         )
+
+    def _confirmed(self, run: Run, strategy: ShardStrategy, checkpointing: Checkpointing, engine: Engine) -> int | None:
+        def trace_at(size: int) -> Trace:
+            with self.inputs.mode:
+                batch = _of_size(tree_map(self._as_fake, self.batch), size)
+            step = replace(self._step(strategy, checkpointing), batch=batch)
+            with fake.fake_world(self.nodes.ranks):
+                return trace_step(self.module, step, strategy.policy, self.inputs.mode)
+
+        try:
+            largest, _, confirmed = confirmed_batch(run, engine, self.memory, trace_at)
+        except ConfigurationError as error:
+            self.notes.append(f"the largest batch is on a line through two smaller ones: at a larger batch, {error}")
+            return largest_batch(run, engine, self.memory)
+        if not confirmed and largest is not None:
+            self.notes.append("a larger batch than the largest that is named may fit: memory grows unevenly with it")
+        return largest
+
+    def _as_fake(self, value: Any) -> Any:
+        return fake.as_fake(value, self.inputs.mode) if isinstance(value, Tensor) else value
+
+    def _step(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Step:
+        units = units_of(strategy, self.module)
+        return Step(loss=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
 
     def _time(self, run: Run, sent: Sequence[Any]) -> StepTime | None:
         options = self.options
@@ -207,9 +232,10 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     nodes = inputs.nodes
     planner = Planner(inputs=inputs, nodes=nodes, options=options, memory=options.device_memory - reserve)
     options.peak = _peak(options, inputs)
+    take_links(options, nodes)
     planner.prepare()
     own = checkpointing_of(inputs.strategy)
-    configured = planner.row(inputs.name, inputs.strategy, own)
+    configured = planner.row(inputs.name, inputs.strategy, own, confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
     rows = [replace(configured, name="as configured"), *(_others(planner) if options.compare else [])]
@@ -237,6 +263,27 @@ def _peak(options: argparse.Namespace, inputs: Inputs) -> float | None:
             f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
         )
     return found
+
+
+def take_links(options: argparse.Namespace, nodes: Nodes) -> None:
+    """Take the speeds of links that doctor measured.
+
+    Raises:
+        ConfigurationError: links of the run's kind were not measured.
+    """
+    found = options.measured
+    if found is None:
+        return
+    for speed, crossed, where in (
+        (found.intra_node, nodes.devices > 1, "inside a node"),
+        (found.inter_node, nodes.nodes > 1, "between nodes"),
+    ):
+        if crossed and speed is None:
+            raise ConfigurationError(
+                f"--links {options.links} has no link {where}, and the run is on {nodes.nodes} x {nodes.devices} "
+                "devices. Run doctor on as many nodes and ranks, or give --intra-node and --inter-node."
+            )
+    options.intra_node, options.inter_node = found.intra_node, found.inter_node
 
 
 def _title(planner: Planner, row: Row) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import picture
+from lightning_shard.planning import links, picture
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed
 
 _T = TypeVar("_T")
@@ -40,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
     add("--intra-node", type=_speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=_speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
+    add(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="both speeds, as doctor --output FILE measured them between pairs of ranks, one pair at a time",
+    )
     add("--device-peak", type=_flops, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")
     add("--efficiency", type=float, default=0.5, help="part of the peak that the model reaches (default: 0.5)")
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse numbers that can't be.
+    """Refuse numbers that can't be, and read what was measured.
 
     Raises:
         ConfigurationError: with the value and the rule.
@@ -75,6 +81,13 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"--efficiency is {options.efficiency:g}, but is a part of the peak: 0 < it <= 1.")
     if options.device_peak is not None and options.device_name is not None:
         raise ConfigurationError("--device-peak and --device-name both say the peak: give one of them.")
+    given = [f"--{n}-node" for n in ("intra", "inter") if getattr(options, f"{n}_node") is not None]
+    if options.links is not None and given:
+        raise ConfigurationError(
+            f"--links {options.links} and {' and '.join(given)} both say how fast links are: give the file, or the "
+            "speeds."
+        )
+    options.measured = None if options.links is None else links.read(options.links)
     if options.reserve is not None and options.reserve >= options.device_memory:
         raise ConfigurationError("--reserve leaves nothing of --device-memory: give less.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.planning import fake
-from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.trace import Step, trace_step
+from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.walk import peak, walk
+from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import engine_of, facts_of, units_of
 from tests.models import loader, quiet_trainer
-from tests.plan_counts import MODELS, SLOTS
+from tests.plan_counts import MODELS
 
 
 def _storages() -> dict[int, Any]:
@@ -40,9 +42,9 @@ def _storages() -> dict[int, Any]:
 class Peak(TorchDispatchMode):
     """The most bytes in storages, of whatever size they are at the time, but for those that were there before."""
 
-    def __init__(self, before: set[int]) -> None:
+    def __init__(self, before: Mapping[int, Any]) -> None:
         super().__init__()
-        self.before = before
+        self.before = dict(before)
         self.live: dict[int, Any] = {}
         self.peak = 0
         self.at = ""
@@ -57,6 +59,9 @@ class Peak(TorchDispatchMode):
         for tensor in tree_leaves((result, args)):
             if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
+                if func is torch.ops.aten.split.Tensor and storage._cdata not in self.live:
+                    # gloo's reduce-scatter splits a copy of its input that it makes out of sight; NCCL's makes none.
+                    self.before[storage._cdata] = storage
                 if storage._cdata not in self.before:
                     self.live[storage._cdata] = weakref.ref(storage)
         total = 0
@@ -72,19 +77,22 @@ class Peak(TorchDispatchMode):
 
 
 class Watch(pl.Callback):
-    """Watches the second step: the optimizer's state is there."""
+    """Watches the second step, all micro-batches of it: the optimizer's state is there."""
 
-    def __init__(self, before: set[int]) -> None:
+    def __init__(self, before: Mapping[int, Any], micro_batches: int) -> None:
         self.before = before
+        self.micro_batches = micro_batches
         self.mode: Any = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        if index == 1:
+        if index == self.micro_batches:
             self.mode = Peak(self.before)
             self.mode.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self.mode is not None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 2 * self.micro_batches - 1:
             self.mode.__exit__(None, None, None)
 
 
@@ -98,16 +106,42 @@ def strategy_of(name: str, checkpointing: bool) -> Any:
     return strategy
 
 
-def peaks(model: str, name: str, precision: str, checkpointing: bool, batch_size: int = 4) -> tuple[int, int, str, str]:
+def in_precision(precision: str) -> dict[str, Any]:
+    """The Trainer's arguments; Lightning rewrites the flag "16-mixed" on a CPU."""
+    return {"plugins": [ShardPrecision("16-mixed")]} if precision == "16-mixed" else {"precision": precision}
+
+
+def at_once(configure: Callable[[], Any]) -> Callable[[], Any]:
+    """``configure_optimizers`` whose optimizer steps all tensors at once, as torch's do on GPUs."""
+
+    def configured() -> Any:
+        found = configure()
+        for group in (found["optimizer"] if isinstance(found, dict) else found).param_groups:
+            group["foreach"] = True
+        return found
+
+    return configured
+
+
+def peaks(
+    model: str, name: str, precision: str, checkpointing: bool, batch_size: int = 4, micro_batches: int = 1
+) -> tuple[int, int, str, str]:
     """Counted and predicted peak of this rank, with what was going on at each."""
     ranks = torch.distributed.get_world_size()
-    # So many that a rank has two batches in an epoch.
-    data = loader(batch_size, count=2 * batch_size * ranks)
+    # So many that a rank has the batches of two steps in an epoch.
+    data = loader(batch_size, count=2 * micro_batches * batch_size * ranks)
     batch = next(iter(data))
-    before = set(_storages())
+    # Held, so that no later storage gets the place of one of them.
+    before = _storages()
     strategy = strategy_of(name, checkpointing)
-    watch = Watch(before)
-    trainer = quiet_trainer(strategy=strategy, max_steps=2, callbacks=[watch], precision=precision)
+    watch = Watch(before, micro_batches)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        max_steps=2,
+        callbacks=[watch],
+        **in_precision(precision),
+        accumulate_grad_batches=micro_batches,
+    )
     mode = fake.fake_mode()
     with mode:
         whole = MODELS[model]()
@@ -115,11 +149,13 @@ def peaks(model: str, name: str, precision: str, checkpointing: bool, batch_size
     fake.make_fake(whole, mode)
     whole.__dict__["log"] = lambda *args, **kwargs: None
     with mode:
-        optimizer = whole.configure_optimizers()
+        optimizer = at_once(whole.configure_optimizers)()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
     facts = facts_of(strategy, whole, groups=optimizer.param_groups)
-    engine = engine_of(strategy, whole, ranks=ranks, per_node=ranks, device_type="cpu")
-    slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)
+    engine = engine_of(
+        strategy, whole, ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches
+    )
+    found = trace_optimizer(whole, optimizer, mode)
     step = Step(
         loss=lambda b: whole.training_step(b, 0),
         batch=batch,
@@ -128,8 +164,10 @@ def peaks(model: str, name: str, precision: str, checkpointing: bool, batch_size
     )
     trace = trace_step(whole, step, strategy.policy, mode)
     del optimizer
-    most = peak(walk(facts, engine, strategy.policy, slots, trace))
+    most = peak(walk(facts, engine, strategy.policy, found, trace, micro_batches=micro_batches))
     predicted = most.account.device.total + most.account.host.total
-    trainer.fit(MODELS[model](), data)
+    module = MODELS[model]()
+    module.configure_optimizers = at_once(module.configure_optimizers)
+    trainer.fit(module, data)
     kinds = " ".join(f"{k}={v}" for k, v in vars(most.account.device).items() if v)
     return watch.mode.peak, predicted, watch.mode.at, f"{most.name}: {kinds}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,23 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_shard import cli, planner
+from lightning_shard import cli, plan_run, planner
 from lightning_shard.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import fake
-from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Replicas, Shards, Zero
-from lightning_shard.planning.fitting import Traces
+from lightning_shard.planning import fake, links
+from lightning_shard.planning.facts import (
+    ModelFacts,
+    OptimizerFacts,
+    ParameterFacts,
+    Replicas,
+    Shards,
+    Zero,
+    model_facts,
+)
+from lightning_shard.planning.fitting import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes
 from lightning_shard.planning.states import predict, predict_account
-from lightning_shard.planning.trace import Step, TraceError, trace_step
+from lightning_shard.planning.trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.traffic import Nodes, collectives, step_time
 from lightning_shard.precision.policy import policy_from
 from lightning_shard.wrapping import find_units
@@ -217,6 +226,36 @@ def test_activations_grow_with_the_batch() -> None:
     assert known.at(32).flops == traces[2].flops
 
 
+def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
+    module = TinyLM()
+    module.configure_model()
+    mode = fake.fake_mode()
+    one, two = (trace(module, mode=mode, scale=scale) for scale in (1, 2))
+    facts = model_facts(module, units=find_units(module, "auto"))
+    run = Run(model=facts, policy=FP32, optimizer=OptimizerFacts(), traces=Traces(one=one, two=two))
+    engine = Replicas(ranks=1)
+    sizes: list[int] = []
+
+    def steep(batch: int) -> Trace:
+        """Twice what the line through the two small batches says."""
+        sizes.append(batch)
+        found = run.traces.at(batch)
+        doubled = [replace(s, activations=2 * s.activations, together=2 * s.together) for s in found.segments]
+        return replace(found, segments=tuple(doubled))
+
+    memory = run.peak(engine, 100).device.total
+    assert largest_batch(run, engine, memory) == 100
+    batch, after, confirmed = confirmed_batch(run, engine, memory, steep)
+    assert confirmed
+    assert 45 <= batch <= 50
+    for size, fits in ((batch, True), (batch * 5 // 4, False)):
+        assert size in sizes
+        assert (after.peak(engine, size).device.total <= memory) is fits
+    assert len(sizes) <= MOST_TRACES
+    # Where the line is right, one look is enough.
+    assert confirmed_batch(run, engine, memory, run.traces.at)[0::2] == (100, True)
+
+
 class Attending(pl.LightningModule):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -391,6 +430,7 @@ class Words(pl.LightningDataModule):
         (["--efficiency", "2"], "--efficiency is 2"),
         (["--reserve", "90GB"], "--reserve leaves nothing"),
         (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
+        (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),
         ([*GPT, "--trainer.strategy=ddp"], "trainer.strategy is 'ddp'.*--trainer.strategy shard_ddp"),
         ([*GPT, "--device-name", "abacus"], "the peak of 'abacus' is not known"),
     ],
@@ -398,6 +438,41 @@ class Words(pl.LightningDataModule):
 def test_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         planner.main(["--device-memory", "80GB", *arguments])
+
+
+def test_measured_links(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    links.write(links.Links(intra_node=450e9, inter_node=None), path)
+    options = planner.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
+    planner.check(options)
+    plan_run.take_links(options, Nodes(nodes=1, devices=8))
+    assert (options.intra_node, options.inter_node) == (450e9, None)
+    with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
+        plan_run.take_links(options, Nodes(nodes=2, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read: No such file or directory.*doctor --output"),
+        ("intra_node: 5", "has no speeds of links in it"),
+        ("[1, 2]", "has no speeds of links in it"),
+        (
+            '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
+            "intra_node_bytes_per_second is None",
+        ),
+        (
+            '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
+            "intra_node_bytes_per_second is '5GB/s', but is a number",
+        ),
+    ],
+)
+def test_no_measured_links(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        planner.main(["--device-memory", "80GB", "--links", str(path)])
 
 
 def test_a_size_without_a_unit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,19 +36,23 @@ def test_predicted_bytes_are_those_that_are_counted() -> None:
     check(2, SAMPLE)
 
 
-def check_peak(ranks: int, model: str, name: str, checkpointing: bool, *, within: float) -> None:
-    """The most that a step holds at one time, where activations are most of it, is as predicted."""
+def check_peak(
+    ranks: int, model: str, name: str, checkpointing: bool, *, batch_size: int = 64, micro_batches: int = 1
+) -> None:
+    """The most that a step holds at one time is as predicted; at 64 samples activations are most of it, at 8 states."""
     precision = "32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed"
-    found = run_distributed(peaks, ranks, model, name, precision, checkpointing, batch_size=64, timeout=300)
+    case = (model, name, precision, checkpointing, batch_size, micro_batches)
+    found = run_distributed(peaks, ranks, *case, timeout=300)
     counted, predicted, *details = max(found)
-    assert counted == pytest.approx(predicted, rel=within), details
+    # What is not the step's, above all the random states of the data loader, 10 kB, is less than 5 % of these models.
+    assert counted == pytest.approx(predicted, rel=0.05), (case, details)
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing"), [("shard_ddp", False), ("shard_fsdp", True), ("shard_deepspeed_stage_3", False)]
 )
 def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: bool) -> None:
-    check_peak(2, "tied and frozen", name, checkpointing, within=0.05)
+    check_peak(2, "tied and frozen", name, checkpointing)
 
 
 @pytest.mark.matrix
@@ -75,17 +79,19 @@ def test_other_precisions_and_the_contract() -> None:
     check(2, cases)
 
 
-# The buffers that NVMe is read into are locked memory, and no tensors.
-IN_MEMORY = [name for name in names() if not name.endswith("nvme")]
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("model", ["tied and frozen", "Llama"])
+@pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", IN_MEMORY)
+@pytest.mark.parametrize("name", names())
 def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: bool) -> None:
     if checkpointing and name == "shard_ddp":
         pytest.skip("shard_ddp has no activation checkpointing of its own")
-    # With one process offload makes fewer copies, and ZeRO-2 and -3 reduce nothing: up to 8 % less was counted.
-    check_peak(ranks, model, name, checkpointing, within=0.1 if ranks == 1 else 0.05)
+    check_peak(ranks, model, name, checkpointing)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_fsdp_offload", "shard_deepspeed_stage_1"])
+def test_peaks_of_accumulation_where_states_are_most(name: str, micro_batches: int) -> None:
+    check_peak(2, "tied and frozen", name, False, batch_size=8, micro_batches=micro_batches)

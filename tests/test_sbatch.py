@@ -15,6 +15,7 @@ import pytest
 from lightning_shard import ConfigurationError, doctor, submit
 from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.doctor import Rank
+from lightning_shard.planning.links import Links, read, write
 from tests.harness import ROOT
 
 SRUN = """\
@@ -190,6 +191,23 @@ def test_the_table() -> None:
 def test_what_stands_out(changes: dict[str, Any], says: str) -> None:
     assert doctor.odd(_ranks()) == []
     assert doctor.odd(_ranks(**changes)) == [says]
+
+
+def test_links_for_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    for ranks, expected in ((_ranks(), (5e9, 1e9)), (_ranks()[:2], (1e9, None)), (_ranks()[:1], (None, None))):
+        write(doctor.slowest(ranks), path)
+        found = read(path)
+        assert (found.intra_node, found.inter_node) == expected
+
+
+def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    assert doctor.main(["--backend", "gloo", "--output", str(path)], {}) == 0
+    assert f"links: {path}" in capsys.readouterr().out
+    assert read(path) == Links(intra_node=None, inter_node=None)
+    assert doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {}) == 2
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_node_with_fewer_ranks() -> None:

@@ -220,18 +220,26 @@ class Zero:
     parameter_buffer_size: int = 100_000_000
     max_in_cpu: int = 1_000_000_000
     hpz: int = 1
+    on_host: bool = False
+    """Whether the device is the host's CPU, which uses what waits in host memory where it lies."""
+
+    @property
+    def uses_shards(self) -> bool:
+        """Whether forward sees stage 3's shards themselves: of one process, they are whole."""
+        return self.ranks == 1 and (self.parameters == "none" or self.on_host)
 
 
 Engine = Replicas | Shards | Zero
 
 
-def zero_from(config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype) -> Zero:
+def zero_from(config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda") -> Zero:
     """The settings that matter for bytes, from a whole DeepSpeed configuration (`deepspeed_config`).
 
     Args:
         config: with "auto" resolved; DeepSpeed's defaults hold for what it does not say.
         ranks: processes.
         accumulate: the policy's.
+        device_type: "cuda" or "cpu".
     """
     zero = config["zero_optimization"]
     stage = int(zero["stage"])
@@ -255,4 +263,4 @@ def zero_from(config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype)
         "hpz": zero.get("zero_hpz_partition_size"),
     }
     given = {key: value for key, value in known.items() if value is not None}
-    return Zero(ranks=ranks, stage=stage, accumulate=accumulate, **given)
+    return Zero(ranks=ranks, stage=stage, accumulate=accumulate, on_host=device_type == "cpu", **given)

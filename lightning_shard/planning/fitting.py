@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
-from lightning_shard.planning.live import Segment
+from lightning_shard.planning.live import MEASURES, Segment
 from lightning_shard.planning.moments import POINTS
 from lightning_shard.planning.states import predict
 from lightning_shard.planning.trace import Trace
@@ -21,40 +21,53 @@ MOST_NODES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """A step at two batches, between which and beyond which every part is taken as linear."""
+    """A step at two batches or more, between which and beyond which every part is taken as linear."""
 
     one: Trace
     two: Trace | None = None
     """At twice the batch; None: only the batch of ``one`` is known."""
 
+    more: tuple[Trace, ...] = ()
+    """At other batches."""
+
     @property
     def scales(self) -> bool:
         """Whether other batches are known."""
-        if self.two is None:
-            return False
-        names = [[(s.phase, s.unit) for s in t.segments] for t in (self.one, self.two)]
-        return names[0] == names[1]
+        return self.two is not None and _parts(self.one) == _parts(self.two)
+
+    def traced(self, batch: int) -> bool:
+        """Whether the step was traced at that very batch."""
+        return any(trace.batch_size == batch for trace in self._all)
+
+    @property
+    def _all(self) -> list[Trace]:
+        return [self.one, *([] if self.two is None else [self.two]), *self.more]
 
     def at(self, batch: int) -> Trace:
-        """The step at another batch."""
-        if batch == self.one.batch_size or self.two is None:
-            return self.one
-        ratio = (batch - self.one.batch_size) / (self.two.batch_size - self.one.batch_size)
-        segments = [_between(a, b, ratio) for a, b in zip(self.one.segments, self.two.segments, strict=True)]
+        """The step at another batch, on the line through the two traces nearest to it, one on each side if there is."""
+        for trace in self._all:
+            if trace.batch_size == batch or self.two is None:
+                return trace
+        known = sorted((t for t in self._all if _parts(t) == _parts(self.one)), key=lambda t: t.batch_size)
+        above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
+        a, b = known[max(0, above - 1)], known[max(1, above)]
+        ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)
+        segments = [_between(x, y, ratio) for x, y in zip(a.segments, b.segments, strict=True)]
         return replace(
             self.one,
             segments=tuple(segments),
             batch_size=batch,
-            forward_flops=_line(self.one.forward_flops, self.two.forward_flops, ratio),
-            backward_flops=_line(self.one.backward_flops, self.two.backward_flops, ratio),
+            forward_flops=_line(a.forward_flops, b.forward_flops, ratio),
+            backward_flops=_line(a.backward_flops, b.backward_flops, ratio),
         )
 
 
-_MEASURES = ("activations", "together", "gradients", "end", "unfinished", "reduced")
+def _parts(trace: Trace) -> list[tuple[str, str, bool]]:
+    return [(s.phase, s.unit, s.begun) for s in trace.segments]
 
 
 def _between(a: Segment, b: Segment, ratio: float) -> Segment:
-    return replace(a, **{name: _line(getattr(a, name), getattr(b, name), ratio) for name in _MEASURES})  # type: ignore[arg-type]
+    return replace(a, **{name: _line(getattr(a, name), getattr(b, name), ratio) for name in MEASURES})  # type: ignore[arg-type]
 
 
 def _line(a: int, b: int, ratio: float) -> int:
@@ -100,6 +113,44 @@ def largest_batch(run: Run, engine: Engine, memory: int) -> int | None:
     while high < LARGEST_BATCH and fits(high):
         low, high = high, 2 * high
     return _last(low, high, fits)
+
+
+MOST_TRACES = 8
+"""That are made to confirm a batch."""
+
+
+def confirmed_batch(
+    run: Run, engine: Engine, memory: int, trace_at: Callable[[int], Trace]
+) -> tuple[int | None, Run, bool]:
+    """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not.
+
+    A trace that says otherwise makes the line better on which the next batch is looked for.
+
+    Args:
+        run: with traces of other batches.
+        engine: on its machines.
+        memory: bytes of a device.
+        trace_at: traces the step at a batch.
+
+    Returns:
+        The batch, as from `largest_batch`; the run with the traces that were made; whether the batch is confirmed. If
+        it is not after `MOST_TRACES`, it is the largest of those whose own traces fit.
+    """
+    fitting: set[int] = set()
+    for _ in range(MOST_TRACES // 2):
+        batch = largest_batch(run, engine, memory)
+        if batch is None or batch == 0 or batch >= LARGEST_BATCH - 1:
+            # Not known, none, or no end in sight.
+            return batch, run, batch is not None
+        larger = max(batch + 1, batch * 5 // 4)
+        for size in (batch, larger):
+            if run.traces is not None and not run.traces.traced(size):
+                run = replace(run, traces=replace(run.traces, more=(*run.traces.more, trace_at(size))))
+        fits = [run.peak(engine, size).device.total <= memory for size in (batch, larger)]
+        fitting |= {size for size, does in zip((batch, larger), fits, strict=True) if does}
+        if fits == [True, False]:
+            return batch, run, True
+    return max(fitting, default=0), run, False
 
 
 def fewest_devices(run: Run, engine_on: Callable[[Nodes], Engine | None], devices: int, memory: int) -> Nodes | None:

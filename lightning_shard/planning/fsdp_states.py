@@ -68,8 +68,8 @@ def replica_moments(
     # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
     aside = 0 if engine.at_boundary else waiting
     return Moments(
-        # Lightning zeroes the last step's gradients after forward.
-        forward=MemoryAccount(device=replace(resting, gradients=gradients)),
+        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
+        forward=MemoryAccount(device=replace(resting, gradients=gradients if engine.gradients_in_buckets else waiting)),
         backward=MemoryAccount(device=replace(resting, gradients=gradients + aside)),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
         waiting=waiting,
@@ -92,7 +92,7 @@ def shard_moments(
     )
     gradients = sum(kept(p) * master.itemsize for p in model.trainable)
     moments = _around(resting, gradients, model, engine, policy, micro_batches)
-    return _offloaded(moments, model, master) if engine.cpu_offload else moments
+    return _offloaded(moments, model, engine, master) if engine.cpu_offload else moments
 
 
 def _around(
@@ -119,10 +119,10 @@ def _around(
     elif stays:
         in_flight[1] = 0
     reduced = max(reduced_bytes(members, size, policy.reduce) for members in [root, *units])
-    raw = max(_raw(members, policy.compute) for members in [root, *units])
+    raw = max(raw_bytes(members, policy.compute) for members in [root, *units])
     waiting = 0
     if micro_batches > 1:
-        waiting = _raw(model.parameters, policy.reduce) if engine.at_boundary else gradients
+        waiting = raw_bytes(model.parameters, policy.reduce) if engine.at_boundary else gradients
     kinds = replace(resting, gathered=root_whole + gathered)
     return Moments(
         # The strategy drops the last step's gradients ahead of forward.
@@ -140,28 +140,28 @@ def _neighbours(values: Sequence[int], count: int) -> int:
     return max((sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1))), default=0)
 
 
-def _raw(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
+def raw_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
     """Gradients as backward makes them: whole."""
     return sum(p.numel * dtype.itemsize for p in parameters if _reduced(p))
 
 
-def _offloaded(moments: Moments, model: ModelFacts, master: torch.dtype) -> Moments:
-    """What is kept lies on the host, but for parameters that FSDP leaves alone; a unit's raw gradients do not."""
+def _offloaded(moments: Moments, model: ModelFacts, engine: Shards, master: torch.dtype) -> Moments:
+    """What is kept lies on the host, but for parameters that FSDP leaves alone and gradients that are whole."""
     alone = [p for p in model.parameters if p.whole]
     stays = sum(p.numel * p.stepped_in(master).itemsize for p in alone)
-    kept = moments.step.device
+    kept, waiting = moments.step.device.gradients, moments.waiting
+    whole = waiting if engine.at_boundary else 0
 
-    def moved(account: MemoryAccount) -> MemoryAccount:
+    def moved(account: MemoryAccount, on_device: int, on_host: int) -> MemoryAccount:
         device = account.device
-        gradients = min(device.gradients, kept.gradients)
         return MemoryAccount(
-            device=replace(device, parameters=stays, optimizer=0, gradients=device.gradients - gradients),
-            host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=gradients),
+            device=replace(device, parameters=stays, optimizer=0, gradients=on_device),
+            host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=on_host),
         )
 
     return Moments(
-        forward=moved(moments.forward),
-        backward=moved(moments.backward),
-        step=moved(moments.step),
-        waiting=max(0, moments.waiting - kept.gradients),
+        forward=moved(moments.forward, whole, waiting - whole),
+        backward=moved(moments.backward, moments.backward.device.gradients - max(kept, waiting) + whole, kept),
+        step=moved(moments.step, 0, kept),
+        waiting=waiting,
     )

@@ -25,6 +25,10 @@ _CPU_ATTENTION = {
 }
 
 
+MEASURES = ("activations", "together", "gradients", "end", "unfinished", "reduced")
+"""The fields of a `Segment` that are bytes."""
+
+
 @dataclass(kw_only=True)
 class Segment:
     """A part of a step in which one shard unit computes. Bytes are of tensors that the step made."""
@@ -54,6 +58,9 @@ class Segment:
     done: tuple[str, ...] = ()
     """Units whose gradients are complete when it ends."""
 
+    begun: bool = False
+    """Whether a parameter has its gradient: before the first one an engine has made nothing to reduce it in."""
+
 
 def live_tensors(root: nn.Module) -> list[Tensor]:
     """Parameters and buffers."""
@@ -74,6 +81,7 @@ class LiveBytes(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._gradients: set[int] = set()
         self._known = {t.untyped_storage()._cdata for t in known}
+        self._begun = False
         self.activations = 0
         self.gradients = 0
         self.segments: list[Segment] = []
@@ -89,7 +97,17 @@ class LiveBytes(TorchDispatchMode):
             self._close()
             if (self.segments[-1].phase, self.segments[-1].unit) == (phase, unit):
                 return
-        self.segments.append(Segment(phase=phase, unit=unit))
+        self.segments.append(Segment(phase=phase, unit=unit, begun=self._begun))
+        self.note()
+
+    def first_gradient(self) -> None:
+        """A parameter has its gradient; if none had, a segment begins with it."""
+        if self._begun:
+            return
+        self._begun = True
+        self._close()
+        last = self.segments[-1]
+        self.segments.append(Segment(phase=last.phase, unit=last.unit, done=last.done, begun=True))
         self.note()
 
     def finish(self) -> list[Segment]:

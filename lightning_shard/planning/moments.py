@@ -29,8 +29,18 @@ class Moments:
     at_end: int = 0
     """Of backward's communication on the device, the bytes that are there at its end alone: copies for a reduction."""
 
+    made: int = 0
+    """Of backward's gradients on the device, one as backward makes it, which a trace has among its activations."""
+
+    moved: int = 0
+    """Of backward's gradients on the device, the bytes that are in a bucket when they are reduced after backward."""
+
+    left: int = 0
+    """Bytes of gradients as backward made them, on the device beside those that the optimizer steps with."""
+
     waiting: int = 0
-    """Bytes of the sums of earlier micro-batches' gradients on the device, while the last one's backward runs."""
+    """Bytes of earlier micro-batches' gradients that the last one's are added to or wait beside; stage 2's and 3's
+    sums are not among them."""
 
     @property
     def largest(self) -> MemoryAccount:

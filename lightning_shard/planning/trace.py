@@ -187,6 +187,7 @@ class _Watch:
         def accumulated(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self.live.is_gradient(parameter.grad)
+            self.live.first_gradient()
             self.waiting[unit].discard(id(parameter))
             if self.waiting[unit] or unit in self.done:
                 return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Replicas, Shards, Zero
-from lightning_shard.planning.fsdp_states import as_shards, gathered_bytes, reduced_bytes, shard_elements
+from lightning_shard.planning.fsdp_states import as_shards, gathered_bytes, raw_bytes, reduced_bytes, shard_elements
 from lightning_shard.planning.live import Segment
 from lightning_shard.planning.moments import Moments
 from lightning_shard.planning.states import predict
@@ -35,14 +35,19 @@ def walk(
     *,
     micro_batches: int = 1,
 ) -> list[Point]:
-    """Every part of the last micro-batch of a step, and the optimizer's step."""
+    """Every part of the micro-batch of a step that needs most, and the optimizer's step."""
     moments = predict(model, engine, policy, optimizer, micro_batches=micro_batches)
     if isinstance(engine, Zero):
         points = list(_zero(model, engine, moments, trace, policy))
     elif isinstance(engine, Replicas) and not engine.composable:
         points = list(_ddp(model, engine, moments, trace, policy))
     else:
-        points = list(_Units(model, as_shards(engine), moments, trace, policy).points())
+        shards = as_shards(engine)
+        units = _Units(model, shards, moments, trace, policy)
+        points = list(units.points())
+        if micro_batches > 2 and shards.at_boundary:
+            # Those between the first and the last, which give nothing back.
+            points = [*units.points(reduces=False), *points]
     return [*points, _step_point(moments, optimizer, trace)]
 
 
@@ -55,7 +60,7 @@ def _step_point(moments: Moments, optimizer: OptimizerFacts, trace: Trace) -> Po
     """The optimizer's step: what it steps is the masters, or the parameters where there are none."""
     account = moments.step
     way = KindBytes(optimizer=int(optimizer.on_the_way * _stepped(account.device)))
-    left = KindBytes(activations=trace.segments[-1].end)
+    left = KindBytes(activations=trace.segments[-1].end, gradients=moments.left)
     host = KindBytes(optimizer=int(optimizer.on_the_way * _stepped(account.host)))
     return Point(name="optimizer step", account=account + MemoryAccount(device=way + left, host=host))
 
@@ -83,11 +88,16 @@ def _ddp(
     elements = _elements(model)
     base = replace(moments.step, device=replace(moments.step.device, gradients=0))
     done: tuple[str, ...] = ()
+    # Gradients that lie in buckets, and those that are added to sums, are nothing more.
+    in_place = engine.gradients_in_buckets or (engine.at_boundary and moments.waiting > 0)
     for segment in trace.segments:
         kept = moments.forward.device.gradients
-        if segment.phase == "backward":
-            new = sum(elements[name] for name in done) * policy.master.itemsize
-            kept = max(moments.waiting, new) if engine.at_boundary else moments.waiting + new
+        if segment.phase == "backward" and not in_place:
+            kept = moments.waiting + sum(elements[name] for name in done) * policy.master.itemsize + segment.gradients
+        elif segment.phase == "backward" and engine.gradients_in_buckets and not engine.at_boundary:
+            kept += moments.waiting
+        if in_place:
+            segment = replace(segment, together=segment.activations, gradients=0)
         yield Point(name=_name(segment), account=_with(base, segment, gradients=kept))
         done = segment.done or done
 
@@ -95,9 +105,9 @@ def _ddp(
 def _with(
     base: MemoryAccount, segment: Segment, *, gradients: int, gathered: int = 0, communication: int = 0
 ) -> MemoryAccount:
-    """``base`` with what a segment adds when it makes most."""
+    """``base`` with what a segment adds when it makes most; ``gradients``: all that are there then."""
     added = KindBytes(
-        gradients=gradients + segment.gradients,
+        gradients=gradients,
         gathered=gathered,
         communication=communication,
         activations=segment.together - segment.gradients,
@@ -117,10 +127,12 @@ class _Units:
         self.reduced = {name: reduced_bytes(members, size, policy.reduce) for name, members in model.units.items()}
         self.elements = _elements(model, size)
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
-        self.base = replace(moments.step, device=replace(moments.step.device, gradients=0))
+        self.waiting = {name: raw_bytes(members, policy.reduce) for name, members in model.units.items()}
+        step = moments.step
+        self.base = MemoryAccount(device=replace(step.device, gradients=0), host=replace(step.host, gradients=0))
 
-    def points(self) -> Iterator[Point]:
-        """In the order of the step."""
+    def points(self, *, reduces: bool = True) -> Iterator[Point]:
+        """In the order of the step; ``reduces``: its gradients are reduced, and not added to those that wait whole."""
         done: tuple[str, ...] = ()
         passed: dict[str, None] = {}
         last = end = 0
@@ -128,17 +140,22 @@ class _Units:
             backward = segment.phase == "backward"
             gathered = self._gathered(segment.unit, [name for name in passed if name not in done], done)
             in_flight = self._in_flight(segment, next(reversed(passed), ""))
-            kept = self._kept(done) if backward else self.moments.forward.device.gradients
+            kept = self._kept(done if reduces else ())
             if segment.unit and segment.unit not in done and self.engine.shard > 1:
                 yield self._gathering(segment, kept, gathered, end, last * backward)
             end = segment.end + segment.unfinished
             yield Point(
                 name=_name(segment),
-                account=_with(
-                    self.base, segment, gradients=kept, gathered=gathered, communication=in_flight + last * backward
+                account=kept
+                + _with(
+                    self.base,
+                    segment,
+                    gradients=segment.gradients,
+                    gathered=gathered,
+                    communication=in_flight + last * backward,
                 ),
             )
-            for name in [name for name in segment.done if name not in done]:
+            for name in [name for name in segment.done if name not in done and reduces]:
                 yield self._reduction(name, segment, kept, gathered, in_flight)
                 last = self.reduced[name]
             done = segment.done or done
@@ -162,30 +179,36 @@ class _Units:
             return 0
         return self.whole.get(self.before.get(segment.unit, "-"), 0)
 
-    def _kept(self, done: Sequence[str]) -> int:
-        """Bytes of reduced gradients on the device, or of those that wait for the boundary."""
+    def _kept(self, done: Sequence[str]) -> MemoryAccount:
+        """Reduced gradients, those of earlier micro-batches among them, and gradients that wait whole on the device."""
+        reduced = sum(self.elements[name] for name in done) * self.policy.master.itemsize
+        whole = 0
+        if self.engine.at_boundary and self.moments.waiting:
+            whole = sum(size for name, size in self.waiting.items() if name not in done)
+        else:
+            reduced = max(reduced, self.moments.waiting)
         if self.engine.cpu_offload:
-            return self.moments.waiting
-        return max(self.moments.waiting, sum(self.elements[name] for name in done) * self.policy.master.itemsize)
+            return MemoryAccount(device=KindBytes(gradients=whole), host=KindBytes(gradients=reduced))
+        return MemoryAccount(device=KindBytes(gradients=whole + reduced))
 
-    def _gathering(self, segment: Segment, kept: int, gathered: int, before: int, reducing: int) -> Point:
+    def _gathering(self, segment: Segment, kept: MemoryAccount, gathered: int, before: int, reducing: int) -> Point:
         """The unit is copied out of its all-gather buffer; ``before``: bytes that the step holds at that time."""
         buffer = self.whole.get(segment.unit, 0)
         if segment.phase == "backward" and self.engine.reshard_after_forward is False:
             buffer = 0
         start = replace(segment, together=before, gradients=0)
-        account = _with(self.base, start, gradients=kept, gathered=gathered, communication=buffer + reducing)
+        account = kept + _with(self.base, start, gradients=0, gathered=gathered, communication=buffer + reducing)
         return Point(name=f"{segment.phase} of {segment.unit}, gathering", account=account)
 
-    def _reduction(self, name: str, segment: Segment, kept: int, gathered: int, in_flight: int) -> Point:
+    def _reduction(self, name: str, segment: Segment, kept: MemoryAccount, gathered: int, in_flight: int) -> Point:
         """The unit is freed, then its gradients, whole, are copied into the buffer that they are reduced from."""
         at_end = replace(segment, together=segment.reduced or segment.end, gradients=0)
         out = self.elements[name] * self.policy.reduce.itemsize
         freed = self.whole[name] if name and name == segment.unit else 0
-        account = _with(
+        account = kept + _with(
             self.base,
             at_end,
-            gradients=kept + out,
+            gradients=out,
             gathered=gathered - freed,
             communication=in_flight + self.reduced[name],
         )
@@ -202,19 +225,37 @@ def _zero(model: ModelFacts, engine: Zero, moments: Moments, trace: Trace, polic
     always = moments.step.device.gathered
     done: tuple[str, ...] = ()
     for segment in trace.segments:
-        base = forward if segment.phase == "forward" else backward
+        # Buckets are made with the first gradient.
+        base = backward if segment.begun else forward
         device = replace(base.device, activations=segment.activations)
-        if segment.phase == "backward":
-            device = replace(device, communication=device.communication - moments.at_end)
+        if segment.begun:
+            reached = sum(elements[name] for name in {*done, *([] if engine.stage <= 1 else [segment.unit])})
+            device = replace(device, **_zero_gradients(engine, moments, reached, total))
+        if engine.stage <= 1 and not moments.waiting:
+            # They stay as they are made, also those of a unit that has not all of its own.
+            gradients = device.gradients + segment.gradients
+            device = replace(device, activations=segment.together - segment.gradients, gradients=gradients)
         if engine.stage == 3:
             live = places.get((segment.phase, segment.unit), 0)
             device = replace(device, gathered=always + live * policy.compute.itemsize)
-        elif segment.phase == "backward":
-            # They grow from what is there before the first to what there is after the last.
-            share = sum(elements[name] for name in done) / total
-            grown = forward.device.gradients + int((device.gradients - forward.device.gradients) * share)
-            device = replace(device, gradients=grown)
         yield Point(name=_name(segment), account=replace(base, device=device))
         done = segment.done or done
-    end = replace(backward.device, gathered=always, activations=trace.segments[-1].end)
+    end = replace(
+        backward.device,
+        gathered=always,
+        gradients=backward.device.gradients - moments.made - moments.moved,
+        activations=trace.segments[-1].end,
+    )
     yield Point(name="end of backward", account=replace(backward, device=end))
+
+
+def _zero_gradients(engine: Zero, moments: Moments, reached: int, total: int) -> dict[str, int]:
+    """Gradients and communication of the device in backward, when those of ``reached`` elements may be there."""
+    before, after = moments.forward.device.gradients, moments.backward.device.gradients - moments.made
+    communication = moments.backward.device.communication - moments.at_end
+    if engine.stage <= 1:
+        # They grow from what is there before the first to what there is after the last.
+        return {"gradients": before + int((after - before) * reached / total), "communication": communication}
+    # Stage 2 makes its partition when the first bucket is full, stage 3 for the whole run.
+    full = reached > engine.reduce_bucket
+    return {"gradients": after if full else before, "communication": communication}

@@ -48,11 +48,20 @@ def stages_1_2(
     copy = 0 if gradients.compact and engine.accumulate == master else flat.partition * master.itemsize
     in_backward = gradients.everything if engine.stage == 1 else gradients.own + gradients.largest
     reducing = gradients.buckets + gradients.copies
+    waiting = held if engine.stage == 1 else 0
+    # Stage 2 makes room for whole parameters of its partition when the copies are gone.
+    late = 0 if gradients.compact or held else min(gradients.own, gradients.copies)
     return Moments(
-        forward=MemoryAccount(device=replace(device, gradients=held)),
+        # Stage 1 makes its buckets in the first micro-batch, and lets go of them at the boundary.
+        forward=MemoryAccount(
+            device=replace(device, gradients=held, communication=gradients.buckets if waiting else 0)
+        ),
         backward=MemoryAccount(device=replace(device, gradients=in_backward, communication=reducing)),
         step=MemoryAccount(device=replace(device, gradients=gradients.own, communication=copy)),
         at_end=gradients.at_end,
+        made=0 if engine.stage == 1 else gradients.largest,
+        moved=gradients.moved if engine.stage == 1 else late,
+        waiting=waiting,
     )
 
 
@@ -102,7 +111,7 @@ def _bf16_optimizer(
 ) -> Moments:
     """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
 
-    Backward's own are set to zero, and not freed, before the next micro-batch.
+    Backward's own are set to zero, and not freed, before the next micro-batch, and are there in the step.
     """
     always = replace(always, gradients=flat.whole * torch.float32.itemsize)
     raw = sum(p.numel for p in model.trainable) * policy.compute.itemsize
@@ -110,6 +119,8 @@ def _bf16_optimizer(
         forward=MemoryAccount(device=replace(always, gradients=always.gradients + (raw if micro_batches > 1 else 0))),
         backward=MemoryAccount(device=replace(always, gradients=always.gradients + raw)),
         step=MemoryAccount(device=always),
+        left=raw,
+        waiting=raw if micro_batches > 1 else 0,
     )
 
 
@@ -135,6 +146,9 @@ class _Gradients:
     at_end: int
     """Of these copies, those that are made after backward alone."""
 
+    moved: int
+    """Of those that stage 1 sums, what is in a bucket or dropped when the partition is made, less the partition."""
+
     largest: int
     """Of the largest, as backward makes it."""
 
@@ -149,11 +163,15 @@ def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _
     numel = [p.numel for p in model.trainable]
     converted = policy.reduce.itemsize if policy.reduce != in_bucket else 0
     copies, at_end = reduction_copies(model, engine, in_bucket.itemsize + converted)
+    everything = sum(numel) * (sums if separate else compute).itemsize
+    # Without a flat partition of their own they stay whole for every parameter that has a part in it.
+    own = flat.partition * sums.itemsize if compact else flat.overlapping * compute.itemsize
     return _Gradients(
         compact=compact,
-        # Without a flat partition of their own they stay whole for every parameter that has a part in it.
-        own=flat.partition * sums.itemsize if compact else flat.overlapping * compute.itemsize,
-        everything=sum(numel) * (sums if separate else compute).itemsize,
+        own=own,
+        everything=everything,
+        # Parameters of the partition get theirs when the copies are gone, a flat partition is added to from them.
+        moved=min(everything, engine.reduce_bucket * in_bucket.itemsize) - (own if compact else max(0, own - copies)),
         buckets=buckets,
         copies=copies,
         # Stage 1 reduces at the boundary, after backward.
@@ -181,9 +199,20 @@ def _offloaded(
     in_backward = gradients.everything if stage == 1 else on_device + gradients.largest
     in_flight = gradients.buckets + gradients.copies + gradients.largest
     reducing = replace(device, gradients=in_backward, communication=in_flight)
+    waiting = held if stage == 1 else 0
     return Moments(
-        forward=MemoryAccount(device=replace(device, gradients=on_device if held else 0), host=host),
+        forward=MemoryAccount(
+            device=replace(
+                device,
+                gradients=waiting or (on_device if held else 0),
+                communication=device.communication + (gradients.buckets if waiting else 0),
+            ),
+            host=host,
+        ),
         backward=MemoryAccount(device=reducing, host=host),
         step=MemoryAccount(device=replace(device, gradients=on_device), host=host),
         at_end=gradients.at_end,
+        made=0 if stage == 1 else gradients.largest,
+        moved=gradients.moved if stage == 1 else 0,
+        waiting=waiting,
     )

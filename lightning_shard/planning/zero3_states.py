@@ -42,12 +42,14 @@ def stage_3(
     # One flat buffer of sums, and under offload the optimizer's own beside it, for as long as the run lasts.
     gradients = KindBytes(gradients=own * sums.itemsize + (in_memory * master.itemsize if offload else 0))
     bucket = engine.reduce_bucket * policy.reduce.itemsize if engine.contiguous_gradients else 0
-    gathered = seen_bytes(persistent, compute)
+    gathered = 0 if engine.uses_shards else seen_bytes(persistent, compute)
     always = shards + MemoryAccount(device=KindBytes(communication=bucket, gathered=gathered), nvme=files)
     if offload:
         always += MemoryAccount(host=state + gradients)
         if engine.optimizer == "nvme":
-            buffers = max(engine.optimizer_buffers, len(optimizer.slots) + 3) * max(groups, default=0)
+            # One for each tensor of a sub-group that is swapped, and one that new slots are written through.
+            needed = len(optimizer.slots) + 2 if swapped else 0
+            buffers = max(engine.optimizer_buffers, needed) * max(groups, default=0)
             always += MemoryAccount(host=KindBytes(communication=buffers * master.itemsize))
     else:
         always += MemoryAccount(device=state + gradients)
@@ -63,6 +65,7 @@ def stage_3(
         backward=always + computing + reducing,
         step=always + MemoryAccount(device=KindBytes(communication=copy)),
         at_end=at_end,
+        made=raw,
     )
 
 
@@ -132,11 +135,13 @@ def live_by_position(
 ) -> dict[tuple[str, str], int]:
     """Elements that are gathered while each unit computes, beside persistent ones; by phase and unit.
 
-    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements; the next ones are gathered
-    ahead, a bucket's worth, as long as no more than ``max_live`` are there (``partitioned_param_coordinator.py``). What
-    is in no unit is taken as used at the beginning and at the end of forward, in halves of a pass each.
+    Shards that are whole are used as they are, without a copy. Else a unit is freed after use unless it is used again
+    within ``max_reuse_distance`` elements; the next ones are gathered ahead, a bucket's worth, as long as no more than
+    ``max_live`` are there (``partitioned_param_coordinator.py``). What is in no unit is taken as used at the beginning
+    and at the end of forward, in halves of a pass each.
     """
-    sizes = {name: sum(p.numel for p in members if p.fqn not in persistent) for name, members in model.units.items()}
+    apart = {p.fqn for p in model.parameters} if engine.uses_shards else persistent
+    sizes = {name: sum(p.numel for p in members if p.fqn not in apart) for name, members in model.units.items()}
     names = ["", *order, ""]
     steps = [("forward", name) for name in names] + [("backward", name) for name in reversed(names)]
     # How far it is from the end of each step to the next use of each unit.

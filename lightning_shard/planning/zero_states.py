@@ -60,4 +60,5 @@ def _stage_0(
         backward=MemoryAccount(device=replace(resting, gradients=gradients, communication=bucket)),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
         at_end=bucket,
+        waiting=gradients if micro_batches > 1 else 0,
     )

@@ -104,6 +104,7 @@ def engine_of(
         _deepspeed_config(strategy, module, ranks, device_type, accumulate_grad_batches, optimizer),
         ranks=ranks,
         accumulate=policy.accumulate,
+        device_type=device_type,
     )
 
 
