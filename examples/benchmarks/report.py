@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -91,7 +92,8 @@ def draw(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None
         (_draw_curves if "curves" in panel else _draw_bars)(axis, panel)
         axis.set_title(panel["title"], fontsize=10)
         axis.set_axisbelow(True)
-    figure.suptitle(title, fontsize=9)
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, width=85 * len(panels))]
+    figure.suptitle("\n".join(lines), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -108,7 +110,7 @@ def _draw_bars(axis: Any, panel: Mapping[str, Any]) -> None:
         error_kw={"elinewidth": 1, "capsize": 2},
     )
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
-    axis.invert_yaxis()
+    axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.3)
     if panel.get("line") is not None:
         axis.axvline(panel["line"], color="black", linewidth=1)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,43 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
-from lightning_shard.checkpoint.state import fqns
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
-from lightning_shard.engines.whole import LiveTensor, gather, scatter
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.mesh import MeshConfig, data_parallel_coordinates
+from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.resume import (
-    agreeing,
-    check_lengths,
-    check_some,
-    gather_states,
-    order_warning,
-    place_batches,
-    prepare_loader,
-)
-from lightning_shard.strategies.connecting import ConnectedStrategy
-from lightning_shard.strategies.reading import canonical, own_or, slot_of
+from lightning_shard.strategies.running import RunningStrategy
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
-@contextmanager
-def _evaluating() -> Generator[None, None, None]:
-    """No gradients, and no inference mode, whatever the loop entered: leaving inference mode turns gradients on."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-class ShardStrategy(ConnectedStrategy):
+class ShardStrategy(RunningStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
-
-    _predictions_left = 0
-    _idle_predictions = 0
 
     def __init__(
         self,
@@ -217,52 +193,6 @@ class ShardStrategy(ConnectedStrategy):
     def model_to_device(self) -> None:
         """Move the module to this rank's device; the engines do it one unit at a time."""
 
-    # Steps
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step`` under the engine's hooks."""
-        assert self.lightning_module is not None
-        with self.precision_plugin.train_step_context():
-            return self._run(self.lightning_module.training_step, *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``validation_step`` under the engine's hooks, never in inference mode."""
-        assert self.lightning_module is not None
-        self._in_validation()
-        with self.precision_plugin.val_step_context(), _evaluating():
-            return self._run(self.lightning_module.validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``test_step`` under the engine's hooks, never in inference mode."""
-        assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), _evaluating():
-            return self._run(self.lightning_module.test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step`` under the engine's hooks, never in inference mode.
-
-        A rank that has no more batches repeats its last one, without using the result, as often as the longest
-        rank's gathers need it.
-        """
-        output = self._predict(*args, **kwargs)
-        self._predictions_left -= 1
-        if self._predictions_left == 0:
-            for _ in range(self._idle_predictions):
-                self._predict(*args, **kwargs)
-        return output
-
-    def _predict(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.predict_step_context(), _evaluating():
-            return self._run(self.lightning_module.predict_step, *args, **kwargs)
-
-    def _gathers_in_forward(self) -> bool:
-        """Whether a forward pass of one rank needs all others to run one too."""
-        return False
-
-    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
     # Gradients
 
     @property
@@ -357,103 +287,6 @@ class ShardStrategy(ConnectedStrategy):
     @abstractmethod
     def _follow_freezing(self) -> None:
         """Tell the engine that other parameters have gradients from now on."""
-
-    # Whole tensors
-
-    def full_tensor(self, fqn: str, kind: str = "parameter") -> Tensor | None:
-        """See `lightning_shard.full_tensor`."""
-        live = self._live(fqn, kind)
-        return None if live is None else gather(live, device=self.root_device)
-
-    def set_full_tensor(self, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-        """See `lightning_shard.set_full_tensor`."""
-        live = self._live(fqn, kind)
-        if live is None:
-            raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
-        if tuple(live.shape) != tuple(value.shape):
-            raise ConfigurationError(
-                f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
-                "give the whole tensor."
-            )
-        scatter(value, live)
-        if kind == "parameter":
-            self._after_reading_tensors()
-
-    def _live(self, fqn: str, kind: str) -> LiveTensor | None:
-        assert self.lightning_module is not None
-        if kind == "parameter":
-            self._before_reading_parameters()
-        names = fqns(self.lightning_module)
-        name = canonical(names, fqn)
-        if kind == "parameter":
-            return own_or(self._model_tensors(), names, name)
-        if kind == "gradient":
-            return self._live_gradient(name, names.tensors[name])
-        return slot_of(self._optimizer_states(), names.tensors[name], name, kind)
-
-    def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
-        return parameter.grad
-
-    # Buffers
-
-    def _synchronize_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
-        assert self.lightning_module is not None
-        broadcast_from_rank_0(persistent_buffers(self.lightning_module))
-
-    def on_validation_start(self) -> None:
-        """Evaluate with rank 0's buffers, on every engine alike; see also the parent's."""
-        super().on_validation_start()
-        self._synchronize_buffers()
-
-    def on_test_start(self) -> None:
-        """Test with rank 0's buffers, on every engine alike."""
-        self._synchronize_buffers()
-
-    def on_predict_start(self) -> None:
-        """Find out how many batches the other ranks have: prediction repeats no sample to even them out."""
-        self._synchronize_buffers()
-        if not self._gathers_in_forward():
-            return
-        assert self.lightning_module is not None
-        self._predictions_left = _lightning.prediction_batches(self.lightning_module.trainer)
-        self._idle_predictions = max(gather_states(self._predictions_left)) - self._predictions_left
-
-    def _before_reading_parameters(self) -> None:
-        self._synchronize_buffers()
-
-    # Data
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Make the training loader resumable, and see that all ranks have the same number of batches.
-
-        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in.
-
-        Raises:
-            DataError: sized loaders of different lengths, on every rank alike.
-        """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
-        if trainer.training:
-            replicas, rank = data_parallel_coordinates(self.device_mesh)
-            dataloader = prepare_loader(trainer.fit_loop, dataloader, world_size=replicas, rank=rank)
-            if self._resumed is not None and (warning := order_warning(dataloader)) is not None:
-                rank_zero_warn(warning)
-        length = sized_len(dataloader)
-        what = f"{stage} dataloader"
-        if length is None:
-            check_lengths(None, device=self.root_device, what=what)
-            return agreeing(dataloader, device=self.root_device, what=what)
-        check = check_some if stage == "predict" else check_lengths
-        check(length, device=self.root_device, what=what)
-        return dataloader
-
-    def on_train_start(self) -> None:
-        """Count the batches of a resumed epoch as the present loaders do; see also the parent's."""
-        super().on_train_start()
-        assert self.lightning_module is not None
-        place_batches(self.lightning_module.trainer.fit_loop)
 
     def _release(self) -> None:
         """Let go of the run's resources, without Lightning's move of the module, which may be cut, to the host."""
