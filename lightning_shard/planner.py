@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.picture is not None:
         picture.require()
     # That imports the strategies, which the other commands' help needs not.
-    from lightning_shard.plan_run import plan
+    from lightning_shard.plan_text import plan
 
     print(plan(options, rest))
     return 0

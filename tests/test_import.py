@@ -37,7 +37,7 @@ LAYERS = [
         "loading",
         "migrate_command",
     }
-    | {"mistakes", "plan_advice", "plan_inputs", "plan_run", "planner", "registry", "submit"},
+    | {"mistakes", "plan_advice", "plan_inputs", "plan_run", "plan_text", "planner", "registry", "submit"},
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = set().union(*LAYERS[:4])

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_shard import cli, plan_run, planner
+from lightning_shard import cli, plan_text, planner
 from lightning_shard.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake, links
@@ -445,10 +445,10 @@ def test_measured_links(tmp_path: Path) -> None:
     links.write(links.Links(intra_node=450e9, inter_node=None), path)
     options = planner.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
     planner.check(options)
-    plan_run.take_links(options, Nodes(nodes=1, devices=8))
+    plan_text.take_links(options, Nodes(nodes=1, devices=8))
     assert (options.intra_node, options.inter_node) == (450e9, None)
     with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
-        plan_run.take_links(options, Nodes(nodes=2, devices=2))
+        plan_text.take_links(options, Nodes(nodes=2, devices=2))
 
 
 @pytest.mark.parametrize(
