@@ -488,4 +488,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_one_of_the_commands() -> None:
-    assert cli._COMMANDS["plan"] is planner
+    assert cli.COMMANDS["plan"] is planner
