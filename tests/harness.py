@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # How long the other ranks may take to end by themselves after the first one failed, so that their tracebacks
 # are shown too: gloo tells the peers of a lost connection at once.
+STACKS_SECONDS = 10.0  # for a process on a machine under load to write its stacks
 GRACE_SECONDS = 5.0
 # Imports of torch and Lightning on a busy machine.
 START_SECONDS = 300.0
@@ -234,11 +235,15 @@ class _Pool:
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR2)."""
-        for rank in ranks:
-            if self.processes[rank].poll() is None:
-                os.kill(self.processes[rank].pid, signal.SIGUSR2)
-        time.sleep(0.5)
-        return {rank: _tail(self.folder / f"stacks-{rank}.txt", 200) for rank in ranks}
+        asked = [rank for rank in ranks if self.processes[rank].poll() is None]
+        for rank in asked:
+            os.kill(self.processes[rank].pid, signal.SIGUSR2)
+        files = {rank: self.folder / f"stacks-{rank}.txt" for rank in ranks}
+        deadline = time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
+            time.sleep(0.1)
+        time.sleep(0.5)  # the rest of them
+        return {rank: _tail(path, 200) for rank, path in files.items()}
 
     def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[Any, ...]], folder: Path) -> str:
         # What raised or died comes before what waited for it, and a lost connection after its cause.

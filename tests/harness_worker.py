@@ -63,17 +63,18 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
                 outcome = ("result", "returned", pickle.dumps(fn(*args, **kwargs)))
             except BaseException as error:
                 outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
-                # Tell at once, ahead of any cleaning up that could wait for the other ranks.
+                # Tell at once, ahead of cleaning up, which could wait for other ranks. What was printed is read then.
+                _flush()
                 connection.send_bytes(pickle.dumps(outcome))
     except BaseException as error:
         outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
+        _flush()
         connection.send_bytes(pickle.dumps(outcome))
     if outcome[0] == "result":
         _reset(environment)
         connection.send_bytes(pickle.dumps(outcome))
     else:
         # The peers' collectives fail as soon as this process's connections are gone.
-        _flush()
         os._exit(1)
 
 
