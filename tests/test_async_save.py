@@ -281,11 +281,11 @@ def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> No
 # In a fit
 
 FAMILIES = {
-    "shard_ddp_aligned": "bf16-mixed",
     "shard_fsdp_offload": "32-true",
     "shard_deepspeed_stage_3_offload": "32-true",
 }
 OTHERS = {
+    "shard_ddp_aligned": "bf16-mixed",
     "shard_ddp": "32-true",
     "shard_fsdp": "bf16-mixed",
     "shard_fsdp_hybrid": "32-true",

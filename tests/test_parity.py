@@ -244,8 +244,7 @@ TIED = {"tie": True, "dropout": 0.1}
 SAMPLE: list[dict[str, Any]] = [
     {"precision": "32-true", "trainer": NORM},
     {"precision": "32-true", "trainer": {**TWICE, **VALUE}, "model": TIED},
-    {"precision": "bf16-mixed", "model": BF16_LOADED},
-    {"precision": "bf16-mixed", "trainer": {**TWICE, **NORM}},
+    {"precision": "bf16-mixed", "trainer": {**TWICE, **NORM}, "model": BF16_LOADED},
     {"precision": "bf16-mixed", "trainer": {**TWICE, **VALUE}, "strategy": BOUNDARY},
 ]
 
