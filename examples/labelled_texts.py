@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ def spread(part: list[Labelled], limit: int | None) -> list[Labelled]:
     return [part[index * len(part) // count] for index in range(count)]
 
 
-class LabelledTexts(LightningDataModule):
+class LabelledTexts(LightningDataModule, ABC):
     """Texts with a number each, tokenized as batches are made.
 
     A subclass has ``encoder``, ``max_length``, ``batch_size``, ``validation_fraction`` and ``limit`` among its
     ``hparams``.
     """
 
+    @abstractmethod
     def parts(self) -> tuple[list[Labelled], list[Labelled]]:
         """All texts to train on, and all to validate on."""
-        raise NotImplementedError
 
     def setup(self, stage: str) -> None:
         """Read the texts; each process on its own."""

@@ -19,11 +19,12 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_shard.cluster import forking
+from lightning_shard.cluster.forking import let_threads_finish_before_forks
 from lightning_shard.errors import DataError
 from lightning_shard.resume import (
     agreeing,
     check_lengths,
-    forking,
     gather_states,
     place_batches,
     prepare_loader,
@@ -32,7 +33,6 @@ from lightning_shard.resume import (
     set_rng_state,
     states_of_rank,
 )
-from lightning_shard.resume.forking import let_threads_finish_before_forks
 from tests.harness import run_distributed
 
 SAMPLES = 22
@@ -42,6 +42,10 @@ class ResumingStrategy(DDPStrategy):
     """DDP, with what a strategy must do for resume: the reference for every other one."""
 
     rng: Any = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        let_threads_finish_before_forks()
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer

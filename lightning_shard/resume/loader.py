@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_shard.errors import DataError
 from lightning_shard.resume.delegate import DelegatingLoader
-from lightning_shard.resume.forking import let_threads_finish_before_forks
 from lightning_shard.resume.order import global_order, rank_share
 from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of
 from lightning_shard.resume.source import Generators, IndexSource, Plan
@@ -63,7 +62,6 @@ class ResumableLoader(DelegatingLoader):
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
-        let_threads_finish_before_forks()
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import _lightning
+from lightning_shard.cluster.forking import let_threads_finish_before_forks
 from lightning_shard.cluster.launch import Launch
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.errors import ConfigurationError
@@ -154,6 +155,8 @@ class ConnectedStrategy(MeteredStrategy):
         else:
             _lightning.init_process_group(self.cluster_environment, backend, **options)
         self._start_watch()
+        # Workers of loaders, of evaluation too, are forked from here on.
+        let_threads_finish_before_forks()
         self._device_mesh = build_mesh(self._mesh_shape(), device_type=self.root_device.type)
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
