@@ -10,26 +10,28 @@
     def test_sum():
         assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
 
-The processes of a world size are started by its first call and serve all later calls, because importing
-torch and Lightning costs seconds. A call that fails, hangs or loses a rank costs its processes; the next
-one gets new ones. Each call has a new process group, environment and working directory (temporary, common
-to all ranks).
+The processes of a world size are started by its first call and serve all later calls. A call that fails, hangs
+or loses a rank costs its processes; the next one gets new ones. Importing torch, Lightning and DeepSpeed costs
+seconds, so that all of them are forked from one process that has done it (:mod:`multiprocessing`'s forkserver).
+Each call has a new process group, environment and working directory (temporary, common to all ranks).
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ GRACE_SECONDS = 5.0
 # Imports of torch and Lightning on a busy machine.
 START_SECONDS = 300.0
 LOG_TAIL_LINES = 30
+# Read by torch when it is imported.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class DistributedError(AssertionError):
@@ -97,7 +101,7 @@ class _Pool:
 
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"harness-{world_size}-"))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []
         self.calls = 0
         for rank in range(world_size):
@@ -113,7 +117,7 @@ class _Pool:
         ours, theirs = Pipe()
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
+            **_ONE_THREAD,
             "PYTHONPATH": _joined_path(),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             # Each rank compiles by itself: a shared cache would make a test depend on who is first, and on what
@@ -121,26 +125,8 @@ class _Pool:
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{rank}"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
         }
-        # A plain subprocess, not a daemonic multiprocessing one, which could not have DataLoader workers; in
-        # a session of its own so that it can be killed together with them.
-        with open(self.folder / f"start-{rank}.log", "wb") as log:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.harness_worker",
-                    str(theirs.fileno()),
-                    str(self.folder),
-                    str(rank),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=self.folder,
-                start_new_session=True,
-            )
+        process = _context().Process(target=_work, args=(theirs, str(self.folder), rank, environment))
+        process.start()
         theirs.close()
         self.processes.append(process)
         self.connections.append(ours)
@@ -153,7 +139,7 @@ class _Pool:
             return False
 
     def alive(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
+        return all(process.is_alive() for process in self.processes)
 
     def call(self, payload: bytes, timeout: float, name: str) -> list[Any]:
         self.calls += 1
@@ -205,7 +191,7 @@ class _Pool:
             for rank, connection in list(waiting.items()):
                 if connection in ready:
                     outcomes[rank] = self._receive(rank, connection)
-                elif self.processes[rank].poll() is not None and not connection.poll():
+                elif not self.processes[rank].is_alive() and not connection.poll():
                     outcomes[rank] = ("died", "died", self._exit_status(rank))
                 else:
                     continue
@@ -225,9 +211,9 @@ class _Pool:
         return outcome
 
     def _exit_status(self, rank: int) -> str:
-        try:
-            code = self.processes[rank].wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        self.processes[rank].join(timeout=5)
+        code = self.processes[rank].exitcode
+        if code is None:
             return "closed its pipe"
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
@@ -235,9 +221,9 @@ class _Pool:
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR2)."""
-        asked = [rank for rank in ranks if self.processes[rank].poll() is None]
+        asked = [rank for rank in ranks if self.processes[rank].is_alive()]
         for rank in asked:
-            os.kill(self.processes[rank].pid, signal.SIGUSR2)
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR2)
         files = {rank: self.folder / f"stacks-{rank}.txt" for rank in ranks}
         deadline = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
@@ -275,12 +261,34 @@ class _Pool:
             connection.close()
         for process in self.processes:
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid or 0, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 process.kill()
         for process in self.processes:
-            process.wait()
+            process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _work(connection: Connection, folder: str, rank: int, environment: dict[str, str]) -> None:
+    # Not imported by the test session, which has no use for all that comes with it.
+    from tests import harness_worker
+
+    harness_worker.main(connection, Path(folder), rank, environment)
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Starts processes as forks of one that has imported :mod:`tests.harness_worker`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness_worker"])
+    outer = dict(os.environ)
+    os.environ.update(_ONE_THREAD, PYTHONPATH=_joined_path())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(outer)
+    return context
 
 
 def _joined_path() -> str:

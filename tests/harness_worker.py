@@ -1,4 +1,7 @@
-"""The process behind :mod:`tests.harness`: waits for calls on a pipe, runs each in a new process group."""
+"""The process behind :mod:`tests.harness`: waits for calls on a pipe, runs each in a new process group.
+
+Importing this module imports what most calls use; it is done once, in the process that the workers are forked from.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,50 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import deepspeed  # noqa: F401
+import lightning.pytorch  # noqa: F401
+import numpy as np
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed as dist
+from torch.distributed.tensor import debug as dtensor_debug
+from transformers.models.llama import modeling_llama  # noqa: F401
+
+import lightning_shard.strategies.deepspeed  # noqa: F401
+
 PR_SET_PDEATHSIG = 1
 
 
-def main(handle: int, folder: Path, rank: int) -> None:
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the test session ends in whatever way (Linux only)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# The process that the workers are forked from ends with the test session, and they with it.
+_die_with_parent()
+# Each call ends with a collection, which would go through the million objects of these modules.
+gc.collect()
+gc.freeze()
+
+
+def main(connection: Connection, folder: Path, rank: int, environment: dict[str, str]) -> None:
     """Serve calls until the pipe closes."""
     _die_with_parent()
+    # A session of its own, so that it can be killed together with its DataLoader workers.
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    _redirect_output(str(folder / f"start-{rank}.log"))
     # The C-level handler prints the stacks of all threads even while the main one waits inside gloo.
     with open(folder / f"stacks-{rank}.txt", "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-        import lightning.pytorch  # noqa: F401
-        import torch
-
-        import lightning_shard  # noqa: F401
-
         torch.set_num_threads(1)
-        connection = Connection(handle)
         connection.send_bytes(b"ready")
         # A seed that the test session had set when this process was started is no other test's.
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
@@ -80,8 +111,6 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _process_group(call: dict[str, Any]) -> Iterator[None]:
-    import torch.distributed as dist
-
     _seed()
     dist.init_process_group(
         "gloo",
@@ -99,9 +128,6 @@ def _process_group(call: dict[str, Any]) -> Iterator[None]:
 
 def _reset(environment: dict[str, str]) -> None:
     """Undo what a call may have left: environment, global modes of torch, garbage that holds groups."""
-    import torch
-    from torch.distributed.tensor import debug as dtensor_debug
-
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
@@ -114,16 +140,12 @@ def _reset(environment: dict[str, str]) -> None:
     # next call would be taken for that one, whose process groups are gone.
     dtensor_debug._clear_sharding_prop_cache()
     dtensor_debug._clear_fast_path_sharding_prop_cache()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     gc.collect()
     _flush()
 
 
 def _seed() -> None:
-    import numpy as np
-    import torch
-
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -160,16 +182,3 @@ def _redirect_output(path: str) -> None:
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the test session ends in whatever way (Linux only)."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
