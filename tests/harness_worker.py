@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -63,6 +64,8 @@ def main(connection: Connection, folder: Path, rank: int, environment: dict[str,
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # Else loaders here would start their workers as this process was started, not as Python does by default.
+    multiprocessing.set_start_method(None, force=True)
     _redirect_output(str(folder / f"start-{rank}.log"))
     # The C-level handler prints the stacks of all threads even while the main one waits inside gloo.
     with open(folder / f"stacks-{rank}.txt", "w") as stacks:

@@ -22,7 +22,7 @@ import torch
 
 from examples.benchmarks import report
 from examples.benchmarks.processes import MEBIBYTE, Failed, run_processes
-from examples.benchmarks.races import contestants, rounds_of, rows_of, say, time_together
+from examples.benchmarks.races import compare_with_others, contestants, rounds_of, rows_of, say, time_together
 from examples.benchmarks.turns import Plan, peak
 from examples.benchmarks.workload import Workload, add_arguments, describe, model_flops, workload_of
 from lightning_shard.meters.peaks import mfu, peak_flops
@@ -81,7 +81,10 @@ COLUMNS = {
     "memory": "peak MiB",
     "memory_ratio": "of reference",
     "ratio": "time ratio",
-    "ratios": "smallest..largest",
+    "ratios": "95 % of it",
+    "other": "fastest other",
+    "other_ratio": "time ratio",
+    "other_ratios": "95 % of it",
     "loss": "loss differs by",
 }
 
@@ -126,6 +129,7 @@ def measure_time(race_name: str, work: Workload, options: argparse.Namespace) ->
         for name, why in result.left_out.items():
             say(f"{race_name}: {name} did not run: {why}")
         new = rows_of(race_name, result, work, lambda name, first=names[0]: first)
+        compare_with_others(new, result)
         rows += [row for row in new if row["contestant"] not in contestants(rows)]
         rounds += rounds_of(race_name, result)
     return rows, rounds

@@ -11,6 +11,8 @@ from examples.benchmarks.workload import Workload
 
 Maker = Callable[..., Contestant]
 
+OTHERS = ("lightning_", "accelerate_")
+
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 """Largest relative difference of a loss from the reference's. fp32 sums in another order differ by 1e-7 in the first
 step, and bf16 ones by 1e-3; training makes more of it, step by step."""
@@ -51,15 +53,29 @@ def rows_of(race_name: str, result: Result, work: Workload, reference_of: Callab
     return rows
 
 
-def ratios(found: Spread) -> dict[str, Any]:
-    """The columns of paired ratios."""
-    smallest, middle, largest = (round(one, 4) for one in (found.smallest, found.median, found.largest))
+def ratios(found: Spread, key: str = "ratio") -> dict[str, Any]:
+    """The columns of paired ratios: the median, its interval, which is also a text, and the extremes."""
+    low, high = found.interval
     return {
-        "ratio": middle,
-        "ratio_smallest": smallest,
-        "ratio_largest": largest,
-        "ratios": f"{smallest:.3f}..{largest:.3f}",
+        key: round(found.median, 4),
+        f"{key}_low": round(low, 4),
+        f"{key}_high": round(high, 4),
+        f"{key}_smallest": round(found.smallest, 4),
+        f"{key}_largest": round(found.largest, 4),
+        f"{key}s": f"{low:.3f}..{high:.3f}",
     }
+
+
+def compare_with_others(rows: Sequence[dict[str, Any]], result: Result) -> None:
+    """Put into this package's rows which of the other packages was fastest, and the paired ratios to it."""
+    others = [row for row in rows if row["contestant"].startswith(OTHERS) and not row.get("failed", True)]
+    if not others:
+        return
+    fastest = min(others, key=lambda row: row["ratio"])["contestant"]
+    for row in rows:
+        if row["contestant"].startswith("shard_"):
+            found = paired(result.seconds[row["contestant"]], result.seconds[fastest])
+            row.update(other=fastest, **ratios(found, "other_ratio"))
 
 
 def rounds_of(race_name: str, result: Result) -> list[dict[str, Any]]:
