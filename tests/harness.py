@@ -43,7 +43,7 @@ STACKS_SECONDS = 10.0  # for a process on a machine under load to write its stac
 GRACE_SECONDS = 5.0
 # Imports of torch and Lightning on a busy machine.
 START_SECONDS = 300.0
-LOG_TAIL_LINES = 30
+LOG_TAIL_LINES = 60
 # Read by torch when it is imported.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

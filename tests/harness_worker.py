@@ -69,6 +69,7 @@ def main(connection: Connection, folder: Path, rank: int, environment: dict[str,
     _redirect_output(str(folder / f"start-{rank}.log"))
     # The C-level handler prints the stacks of all threads even while the main one waits inside gloo.
     with open(folder / f"stacks-{rank}.txt", "w") as stacks:
+        faulthandler.enable()  # what a crash was in, into the log of the call
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         connection.send_bytes(b"ready")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import tempfile
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -271,3 +273,30 @@ def test_zero_in_files(request: pytest.FixtureRequest) -> None:
 def test_a_module_that_is_driven_by_hand() -> None:
     net = nn.Linear(3, 2)
     assert account_of(net, device=CPU).device == KindBytes(parameters=4 * 8)
+
+
+def left_of_a_run(name: str) -> list[bool]:
+    module = TinyLM()
+    trainer = quiet_trainer(strategy=name, max_steps=2)
+    trainer.fit(module, loader())
+    held = [weakref.ref(one) for one in (module, trainer, trainer.strategy, trainer.optimizers[0], module.head.weight)]
+    del module, trainer
+    gc.collect()
+    return [one() is not None for one in held]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard_ddp_aligned",
+        "shard_fsdp",
+        "shard_fsdp_hybrid_aligned",
+        "shard_deepspeed_stage_1",
+        "shard_deepspeed_stage_2_offload",
+        "shard_deepspeed_stage_3",
+        "shard_deepspeed_stage_3_offload_aligned",
+    ],
+)
+def test_nothing_of_a_run_outlives_it(name: str) -> None:
+    """Else each trial of a sweep in one process would hold its model, optimizer state and groups."""
+    assert run_distributed(left_of_a_run, 2, name) == [[False] * 5] * 2

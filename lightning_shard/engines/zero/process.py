@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
             _restoring_environment("LOCAL_SIZE"),
             _restoring_environment("LOCAL_RANK"),
             _restoring_modules_in_forward(),
+            _forget_releases,
             lambda: logger.setLevel(level),
         ),
     )
@@ -150,3 +152,11 @@ def _restoring_modules_in_forward() -> Callable[[], None]:
         del parameter_offload.FWD_MODULE_STACK[length:]
 
     return restore
+
+
+def _forget_releases() -> None:
+    """Empty the cache of what stage 3 releases after each module: a function's own, it would keep every run alive."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    decorated = vars(Coordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
