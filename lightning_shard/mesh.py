@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.errors import MeshError
+from lightning_shard.groups import beside_default
 
 REPLICATE = "replicate"
 SHARD = "shard"
@@ -81,9 +82,14 @@ def _check_divides(axis: str, size: int, world_size: int) -> None:
 
 
 def build_mesh(shape: tuple[int, int], *, device_type: str) -> DeviceMesh:
-    """The 2-D mesh with axes ``("replicate", "shard")`` over all ranks. Collective: all ranks call it."""
+    """The 2-D mesh with axes ``("replicate", "shard")`` over all ranks, one for all runs of this shape.
+
+    Collective: all ranks call it.
+    """
     assert shape[0] * shape[1] == dist.get_world_size()
-    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    return beside_default(
+        ("mesh", shape, device_type), lambda: init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    )
 
 
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:

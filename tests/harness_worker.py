@@ -32,6 +32,7 @@ import torch
 import torch._dynamo
 import torch._inductor.compile_fx
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  # which compiles a function
 from torch.distributed.tensor import debug as dtensor_debug
 from transformers.models.llama import modeling_llama  # noqa: F401
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
@@ -275,14 +276,20 @@ def test_a_module_that_is_driven_by_hand() -> None:
     assert account_of(net, device=CPU).device == KindBytes(parameters=4 * 8)
 
 
-def left_of_a_run(name: str) -> list[bool]:
-    module = TinyLM()
-    trainer = quiet_trainer(strategy=name, max_steps=2)
-    trainer.fit(module, loader())
-    held = [weakref.ref(one) for one in (module, trainer, trainer.strategy, trainer.optimizers[0], module.head.weight)]
-    del module, trainer
-    gc.collect()
-    return [one() is not None for one in held]
+def left_of_a_run(name: str) -> tuple[list[bool], int]:
+    """Which of its parts are alive after the second run in a process, and how many groups this made."""
+    groups = 0
+    for _ in range(2):
+        before = groups
+        module = TinyLM()
+        trainer = quiet_trainer(strategy=name, max_steps=2)
+        trainer.fit(module, loader())
+        parts = (module, trainer, trainer.strategy, trainer.optimizers[0], module.head.weight)
+        held = [weakref.ref(one) for one in parts]
+        del module, trainer, parts
+        gc.collect()
+        groups = dist.get_pg_count()
+    return [one() is not None for one in held], groups - before
 
 
 @pytest.mark.parametrize(
@@ -299,4 +306,4 @@ def left_of_a_run(name: str) -> list[bool]:
 )
 def test_nothing_of_a_run_outlives_it(name: str) -> None:
     """Else each trial of a sweep in one process would hold its model, optimizer state and groups."""
-    assert run_distributed(left_of_a_run, 2, name) == [[False] * 5] * 2
+    assert run_distributed(left_of_a_run, 2, name) == [([False] * 5, 0)] * 2

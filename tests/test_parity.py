@@ -86,6 +86,8 @@ class Watch(pl.Callback):
         self.batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.gradient_clip_algorithm != "value":
+            return
         trainable = [n for n, p in module.named_parameters() if p.requires_grad]
         gradients = [full_tensor(trainer, name, "gradient") for name in trainable]
         self.largest.append(max(gradient.abs().max().item() for gradient in gradients))

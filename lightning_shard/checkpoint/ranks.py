@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError
+from lightning_shard.groups import beside_default
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -170,11 +171,6 @@ def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return torch.device("cpu") in group._device_types
 
 
-# The default group and the gloo groups made beside it, by what they are for. Kept with the default group so that a
-# group of a process group that was destroyed since is never used.
-_made: tuple[dist.ProcessGroup, dict[str, dist.ProcessGroup]] | None = None
-
-
 def _cpu_group() -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
@@ -182,12 +178,4 @@ def _cpu_group() -> dist.ProcessGroup:
 
 
 def _own_group(purpose: str) -> dist.ProcessGroup:
-    global _made
-    default = dist.group.WORLD
-    assert default is not None
-    if _made is None or _made[0] is not default:
-        _made = (default, {})
-    groups = _made[1]
-    if purpose not in groups:
-        groups[purpose] = dist.new_group(backend="gloo")
-    return groups[purpose]
+    return beside_default(("gloo", purpose), lambda: dist.new_group(backend="gloo"))

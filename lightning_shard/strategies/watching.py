@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch.distributed import ProcessGroup, destroy_process_group, group
 
-from lightning_shard import _lightning
+from lightning_shard import _lightning, groups
 from lightning_shard.cluster import prefix
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
@@ -38,6 +38,7 @@ def _leave() -> None:
     global _met
     made, _met = _met, None
     if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
+        groups.forget()
         destroy_process_group()
 
 
