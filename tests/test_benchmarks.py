@@ -19,7 +19,7 @@ from examples.benchmarks.limits import MemoryLimit, Trial, largest
 from examples.benchmarks.llama import SIZES, Llama
 from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
 from examples.benchmarks.python_loops import LOOPS
-from examples.benchmarks.races import rows_of
+from examples.benchmarks.races import compare_with_others, rows_of
 from examples.benchmarks.trainers import STOCK
 from examples.benchmarks.turns import Plan, Result, build, difference, paired, race, spread
 from examples.benchmarks.variants import FEATURES, build_variant
@@ -142,6 +142,22 @@ def test_blocks_of_one_round_are_compared() -> None:
     found = spread([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.smallest, found.low, found.median, found.high, found.largest) == (1.0, 2.0, 3.0, 4.0, 100.0)
     assert spread([5.0]).low == 5.0
+
+
+@pytest.mark.parametrize(("count", "first", "last"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (20, 6, 15)])
+def test_the_interval_of_a_median_is_that_of_the_tables(count: int, first: int, last: int) -> None:
+    """With B of B(9, 1/2), 2 P(B <= 1) is 0.039 and 2 P(B <= 2) is 0.18: of 9 the second is the first in it."""
+    assert spread([float(value) for value in range(count, 0, -1)]).interval == (first, last)
+
+
+def test_the_fastest_other_package_is_the_one_compared_with() -> None:
+    names = ("hand", "lightning_ddp", "accelerate_ddp", "shard_ddp")
+    result = _result(**{name: [5.0] for name in names})
+    result.seconds = dict(zip(names, ([1.0, 2.0], [1.2, 2.2], [1.1, 2.2], [1.21, 2.2]), strict=True))
+    rows = rows_of("race", result, TINY, lambda name: "hand")
+    compare_with_others(rows, result)
+    assert [row.get("other") for row in rows] == [None, None, None, "accelerate_ddp"]
+    assert (rows[-1]["other_ratio"], rows[-1]["other_ratios"]) == (1.05, "1.000..1.100")
 
 
 def test_a_contestant_with_other_losses_has_failed() -> None:

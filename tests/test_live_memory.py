@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import tempfile
+import time
 import weakref
 from typing import Any
 
@@ -287,8 +288,13 @@ def left_of_a_run(name: str) -> tuple[list[bool], int]:
         parts = (module, trainer, trainer.strategy, trainer.optimizers[0], module.head.weight)
         held = [weakref.ref(one) for one in parts]
         del module, trainer, parts
-        gc.collect()
         groups = dist.get_pg_count()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        gc.collect()
+        if all(one() is None for one in held):
+            break
+        time.sleep(0.1)  # a thread of the backend may let go of the last tensor a moment later
     return [one() is not None for one in held], groups - before
 
 

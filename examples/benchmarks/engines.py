@@ -181,7 +181,7 @@ def add_memory(rows: list[dict[str, Any]], race_name: str, options: argparse.Nam
 def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Times and memory, as ratios to each race's reference."""
     panels = []
-    for key, name in (("ratio", "time of a step"), ("memory_ratio", "peak memory")):
+    for key, name in (("ratio", "time of a step (95 %)"), ("memory_ratio", "peak memory")):
         shown = [row for row in rows if row.get(key) is not None]
         labels = [row["contestant"] for row in shown]
         if shown:

@@ -53,7 +53,7 @@ COLUMNS = {
     "accuracy": "accuracy",
     "f1": "F1 (macro)",
     "ratio": "speed-up",
-    "ratios": "smallest..largest",
+    "ratios": "95 % of it",
 }
 
 Epochs = dict[str, list[dict[str, Any]]]

@@ -46,7 +46,7 @@ COLUMNS = {
     "batch_tokens": "tokens/s/device",
     "batch_quartiles": "quartiles",
     "ratio": "of the first's",
-    "ratios": "smallest..largest",
+    "ratios": "95 % of it",
     "parameters": "largest model (M)",
     "layers": "layers",
     "model_memory": "peak MiB",

@@ -64,7 +64,7 @@ COLUMNS = {
     "quartiles": "quartiles",
     "steps_per_second": "steps/s",
     "ratio": "time ratio",
-    "ratios": "smallest..largest",
+    "ratios": "95 % of it",
     "loss": "loss differs by",
 }
 SECONDS = {
@@ -72,7 +72,7 @@ SECONDS = {
     "seconds": "seconds",
     "quartiles": "quartiles",
     "ratio": "ratio",
-    "ratios": "smallest..largest",
+    "ratios": "95 % of it",
 }
 
 

@@ -65,10 +65,10 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def ratio_panel(rows: Sequence[Row], key: str, labels: Sequence[str], title: str) -> Mapping[str, Any]:
-    """A panel of `draw` with the ratios of ``rows``, and those of single rounds where they are known."""
+    """A panel of `draw` with the ratios of ``rows``, and the intervals of their medians where they are known."""
     panel: dict[str, Any] = {"title": title, "labels": labels, "values": [row[key] for row in rows], "line": 1.0}
-    if all(row.get(f"{key}_smallest") is not None for row in rows):
-        panel["errors"] = [(row[key] - row[f"{key}_smallest"], row[f"{key}_largest"] - row[key]) for row in rows]
+    if all(row.get(f"{key}_low") is not None for row in rows):
+        panel["errors"] = [(row[key] - row[f"{key}_low"], row[f"{key}_high"] - row[key]) for row in rows]
     return panel
 
 
