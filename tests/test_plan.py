@@ -458,6 +458,10 @@ def test_measured_links(tmp_path: Path) -> None:
         ("intra_node: 5", "has no speeds of links in it"),
         ("[1, 2]", "has no speeds of links in it"),
         (
+            '{"format": "links 2", "intra_node_bytes_per_second": 1, "inter_node_bytes_per_second": 1}',
+            "has no speeds of links in it .format 'lightning_shard links 1'",
+        ),
+        (
             '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
             "intra_node_bytes_per_second is None",
         ),
