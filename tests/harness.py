@@ -223,7 +223,9 @@ class _Pool:
         """The Python stacks of ranks that are still in the call (the worker has faulthandler on SIGUSR2)."""
         asked = [rank for rank in ranks if self.processes[rank].is_alive()]
         for rank in asked:
-            os.kill(self.processes[rank].pid or 0, signal.SIGUSR2)
+            pid = self.processes[rank].pid
+            assert pid is not None  # it was started; 0 would be the test session's own group
+            os.kill(pid, signal.SIGUSR2)
         files = {rank: self.folder / f"stacks-{rank}.txt" for rank in ranks}
         deadline = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
@@ -260,8 +262,9 @@ class _Pool:
         for connection in self.connections:
             connection.close()
         for process in self.processes:
+            assert process.pid is not None  # it was started; group 0 would be the test session's own
             try:
-                os.killpg(process.pid or 0, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 process.kill()
         for process in self.processes:
