@@ -9,7 +9,7 @@ import yaml
 
 from lightning_shard import registry
 from lightning_shard.planning.quantities import show_bytes, show_seconds
-from lightning_shard.planning.report import Row
+from lightning_shard.planning.report import FORMS, Row
 from lightning_shard.planning.traffic import Nodes
 
 
@@ -17,7 +17,7 @@ def recommendation(rows: Sequence[Row], *, memory: int, nodes: Nodes, precision:
     """The engine to use, why in one sentence, and the YAML for it.
 
     Args:
-        rows: engines of this package, with and without activation checkpointing.
+        rows: engines of this package, with every form of activation checkpointing.
         memory: bytes of a device that the run may use.
         nodes: its machines.
         precision: the Trainer's; None: a plugin says it, which stays as it is.
@@ -42,7 +42,7 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
     offloaded = most.host.optimizer + most.nvme.optimizer > 0
     sent = (sum(c.between(nodes) for c in row.sent), sum(c.inside(nodes) for c in row.sent))
     time = row.time.expected if row.time else 0.0
-    return (offloaded, round(time, 6), row.checkpointing, *sent, most.device.total)
+    return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total)
 
 
 def _reason(best: Row, count: str, memory: int) -> str:
@@ -61,8 +61,8 @@ def _reason(best: Row, count: str, memory: int) -> str:
 def recommended_yaml(row: Row, nodes: Nodes, precision: str | None) -> str:
     """The trainer's part of a configuration that runs ``row``."""
     content = yaml.safe_load(registry.preset_yaml(row.name))
-    if row.checkpointing:
-        content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = "units"
+    if row.checkpointing is not None:
+        content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = row.checkpointing
     content["trainer"] |= {"num_nodes": nodes.nodes, "devices": nodes.devices}
     if precision is not None:
         content["trainer"]["precision"] = precision

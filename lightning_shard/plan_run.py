@@ -25,8 +25,6 @@ from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.planned import engine_of, facts_of, units_of
 
-UNITS: Checkpointing = "units"
-
 
 @dataclass(kw_only=True)
 class Planner:
@@ -124,14 +122,13 @@ class Planner:
 
     def row(self, name: str, strategy: ShardStrategy, checkpointing: Checkpointing, *, confirm: bool = False) -> Row:
         """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
-        marked = checkpointing is not None
         try:
             engine = self.engine(strategy, self.nodes)
         except ConfigurationError as error:
-            return Row(name=name, checkpointing=marked, refused=str(error))
+            return Row(name=name, checkpointing=checkpointing, refused=str(error))
         run = self.run(strategy, checkpointing)
         if run.traces is None and any(self.traces.values()):
-            return Row(name=name, checkpointing=marked, refused=next(iter(self.failed.values())))
+            return Row(name=name, checkpointing=checkpointing, refused=next(iter(self.failed.values())))
 
         def engine_on(nodes: Nodes) -> Engine | None:
             try:
@@ -143,7 +140,7 @@ class Planner:
         sent = collectives(run.model, engine, run.policy, micro_batches=run.micro_batches)
         return Row(
             name=name,
-            checkpointing=marked,
+            checkpointing=checkpointing,
             points=tuple(run.points(engine)),
             largest_batch=largest if confirm else largest_batch(run, engine, self.memory),
             fewest=fewest_devices(run, engine_on, self.nodes.devices, self.memory),

@@ -12,11 +12,11 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.plan_advice import recommendation
 from lightning_shard.plan_inputs import Inputs
-from lightning_shard.plan_run import UNITS, Planner
+from lightning_shard.plan_run import Planner
 from lightning_shard.planning import picture, report
 from lightning_shard.planning.facts import Shards
 from lightning_shard.planning.quantities import show_bytes
-from lightning_shard.planning.report import Row
+from lightning_shard.planning.report import FORMS, Row
 from lightning_shard.planning.trace import batch_size_of
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.planning.walk import peak
@@ -118,7 +118,7 @@ def _fit(planner: Planner, row: Row) -> str:
 
 
 def _others(planner: Planner) -> list[Row]:
-    """All engines of the package in the configured contract, each with and without activation checkpointing."""
+    """All engines of the package in the configured contract, each with every form of activation checkpointing."""
     rows = []
     aligned = planner.inputs.strategy.aligned
     for name, preset in PRESETS.items():
@@ -129,9 +129,9 @@ def _others(planner: Planner) -> list[Row]:
             strategy.precision_plugin = planner.inputs.strategy.precision_plugin
             check_precision(strategy)
         except ConfigurationError as error:
-            rows.append(Row(name=name, checkpointing=False, refused=str(error)))
+            rows.append(Row(name=name, refused=str(error)))
             continue
-        for checkpointing in (None, UNITS):
+        for checkpointing in FORMS:
             if checkpointing is not None and not _has_units(planner, strategy):
                 continue
             rows.append(planner.row(name, strategy, checkpointing))

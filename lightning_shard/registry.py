@@ -147,8 +147,12 @@ def register() -> None:
         )
 
 
-def build(name: str) -> Any:
+def build(name: str, **more: Any) -> Any:
     """A new strategy of this name.
+
+    Args:
+        name: a registered one.
+        **more: constructor arguments beside those that the name stands for.
 
     Raises:
         ConfigurationError: there is no such name.
@@ -157,7 +161,7 @@ def build(name: str) -> Any:
     module, _, attribute = preset.class_path.rpartition(".")
     strategy_class = getattr(importlib.import_module(module), attribute)
     arguments = {key: _built(key, value) for key, value in preset.init_args.items()}
-    return strategy_class(**arguments)
+    return strategy_class(**arguments, **more)
 
 
 def _built(argument: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.planning import fake
 from lightning_shard.planning.trace import Step, trace_step
 from lightning_shard.planning.trace_optimizer import trace_optimizer
@@ -96,13 +97,13 @@ class Watch(pl.Callback):
             self.mode.__exit__(None, None, None)
 
 
-def strategy_of(name: str, checkpointing: bool) -> Any:
-    """The strategy of a name, with activation checkpointing by units if asked for."""
+def strategy_of(name: str, checkpointing: Checkpointing) -> Any:
+    """The strategy of a name, with activation checkpointing."""
     strategy = build(name)
-    if checkpointing and isinstance(strategy, ShardFSDPStrategy):
-        strategy._options = replace(strategy._options, activation_checkpointing="units")
-    elif checkpointing:
-        strategy._activation_checkpointing = "units"
+    if isinstance(strategy, ShardFSDPStrategy):
+        strategy._options = replace(strategy._options, activation_checkpointing=checkpointing)
+    elif checkpointing is not None:
+        strategy._activation_checkpointing = checkpointing
     return strategy
 
 
@@ -124,7 +125,7 @@ def at_once(configure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def peaks(
-    model: str, name: str, precision: str, checkpointing: bool, batch_size: int = 4, micro_batches: int = 1
+    model: str, name: str, precision: str, checkpointing: Checkpointing, batch_size: int = 4, micro_batches: int = 1
 ) -> tuple[int, int, str, str]:
     """Counted and predicted peak of this rank, with what was going on at each."""
     ranks = torch.distributed.get_world_size()
@@ -160,7 +161,7 @@ def peaks(
         loss=lambda b: whole.training_step(b, 0),
         batch=batch,
         units=units_of(strategy, whole),
-        checkpointing="units" if checkpointing else None,
+        checkpointing=checkpointing,
     )
     trace = trace_step(whole, step, strategy.policy, mode)
     del optimizer

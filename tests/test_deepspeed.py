@@ -175,8 +175,9 @@ def test_models_on_the_meta_device_and_in_zero_init() -> None:
     assert differences(rank["zero_3"]["parameters"], whole["full"]["parameters"]) == {}
 
 
-def test_activation_checkpointing_changes_no_number() -> None:
-    check_equal(STAGES, TinyLM, "bf16-mixed", strategy={"activation_checkpointing": "units"})
+@pytest.mark.parametrize("what", ["units", "selective"])
+def test_activation_checkpointing_changes_no_number(what: str) -> None:
+    check_equal(STAGES, TinyLM, "bf16-mixed", strategy={"activation_checkpointing": what})
 
 
 def test_low_memory_steps_bf16_parameters() -> None:

@@ -357,7 +357,8 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert re.search(r"^all-gather, parameters, backward +shard +32 ", out, re.MULTILINE)
     assert "a step takes about" in out
     assert "hybrid sharding (shard_fsdp_hybrid) would send" in out
-    for name in ("shard_ddp", "shard_fsdp + checkpointing", "shard_deepspeed_stage_3_offload_nvme"):
+    forms = ("shard_fsdp + checkpointing", "shard_fsdp + selective checkpointing")
+    for name in ("shard_ddp", *forms, "shard_deepspeed_stage_3_offload_nvme"):
         assert re.search(rf"^{re.escape(name)} .* yes ", out, re.MULTILINE), name
     assert "not planned: shard_deepspeed_stage_0: precision is 'bf16-mixed'" in out
     assert "note:" not in out

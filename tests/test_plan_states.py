@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_shard.engines.transforms import Checkpointing
 from tests.harness import run_distributed
 from tests.plan_counts import MESHES, MODELS, differences, names
 from tests.plan_peaks import peaks
@@ -37,7 +38,7 @@ def test_predicted_bytes_are_those_that_are_counted() -> None:
 
 
 def check_peak(
-    ranks: int, model: str, name: str, checkpointing: bool, *, batch_size: int = 64, micro_batches: int = 1
+    ranks: int, model: str, name: str, checkpointing: Checkpointing, *, batch_size: int = 64, micro_batches: int = 1
 ) -> None:
     """The most that a step holds at one time is as predicted; at 64 samples activations are most of it, at 8 states."""
     precision = "32-true" if name in ("shard_ddp", "shard_deepspeed_stage_0") else "bf16-mixed"
@@ -49,9 +50,9 @@ def check_peak(
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("shard_ddp", False), ("shard_fsdp", True), ("shard_deepspeed_stage_3", False)]
+    ("name", "checkpointing"), [("shard_ddp", None), ("shard_fsdp", "selective"), ("shard_deepspeed_stage_3", "units")]
 )
-def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: bool) -> None:
+def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: Checkpointing) -> None:
     check_peak(2, "tied and frozen", name, checkpointing)
 
 
@@ -88,11 +89,11 @@ def test_other_precisions_and_the_contract() -> None:
     [
         (name, checkpointing)
         for name in names()
-        for checkpointing in (False, True)
+        for checkpointing in (None, "selective", "units")
         if not (checkpointing and name == "shard_ddp")
     ],
 )
-def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: bool) -> None:
+def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: Checkpointing) -> None:
     check_peak(ranks, model, name, checkpointing)
 
 
@@ -100,4 +101,4 @@ def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: bool) 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_fsdp_offload", "shard_deepspeed_stage_1"])
 def test_peaks_of_accumulation_where_states_are_most(name: str, micro_batches: int) -> None:
-    check_peak(2, "tied and frozen", name, False, batch_size=8, micro_batches=micro_batches)
+    check_peak(2, "tied and frozen", name, None, batch_size=8, micro_batches=micro_batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError, DataError, MeshError, WrappingError
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -103,6 +106,7 @@ SAME: list[dict[str, Any]] = [
     {"activation_checkpointing": ["Block"]},
     {"activation_checkpointing": ["Block", "Linear"]},
     {"activation_checkpointing": 2},
+    {"activation_checkpointing": "selective"},
     {"activation_checkpointing": "units", "cpu_offload": True, "units": 900},
     {"activation_checkpointing": "units", "reshard_after_forward": False, "backward_prefetch": 2},
     {"mesh": MeshConfig(replicate=2)},
@@ -130,7 +134,7 @@ def _check_settings(cases: list[dict[str, Any]], model: dict[str, Any], precisio
 
 
 def check_runs(found: Counting, setting: Any, what: object) -> None:
-    per_step = RUNS["units" if isinstance(setting, list) else setting]
+    per_step = RUNS["units" if isinstance(setting, list | str) else setting]
     assert {place: runs / STEPS for place, runs in found.runs.items()} == per_step, what
 
 
@@ -173,25 +177,83 @@ def test_settings_on_four_processes() -> None:
     run_distributed(_check_four, 4, timeout=300)
 
 
+class _Attention(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = super().forward(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+
+
+class Attends(TinyLM):
+    """Has attention, which torch takes for random: where it runs again in backward, the compiler restores a state."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.blocks:
+            if not isinstance(block.down, _Attention):
+                block.down = _Attention(block.down.in_features, block.down.out_features)
+
+
+def _compiled(checkpointing: Any, **settings: Any) -> TinyLM:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    strategy = ShardFSDPStrategy(aligned=True, compile=True, activation_checkpointing=checkpointing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # Its hooks are there in the first step alone.
+        found = fit(strategy, callbacks=[MemoryCallback()], **{"kind": TinyLM, **settings})
+    # One for all blocks, casts and checkpoints in it.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not [w for w in caught if "compile is true" in str(w.message)]
+    return found
+
+
 def _check_compiled() -> None:
-    # Without dropout, whose numbers the compiler draws otherwise, and hooks, which its checkpoints can't hold.
-    settings: dict[str, Any] = {"kind": TinyLM, "model": {"depth": 2, "dropout": 0.0}}
-    expected = fit(ShardFSDPStrategy(), **settings)
-    for checkpointing in (None, "units"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        found = fit(ShardFSDPStrategy(compile=True, activation_checkpointing=checkpointing), **settings)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
-        # The compiler fuses and so rounds differently: a few spacings of fp32 in losses of about 4.
-        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
-        for name, parameter in whole_parameters(expected).items():
-            # AdamW's first steps have the size of the learning rate, 1e-2, whatever the gradient's.
-            torch.testing.assert_close(whole_parameters(found)[name], parameter, rtol=0, atol=1e-4)
-        assert list(found.state_dict()) == list(expected.state_dict())
+    # Without dropout, whose numbers the compiler draws otherwise.
+    still: dict[str, Any] = {"model": {"dropout": 0.0}}
+    expected = fit(ShardFSDPStrategy(), kind=TinyLM, **still)
+    found = _compiled(None, **still)
+    # The compiler fuses and so rounds differently: a few spacings of fp32 in losses of about 4.
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
+    for name, parameter in whole_parameters(expected).items():
+        # AdamW's first steps have the size of the learning rate, 1e-2, whatever the gradient's.
+        torch.testing.assert_close(whole_parameters(found)[name], parameter, rtol=0, atol=1e-4)
+    assert list(found.state_dict()) == list(expected.state_dict())
+
+    expected = fit(ShardFSDPStrategy(), kind=TinyLM, precision="bf16-mixed", **still)
+    found = _compiled("selective", precision="bf16-mixed", **still)
+    # What is fused is rounded to bf16 less often: a spacing of bf16, 2^-8.
+    torch.testing.assert_close(found.losses, expected.losses, rtol=2**-8, atol=0)
+    # The ledger watches the first backward.
+    assert all(map(math.isfinite, _compiled("units", kind=Attends, precision="bf16-mixed").losses))
 
 
 def test_compiled_units() -> None:
     run_distributed(_check_compiled, 2, timeout=300)
+
+
+class Breaks(TinyLM):
+    """Its blocks can't be compiled whole."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.blocks:
+            block.down.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+
+
+def _check_that_breaks_are_told() -> list[str]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(ShardFSDPStrategy(compile=True), kind=Breaks)
+    return [str(w.message) for w in caught if "compile is true" in str(w.message)]
+
+
+def test_what_is_not_compiled_whole_is_told_once() -> None:
+    first, others = run_distributed(_check_that_breaks_are_told, 2, timeout=300)
+    assert len(first) == 1
+    assert "breaks, the last: Call to `torch._dynamo.graph_break()`" in first[0]
+    assert others == []
 
 
 # Where the tensors lie.

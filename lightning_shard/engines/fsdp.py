@@ -115,7 +115,7 @@ def shard(
     else:
         sharded.undo.extend(compute_in(m, torch.float32) for m in ignored_modules)
     for module in checkpointed:
-        sharded.undo.append(checkpoint_forward(module))
+        sharded.undo.append(checkpoint_forward(module, options.activation_checkpointing))
 
     prepare = _preparation(root, device=device, seed=seed, initializers=initializers)
     apply = _applier(mesh, policy, options)

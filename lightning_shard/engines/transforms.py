@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_shard.engines import selective
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import replace_forward
 from lightning_shard.wrapping import Unit, class_name
 
-Checkpointing = Literal["units"] | int | list[str] | None
+Checkpointing = Literal["units", "selective"] | int | list[str] | None
+
+SELECTIVE: Final = "selective"
 
 
 def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
@@ -36,10 +39,11 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
                 f"class. Classes that are there: {', '.join(sorted(present))}."
             )
         return [m for m in root.modules() if class_name(m) in spec]
-    if isinstance(spec, bool) or (isinstance(spec, int) and spec < 1) or (isinstance(spec, str) and spec != "units"):
+    wrong = spec < 1 if isinstance(spec, int) else spec not in ("units", SELECTIVE)
+    if isinstance(spec, bool) or wrong:
         raise WrappingError(
-            f"activation_checkpointing is {spec!r}, but must be 'units', a list of class names, or n of at least 1 "
-            "for every n-th unit."
+            f"activation_checkpointing is {spec!r}, but must be 'units', 'selective', a list of class names, or n of "
+            "at least 1 for every n-th unit."
         )
     modules = [m for unit in units for m in unit.modules]
     if not modules:
@@ -47,12 +51,13 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
             "activation_checkpointing goes by shard units, but the model has none below its root. Name the classes "
             "to checkpoint, or set units."
         )
-    return modules if spec == "units" else modules[:: int(spec)]
+    return modules[::spec] if isinstance(spec, int) else modules
 
 
-def checkpoint_forward(module: nn.Module) -> Callable[[], None]:
+def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], None]:
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
-    return replace_forward(module, partial(checkpoint, module.forward, use_reentrant=False))
+    run = partial(checkpoint, module.forward, use_reentrant=False)
+    return replace_forward(module, partial(run, context_fn=selective.contexts) if spec == SELECTIVE else run)
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:

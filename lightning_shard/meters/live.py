@@ -10,8 +10,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_shard.engines import selective
 from lightning_shard.engines.holdings import Held, gathered, module_tensors
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
 
@@ -136,6 +139,8 @@ class StepMeter:
         self._held = held
         self._gathered = gathered or (lambda: _fsdp_gathered(module, device))
         self._saved: WeakSet[_Saved] = WeakSet()
+        self._kept: list[_Saved] = []
+        """What selective checkpointing keeps, which autograd does not know of."""
         # Not their addresses, which activations get as soon as an engine has freed what was gathered.
         self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
         self._hooks: list[RemovableHandle] = []
@@ -144,10 +149,10 @@ class StepMeter:
     def start(self) -> None:
         """Before forward: watch what autograd saves, and what is gathered for each module that has parameters."""
         self._note()
-        for part in self._module.modules():
-            if next(part.parameters(recurse=False), None) is not None:
-                # A unit's parameters are gathered by a hook of its engine's, which was there before.
-                self._hooks.append(part.register_forward_pre_hook(lambda *_: self._note_gathered()))
+        for part in _gathering(self._module):
+            # Its parameters are gathered by a hook of its engine's, which was there before.
+            self._hooks.append(part.register_forward_pre_hook(lambda *_: self._note_gathered()))
+        selective.OBSERVERS.append(self._keep)
         self._saving = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         self._saving.__enter__()
 
@@ -157,7 +162,13 @@ class StepMeter:
         self._saved.add(saved)
         return saved
 
+    def _keep(self, result: Any) -> None:
+        self._kept += [_Saved(tensor, "activations") for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+
     def _note_gathered(self) -> None:
+        if torch.compiler.is_compiling():
+            # In a module that the user compiles.
+            return
         whole = list(self._gathered())
         self.account = most(self.account, account(whole))
         for each in whole:
@@ -172,8 +183,9 @@ class StepMeter:
 
     def forward_ended(self) -> None:
         """Before backward: count what autograd has saved."""
+        saved = [*self._saved, *self._kept]
         self._stop_watching()
-        self._note(list(self._saved))
+        self._note(saved)
         self._whole.clear()
 
     def ready_to_step(self) -> None:
@@ -188,7 +200,7 @@ class StepMeter:
 
     def failed(self) -> MemoryAccount:
         """In the middle of the step, which won't go on: count what there is."""
-        saved = list(self._saved)
+        saved = [*self._saved, *self._kept]
         self.stop()
         self._note(saved)
         return self.account
@@ -201,9 +213,21 @@ class StepMeter:
     def _stop_watching(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
+        if self._keep in selective.OBSERVERS:
+            selective.OBSERVERS.remove(self._keep)
+        self._kept = []
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.__exit__(None, None, None)
+
+
+def _gathering(module: nn.Module) -> list[nn.Module]:
+    """The modules before whose forward an engine gathers: FSDP2's units, and all with parameters outside of those."""
+    # Not inside of them: a hook there would be compiled with the unit, and once more without it.
+    units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
+    inside = {part for unit in units for part in unit.modules()}
+    others = [part for part in module.modules() if part not in inside and part._parameters]
+    return units + others
 
 
 def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Held]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.memory import KINDS, MemoryAccount
 from lightning_shard.planning.fitting import shown_points
 from lightning_shard.planning.quantities import show_bytes, show_seconds
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
 from lightning_shard.planning.walk import Point, peak
+
+FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
+"""The activation checkpointing that is compared, in the order of what is computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +21,7 @@ class Row:
     """One engine of a comparison."""
 
     name: str
-    checkpointing: bool
+    checkpointing: Checkpointing = None
     refused: str = ""
     """Why the engine does not run this configuration; "": it does."""
 
@@ -30,7 +34,9 @@ class Row:
     @property
     def title(self) -> str:
         """Name and activation checkpointing."""
-        return f"{self.name} + checkpointing" if self.checkpointing else self.name
+        if self.checkpointing is None:
+            return self.name
+        return f"{self.name} + {'selective ' if self.checkpointing == SELECTIVE else ''}checkpointing"
 
     @property
     def most(self) -> MemoryAccount:

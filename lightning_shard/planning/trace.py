@@ -92,7 +92,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             stack.callback(install_casts(root, policy.compute, output=policy.output))
         units = step.units if step.checkpoint_units is None else step.checkpoint_units
         for module in checkpointed_modules(root, list(units), step.checkpointing):
-            stack.callback(checkpoint_forward(module))
+            stack.callback(checkpoint_forward(module, step.checkpointing))
         live = LiveBytes(live_tensors(root))
         watch = _Watch(root, step.units, live)
         stack.callback(watch.remove)

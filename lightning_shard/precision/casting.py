@@ -31,34 +31,49 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     container in which nothing changes is itself returned, so that a module can still write to it. A tensor that
     occurs twice is cast once: ``nn.MultiheadAttention`` computes otherwise where its inputs are one tensor.
     """
-    return _cast(value, dtype, {})
+    return _cast(value, dtype, {}) if _holds_others(value, dtype) else value
+
+
+# Written so that torch.compile can follow: it breaks a graph at a comprehension that names what it computes, and at
+# `is` between containers.
+def _holds_others(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a floating tensor in ``value`` has another dtype."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and value.dtype != dtype
+    return any(_holds_others(item, dtype) for item in _items(value))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name) for f in fields(value)]
+    return []
 
 
 def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
+    """``value``, which holds others, with all in ``dtype``."""
     if isinstance(value, Tensor):
-        if not value.is_floating_point() or value.dtype == dtype:
-            return value
         if value not in done:
             done[value] = value.to(dtype)
         return done[value]
     if isinstance(value, tuple | list):
-        items = [_cast(v, dtype, done) for v in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
+        items = [_cast(v, dtype, done) if _holds_others(v, dtype) else v for v in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    changed = copy(value)
     if isinstance(value, dict):
-        changed = {k: new for k, old in value.items() if (new := _cast(old, dtype, done)) is not old}
-        value = copy(value) if changed else value
-        for key, new in changed.items():
-            value[key] = new
-    elif is_dataclass(value) and not isinstance(value, type):
-        old_fields = {f.name: getattr(value, f.name) for f in fields(value)}
-        changed = {n: new for n, old in old_fields.items() if (new := _cast(old, dtype, done)) is not old}
-        value = copy(value) if changed else value
-        for name, new in changed.items():
+        for key, old in value.items():
+            if _holds_others(old, dtype):
+                changed[key] = _cast(old, dtype, done)
+        return changed
+    for field in fields(value):
+        old = getattr(value, field.name)
+        if _holds_others(old, dtype):
             # Frozen dataclasses refuse the plain way.
-            object.__setattr__(value, name, new)
-    return value
+            object.__setattr__(changed, field.name, _cast(old, dtype, done))
+    return changed
 
 
 def install_casts(

@@ -61,7 +61,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         zero_plus_plus: ZeroPlusPlus | None = None,
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
-        activation_checkpointing: Literal["units"] | int | list[str] | None = None,
+        activation_checkpointing: Literal["units", "selective"] | int | list[str] | None = None,
         mesh: MeshConfig | None = None,
         accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
@@ -89,7 +89,8 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
             config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
                 are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
             activation_checkpointing: recompute forward in backward: "units" for every repeated block, n for every n-th,
-                or a list of class names.
+                or a list of class names; "selective" for every block but its matrix products, convolutions and
+                attention (without dropout), which are kept.
             mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
             accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``, which the stage decides:
                 once at the "boundary" in stages 0 and 1, after each "micro_batch" in 2 and 3. "auto" is that.
@@ -213,7 +214,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         # First, so that what checkpointing runs again in backward has the casts in it.
         if self.policy.compute != torch.float32:
             undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
-        return undo + [transforms.checkpoint_forward(part) for part in checkpointed]
+        return undo + [transforms.checkpoint_forward(part, self._activation_checkpointing) for part in checkpointed]
 
     def _engage(self, trainer: Trainer) -> None:
         module, values = self.lightning_module, self._values

@@ -26,7 +26,7 @@ class HoldingStrategy(ShardStrategy):
 
     _fields: DeepSpeedFields
     _stage: int
-    _activation_checkpointing: Literal["units"] | int | list[str] | None
+    _activation_checkpointing: Literal["units", "selective"] | int | list[str] | None
     _config: dict[str, Any]
     """What DeepSpeed was given; empty before a run."""
 

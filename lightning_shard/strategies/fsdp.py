@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import fsdp
+from lightning_shard.engines import compiling, fsdp
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.advice import Sharding
@@ -22,6 +23,9 @@ class ShardFSDPStrategy(ComposableStrategy):
 
     engine = "fsdp"
 
+    _compiled: compiling.Compiled | None = None
+    """What was compiled before the first step, until that is over."""
+
     def __init__(
         self,
         *,
@@ -32,7 +36,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         cpu_offload: bool = False,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
-        activation_checkpointing: Literal["units"] | int | list[str] | None = None,
+        activation_checkpointing: Literal["units", "selective"] | int | list[str] | None = None,
         compile: bool = False,
         ignored_modules: list[str] | None = None,
         forward_methods: list[str] | None = None,
@@ -63,8 +67,10 @@ class ShardFSDPStrategy(ComposableStrategy):
             forward_prefetch: units to gather ahead in forward; 0 leaves it to torch, which overlaps the next one.
             backward_prefetch: the same in backward.
             activation_checkpointing: recompute forward in backward: "units" for every unit, n for every n-th unit,
-                or a list of class names.
-            compile: compile every unit's forward with ``torch.compile``.
+                or a list of class names; "selective" for every unit but its matrix products, convolutions and
+                attention (without dropout), which are kept.
+            compile: compile every unit's forward with ``torch.compile``; what it can't compile runs as it is, with a
+                warning.
             ignored_modules: class names of modules that stay whole on every rank; their gradients are averaged
                 before the step.
             forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
@@ -141,6 +147,20 @@ class ShardFSDPStrategy(ComposableStrategy):
                 f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
                 f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
             )
+
+    def on_train_start(self) -> None:
+        """Look at what is compiled in the first step; see also the parent's."""
+        super().on_train_start()
+        self._compiled = compiling.compiled_so_far() if self._options.compile else None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See the parent's; the first one compiles, where that was asked for."""
+        result = super().training_step(*args, **kwargs)
+        if self._compiled is not None:
+            before, self._compiled = self._compiled, None
+            if (complaint := compiling.complaint(before, compiling.compiled_so_far())) is not None:
+                rank_zero_warn(complaint)
+        return result
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
         self._shard(module)

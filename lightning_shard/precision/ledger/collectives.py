@@ -30,6 +30,9 @@ _FUNCTION = os.path.join("torch", "autograd", "function.py")
 class WatchReductions(TorchDispatchMode):
     """Notes the dtype of every collective that sums floating tensors; meant to be around backward."""
 
+    # What a compiled unit recomputes comes through here as well, with its random numbers' state.
+    supports_higher_order_operators = True
+
     def __init__(self, found: list[Reduction], after: Callable[[], str]) -> None:
         """Append to ``found``; ``after`` tells the parameter whose gradient came last."""
         super().__init__()

@@ -1,0 +1,188 @@
+"""Selective activation checkpointing: what backward computes again, and what is kept for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.engines import selective
+from lightning_shard.engines.holdings import module_tensors
+from lightning_shard.engines.selective import is_kept
+from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward
+from lightning_shard.meters.live import StepMeter
+from lightning_shard.precision.casting import install_casts
+
+aten = torch.ops.aten
+WIDTH, BATCH, TIME = 16, 2, 8
+
+
+class Block(nn.Module):
+    """A transformer's block whose attention drops nothing out, and whose layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.into = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + F.dropout(F.gelu(self.out(F.dropout(mixed, 0.1).transpose(1, 2).flatten(2))), 0.1)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run(spec: Checkpointing, block: nn.Module | None = None) -> tuple[list[Tensor], Counter[str], int]:
+    """Gradients, the operators of backward, and the bytes of activations as they are measured."""
+    torch.manual_seed(0)
+    block = block or Block()
+    x = torch.randn(BATCH, TIME, WIDTH, requires_grad=True)
+    undo = checkpoint_forward(block, spec) if spec is not None else lambda: None
+    meter = StepMeter(block, lambda: module_tensors(block, [], device=x.device), device=x.device)
+    meter.start()
+    loss = block(x).square().sum()
+    meter.forward_ended()
+    with Operators() as operators:
+        loss.backward()
+    undo()
+    assert selective.OBSERVERS == []
+    return [x.grad, *(p.grad for p in block.parameters())], operators.ran, meter.stepped().device.activations  # type: ignore[list-item]
+
+
+def test_no_product_runs_again_and_all_else_does() -> None:
+    plain, units, kept = run(None), run("units"), run("selective")
+    for found in (units, kept):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], plain[0], strict=True))
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    products = ("addmm", "mm", attention)
+    assert {name: units[1][name] - plain[1][name] for name in products} == {"addmm": 1, "mm": 1, attention: 1}
+    assert {name: kept[1][name] - plain[1][name] for name in products} == {"addmm": 0, "mm": 0, attention: 0}
+    for name in ("native_layer_norm", "gelu", "bernoulli_"):
+        assert (plain[1][name], kept[1][name]) == (0, units[1][name]), name
+        assert kept[1][name] > 0
+
+
+def test_what_is_kept_is_measured() -> None:
+    plain, units, kept = (run(spec)[2] for spec in (None, "units", "selective"))
+    x = 4 * BATCH * TIME * WIDTH
+    logsumexp = 4 * BATCH * 2 * TIME
+    # The results of the three products and of attention; `units` has the block's input alone.
+    assert kept - units == 3 * x + x + x + logsumexp
+    assert units < kept < plain
+
+
+class Hooked(Block):
+    """Gathers in forward what is there already in backward, as ZeRO-3 does."""
+
+    gathered = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gathered:
+            torch.empty(3).copy_(torch.ones(3))
+            self.gathered = True
+        else:
+            torch.zeros(2).add_(1)
+        return super().forward(x)
+
+
+def test_engines_may_do_other_things_in_backward() -> None:
+    found, plain = run("selective", Hooked()), run(None, Block())
+    assert all(torch.isfinite(g).all() for g in found[0])
+    assert found[1]["mm"] == plain[1]["mm"]
+
+
+def test_attention_that_drops_out_runs_again() -> None:
+    """Else what comes after it would draw other random numbers in backward than in forward."""
+    flash = aten._scaled_dot_product_flash_attention.default
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    q = k = v = torch.empty(1, 1, 1, 8, device="meta")
+    assert is_kept(flash, (q, k, v))
+    assert is_kept(flash, (q, k, v, 0.0, True))
+    assert not is_kept(flash, (q, k, v, 0.1, True))
+    assert is_kept(efficient, (q, k, v, None, True))
+    assert not is_kept(efficient, (q, k, v, None, True, 0.1))
+    assert not is_kept(efficient, (q, k, v, None, True), {"dropout_p": 0.1})
+    assert is_kept(aten.convolution.default)
+    assert not is_kept(aten.gelu.default)
+
+
+def test_a_result_that_was_overwritten_is_an_error() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def overwrite(x: Tensor) -> Tensor:
+        return layer(x).mul_(2).tanh()
+
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        checkpoint(overwrite, x, use_reentrant=False, context_fn=selective.contexts).sum().backward()
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are, partitioned as inductor's, and looks at them."""
+
+    def __init__(self) -> None:
+        self.forward: list[Counter[str]] = []
+        self.backward: list[Counter[str]] = []
+
+    def backend(self) -> Any:
+        def keep(found: list[Counter[str]]) -> Callable[..., Any]:
+            def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+                found.append(Counter(getattr(getattr(t, "overloadpacket", t), "__name__", str(t)) for t in targets))
+                from torch._functorch.aot_autograd import make_boxed_func
+
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        return aot_autograd(
+            fw_compiler=keep(self.forward),
+            bw_compiler=keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+
+@pytest.mark.parametrize("spec", [None, "units", "selective"])
+def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointing) -> None:
+    """The casts of a 16-bit precision are hooks on each module: compiled with them, and without a break."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    root = nn.Sequential(*(Block() for _ in range(10)))
+    for parameter in root.parameters():
+        parameter.data = parameter.data.bfloat16()
+    undo = install_casts(root, torch.bfloat16)
+    graphs = Graphs()
+    backend = graphs.backend()
+    for block in root:
+        if spec is not None:
+            checkpoint_forward(block, spec)
+        block.forward = torch.compile(block.forward, backend=backend)
+    root(torch.randn(BATCH, TIME, WIDTH, requires_grad=True)).float().sum().backward()
+    undo()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    assert forward["addmm"] + forward["mm"] == 2
+    # Two for each layer; one more where the layer itself runs again, which the last one needs not for any gradient.
+    assert backward["addmm"] + backward["mm"] == (6 if spec == "units" else 4)
