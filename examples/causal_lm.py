@@ -70,7 +70,7 @@ class CausalLM(LightningModule):
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
-        logits = self.model(input_ids=inputs).logits
+        logits = self.model(input_ids=inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

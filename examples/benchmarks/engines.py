@@ -2,6 +2,7 @@
 
     python -m examples.benchmarks.engines                                     # two CPU processes
     python -m examples.benchmarks.engines --device cuda --size 1B --batch-size 2
+    python -m examples.benchmarks.engines --device cuda --size 3B --races fsdp --compile --checkpointing selective
 
 A race is a loop by hand (or the raw engine), and all others that do the same with the same dtypes, units, batches and
 optimizer: stock Lightning, Accelerate, and this package's plain and aligned names. They live in the same processes and

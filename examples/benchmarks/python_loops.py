@@ -84,7 +84,7 @@ def by_hand(work: Workload, place: Place, shard: Callable[[Llama, Workload, Plac
     def step(batch: Batch) -> Tensor:
         inputs, targets = batch
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
+        loss = loss_of(work, model(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -151,7 +151,7 @@ def raw_deepspeed(work: Workload, place: Place, *, stage: int, offload: str | No
 
     def step(batch: Batch) -> Tensor:
         inputs, targets = batch
-        loss = loss_of(engine(inputs), targets)
+        loss = loss_of(work, engine(inputs), targets)
         engine.backward(loss)
         engine.step()
         return loss.detach()
@@ -208,7 +208,7 @@ def _accelerated(accelerator: Any, work: Workload, place: Place) -> Loop:
     def step(batch: Batch) -> Tensor:
         inputs, targets = batch
         optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
+        loss = loss_of(work, model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
         return loss.detach()

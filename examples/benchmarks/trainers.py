@@ -14,16 +14,26 @@ from examples.benchmarks.llama import Block
 from examples.benchmarks.processes import Place
 from examples.benchmarks.python_loops import deepspeed_config, sharded
 from examples.benchmarks.workload import Batch, Workload, build_loader, build_model, build_optimizer, loss_of
+from lightning_shard.registry import build
 
 
 class Task(LightningModule):
     """The workload as a LightningModule."""
 
-    def __init__(self, work: Workload, place: Place, shard: Callable[..., Any] | None = None) -> None:
-        """``shard``: what the user does in ``configure_model``, where the strategy leaves it to the user."""
+    def __init__(
+        self, work: Workload, place: Place, shard: Callable[..., Any] | None = None, *, plain: bool = False
+    ) -> None:
+        """Build the model.
+
+        Args:
+            work: what to train.
+            place: where.
+            shard: what the user does in ``configure_model``, where the strategy leaves it to the user.
+            plain: the strategy checkpoints and compiles.
+        """
         super().__init__()
         self.work, self.place, self.shard = work, place, shard
-        self.model = build_model(work)
+        self.model = build_model(work, plain=plain)
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
@@ -35,7 +45,7 @@ class Task(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss, logged."""
         inputs, targets = batch
-        loss = loss_of(self.model(inputs), targets)
+        loss = loss_of(self.work, self.model(inputs), targets)
         self.log("train_loss", loss, prog_bar=True)
         self.losses.append(loss.detach())
         return loss
@@ -43,7 +53,7 @@ class Task(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The loss on a batch that is not learned from."""
         inputs, targets = batch
-        self.log("val_loss", loss_of(self.model(inputs), targets))
+        self.log("val_loss", loss_of(self.work, self.model(inputs), targets))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The workload's."""
@@ -87,7 +97,10 @@ class TrainerLoop:
         from greenlet import greenlet
 
         strategy, precision, shard = STOCK[name](work) if name in STOCK else (name, work.precision, None)
-        self.task = task(work, place, shard)
+        plain = name.startswith("shard_fsdp")
+        if plain:
+            strategy = build(name, compile=work.compile, activation_checkpointing=work.checkpointing)
+        self.task = task(work, place, shard, plain=plain)
         self._pause = Pause()
         arguments = {
             "accelerator": "gpu" if work.device == "cuda" else "cpu",

@@ -113,7 +113,7 @@ def by_hand(
         inputs, targets = batch
         last = next(batches) % feature.accumulate == 0
         with _syncing(model, last or feature.sync):
-            loss = loss_of(model(inputs), targets)
+            loss = loss_of(work, model(inputs), targets)
             (loss / feature.accumulate).backward()
         if not last:
             return loss.detach()
@@ -122,16 +122,16 @@ def by_hand(
         optimizer.step()
         optimizer.zero_grad()
         if feature.validation:
-            _evaluate(model, itertools.islice(held_out, feature.validation))
+            _evaluate(work, model, itertools.islice(held_out, feature.validation))
         return loss.detach()
 
     return Loop(step, work, place)
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, batches: Any) -> None:
+def _evaluate(work: Workload, model: nn.Module, batches: Any) -> None:
     model.eval()
-    total = sum(loss_of(model(inputs), targets) for inputs, targets in batches)
+    total = sum(loss_of(work, model(inputs), targets) for inputs, targets in batches)
     assert isinstance(total, Tensor)
     total.item()
     model.train()

@@ -7,11 +7,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
 from examples.benchmarks.llama import SIZES, Llama, Size
@@ -33,6 +36,10 @@ class Workload:
     """"32-true" or "bf16-mixed": masters, optimizer state and reduction are fp32 in both."""
     device: str = "cpu"
     processes: int = 2
+    checkpointing: str | None = None
+    """"units": each block runs again in backward; "selective": all of it but products and attention; None: nothing."""
+    compile: bool = False
+    """Blocks, and the loss, are compiled."""
 
     @property
     def tokens(self) -> int:
@@ -60,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=list(SIZES), help="parameters of the model; default: 5M or 25M on CPUs, 1B")
     parser.add_argument("--seq-len", type=int, help="tokens in a sequence; default: 64 to 256 on CPUs, 4096")
     parser.add_argument("--batch-size", type=int, help="sequences in a batch of one process; default: 4 on CPUs, 1")
+    parser.add_argument(
+        "--checkpointing",
+        choices=["units", "selective"],
+        help="of activations: whole blocks, or all of them but products",
+    )
+    parser.add_argument("--compile", action="store_true", help="blocks and the loss, with torch.compile")
 
 
 def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int = 256) -> Workload:
@@ -77,6 +90,8 @@ def workload_of(options: argparse.Namespace, *, size: str = "5M", seq_len: int =
         precision=given("precision", "32-true", "bf16-mixed"),
         device=options.device,
         processes=given("processes", 2, torch.cuda.device_count()),
+        checkpointing=options.checkpointing,
+        compile=options.compile,
     )
 
 
@@ -87,6 +102,8 @@ def describe(work: Workload) -> str:
     return (
         f"{parameters / 1e6:.1f} M parameters, {work.processes} processes on {work.device}, "
         f"{work.batch_size} x {work.seq_len} tokens each, {work.precision}"
+        + (f", {work.checkpointing} checkpointed" if work.checkpointing else "")
+        + (", compiled" if work.compile else "")
     )
 
 
@@ -95,13 +112,30 @@ def model_flops(work: Workload) -> int:
     with torch.device("meta"):
         model = Llama(work.size, work.seq_len)
         tokens = torch.zeros(work.batch_size, work.seq_len, dtype=torch.int64)
-    return count_flops(lambda: loss_of(model(tokens), tokens)).total
+    return count_flops(lambda: _loss(model(tokens), tokens)).total
 
 
-def build_model(work: Workload) -> Llama:
-    """The model, on the host, with the same values in every process and contestant."""
+def build_model(work: Workload, *, plain: bool = False) -> Llama:
+    """The model, on the host, with the same values in every process and contestant.
+
+    ``plain``: the engine checkpoints and compiles, as its user tells it to; else the user does, here.
+    """
     torch.manual_seed(1)
-    return Llama(work.size, work.seq_len)
+    model = Llama(work.size, work.seq_len)
+    for block in [] if plain else model.blocks:
+        if work.checkpointing is not None:
+            contexts = {"context_fn": _contexts} if work.checkpointing == "selective" else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+        if work.compile:
+            block.forward = torch.compile(block.forward)
+    return model
+
+
+def _contexts() -> Any:
+    aten = torch.ops.aten
+    attention = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    kept = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in attention]
+    return create_selective_checkpoint_contexts([aten.mm.default, aten.addmm.default, *kept])
 
 
 def build_optimizer(work: Workload, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -134,6 +168,15 @@ def stream(work: Workload, rank: int, device: torch.device) -> Iterator[Batch]:
             yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(work: Workload, logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy per token, in fp32 whatever the compute dtype."""
+    return (_compiled_loss() if work.compile else _loss)(logits, targets)
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@cache
+def _compiled_loss() -> Any:
+    return torch.compile(_loss)
