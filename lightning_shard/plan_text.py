@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,8 +20,7 @@ from lightning_shard.planning.trace import batch_size_of
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.planning.walk import peak
 from lightning_shard.registry import ALIGNED_SUFFIX, PRESETS
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.planned import check_precision, checkpointing_of, units_of
+from lightning_shard.strategies.planned import check_precision, units_of
 
 RESERVE = 0.05
 """The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
@@ -37,7 +35,7 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> str:
     options.peak = _peak(options, inputs)
     take_links(options, nodes)
     planner.prepare()
-    own = checkpointing_of(inputs.strategy)
+    own = inputs.strategy.activation_checkpointing
     configured = planner.row(inputs.name, inputs.strategy, own, confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
@@ -132,16 +130,10 @@ def _others(planner: Planner) -> list[Row]:
             rows.append(Row(name=name, refused=str(error)))
             continue
         for checkpointing in FORMS:
-            if checkpointing is not None and not _has_units(planner, strategy):
+            if checkpointing is not None and not units_of(strategy, planner.module):
                 continue
             rows.append(planner.row(name, strategy, checkpointing))
     return rows
-
-
-def _has_units(planner: Planner, strategy: ShardStrategy) -> bool:
-    """Whether the strategy can checkpoint by units."""
-    takes = "activation_checkpointing" in inspect.signature(type(strategy)).parameters
-    return takes and bool(units_of(strategy, planner.module))
 
 
 def _hybrid(planner: Planner, row: Row) -> list[str]:
@@ -154,7 +146,7 @@ def _hybrid(planner: Planner, row: Row) -> list[str]:
     name = "shard_fsdp_hybrid" + (ALIGNED_SUFFIX if strategy.aligned else "")
     other = registry.build(name)
     other.precision_plugin = strategy.precision_plugin
-    hybrid = planner.row(name, other, checkpointing_of(strategy))
+    hybrid = planner.row(name, other, strategy.activation_checkpointing)
     assert hybrid.time is not None
     assert row.time is not None
     before = sum(c.between(nodes) for c in row.sent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,6 @@ from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.walk import peak, walk
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import build
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import engine_of, facts_of, units_of
 from tests.models import loader, quiet_trainer
 from tests.plan_counts import MODELS
@@ -97,16 +95,6 @@ class Watch(pl.Callback):
             self.mode.__exit__(None, None, None)
 
 
-def strategy_of(name: str, checkpointing: Checkpointing) -> Any:
-    """The strategy of a name, with activation checkpointing."""
-    strategy = build(name)
-    if isinstance(strategy, ShardFSDPStrategy):
-        strategy._options = replace(strategy._options, activation_checkpointing=checkpointing)
-    elif checkpointing is not None:
-        strategy._activation_checkpointing = checkpointing
-    return strategy
-
-
 def in_precision(precision: str) -> dict[str, Any]:
     """The Trainer's arguments; Lightning rewrites the flag "16-mixed" on a CPU."""
     return {"plugins": [ShardPrecision("16-mixed")]} if precision == "16-mixed" else {"precision": precision}
@@ -134,7 +122,7 @@ def peaks(
     batch = next(iter(data))
     # Held, so that no later storage gets the place of one of them.
     before = _storages()
-    strategy = strategy_of(name, checkpointing)
+    strategy = build(name, activation_checkpointing=checkpointing)
     watch = Watch(before, micro_batches)
     trainer = quiet_trainer(
         strategy=strategy,

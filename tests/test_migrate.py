@@ -232,8 +232,8 @@ def test_mesh_of_parallelism_config(migrated: Callable[..., dict[str, Any]], ref
             ["max-autotune", "its defaults"],
         ),
         (
-            {**zero(), "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
-            ["dynamo_backend: INDUCTOR", "compiles nothing"],
+            {**zero(zero_stage=3), "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            ["dynamo_backend: INDUCTOR", "shard_deepspeed_stage_2"],
         ),
         (zero(deepspeed_multinode_launcher="pdsh"), ["pdsh", "`lightning-shard slurm`"]),
         (accelerate(distributed_type="TP", tp_config={"tp_size": 2}), ["TP", "tp_config.tp_size: 2", "shard_fsdp"]),

@@ -50,7 +50,7 @@ def check_peak(
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("shard_ddp", None), ("shard_fsdp", "selective"), ("shard_deepspeed_stage_3", "units")]
+    ("name", "checkpointing"), [("shard_ddp", "units"), ("shard_fsdp", "selective"), ("shard_deepspeed_stage_3", None)]
 )
 def test_predicted_peak_is_the_one_that_is_counted(name: str, checkpointing: Checkpointing) -> None:
     check_peak(2, "tied and frozen", name, checkpointing)
@@ -83,16 +83,8 @@ def test_other_precisions_and_the_contract() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize(
-    ("name", "checkpointing"),
-    # DDP has no activation checkpointing of its own.
-    [
-        (name, checkpointing)
-        for name in names()
-        for checkpointing in (None, "selective", "units")
-        if not (checkpointing and name == "shard_ddp")
-    ],
-)
+@pytest.mark.parametrize("checkpointing", [None, "selective", "units"])
+@pytest.mark.parametrize("name", names())
 def test_table_of_peaks(ranks: int, model: str, name: str, checkpointing: Checkpointing) -> None:
     check_peak(ranks, model, name, checkpointing)
 

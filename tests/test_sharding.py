@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
+from lightning_shard import MeshConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError, DataError, MeshError, WrappingError
 from tests.harness import run_distributed
@@ -193,10 +193,13 @@ class Attends(TinyLM):
                 block.down = _Attention(block.down.in_features, block.down.out_features)
 
 
-def _compiled(checkpointing: Any, **settings: Any) -> TinyLM:
+def _compiled(
+    checkpointing: Any, kind_of_strategy: Any = ShardFSDPStrategy, *, stage: int | None = None, **settings: Any
+) -> TinyLM:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    strategy = ShardFSDPStrategy(aligned=True, compile=True, activation_checkpointing=checkpointing)
+    more = {} if stage is None else {"stage": stage}
+    strategy = kind_of_strategy(aligned=True, compile=True, activation_checkpointing=checkpointing, **more)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # Its hooks are there in the first step alone.
@@ -230,6 +233,46 @@ def _check_compiled() -> None:
 
 def test_compiled_units() -> None:
     run_distributed(_check_compiled, 2, timeout=300)
+
+
+def _check_compiled_elsewhere(cases: list[tuple[Any, ...]]) -> None:
+    still: dict[str, Any] = {"model": {"dropout": 0.0}}
+    for strategy, stage, precision, checkpointing in cases:
+        expected = fit(ShardFSDPStrategy(aligned=True), kind=TinyLM, precision=precision, **still)
+        found = _compiled(checkpointing, strategy, stage=stage, precision=precision, **still)
+        rtol = 1e-5 if precision == "32-true" else 2**-8
+        torch.testing.assert_close(found.losses, expected.losses, rtol=rtol, atol=0)
+
+
+COMPILED = [
+    (ShardDDPStrategy, None, "32-true", None),
+    (ShardDeepSpeedStrategy, 2, "bf16-mixed", "selective"),
+    (ShardDDPStrategy, None, "bf16-mixed", "units"),
+    (ShardDeepSpeedStrategy, 0, "32-true", "units"),
+    (ShardDeepSpeedStrategy, 1, "bf16-mixed", None),
+]
+
+
+def test_compiled_blocks_of_other_engines() -> None:
+    run_distributed(_check_compiled_elsewhere, 2, COMPILED[:2], timeout=300)
+
+
+@pytest.mark.matrix
+def test_more_compiled_blocks_of_other_engines() -> None:
+    run_distributed(_check_compiled_elsewhere, 2, COMPILED[2:], timeout=300)
+
+
+def _check_checkpointed_replicas() -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        expected = fit(ShardDDPStrategy(), precision=precision)
+        for setting in ("units", "selective", 2, ["Block"]):
+            found = fit(ShardDDPStrategy(activation_checkpointing=setting), precision=precision)
+            check_same(found, expected, setting)
+            check_runs(found, setting, setting)
+
+
+def test_checkpointing_changes_no_bit_of_replicas() -> None:
+    run_distributed(_check_checkpointed_replicas, 2, timeout=300)
 
 
 class Breaks(TinyLM):
@@ -305,6 +348,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activation_checkpointing": 0}, WrappingError, "activation_checkpointing is 0"),
     ({"activation_checkpointing": "blocks"}, WrappingError, "activation_checkpointing is 'blocks'"),
     ({"activation_checkpointing": "units", "units": []}, WrappingError, "none below its root"),
+    ({"compile": True, "units": []}, WrappingError, "compile goes by shard units, but the model has none"),
     ({"ignored_modules": ["Blok", "Block"]}, WrappingError, "ignored_modules names 'Blok'.*LayerNorm"),
 ]
 

@@ -97,7 +97,7 @@ class TrainerLoop:
         from greenlet import greenlet
 
         strategy, precision, shard = STOCK[name](work) if name in STOCK else (name, work.precision, None)
-        plain = name.startswith("shard_fsdp")
+        plain = name not in STOCK
         if plain:
             strategy = build(name, compile=work.compile, activation_checkpointing=work.checkpointing)
         self.task = task(work, place, shard, plain=plain)

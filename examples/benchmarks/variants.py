@@ -59,7 +59,11 @@ def build_variant(name: str, work: Workload, place: Place, plan: Plan) -> Contes
     if feature.accumulate > 1:
         options["accumulate_grad_batches"] = feature.accumulate
         if base in ACCUMULATING:
-            options["strategy"] = ACCUMULATING[base](accumulate_sync="micro_batch" if feature.sync else "boundary")
+            options["strategy"] = ACCUMULATING[base](
+                accumulate_sync="micro_batch" if feature.sync else "boundary",
+                activation_checkpointing=work.checkpointing,
+                compile=work.compile,
+            )
     if feature.validation:
         options.update(limit_val_batches=feature.validation, val_check_interval=1, num_sanity_val_steps=0)
     return TrainerLoop(base, work, place, steps=plan.total, task=LOGGING if feature.logged else Task, **options)

@@ -28,7 +28,7 @@ from lightning_shard.engines._composable import dtypes_of, replicate, whole_grad
 from lightning_shard.engines.forward import gather_on_read, reshard
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
-from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules, compile_forward
+from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
@@ -104,6 +104,7 @@ def shard(
         units = find_units(root, options.units, with_children=separate_children)
     ignored_modules, ignored = ignored_parameters(root, options.ignored_modules)
     checkpointed = checkpointed_modules(root, units, options.activation_checkpointing)
+    compiled = compiled_modules(units, options.compile)
     initializers = find_initializers(root)
 
     sharded = ShardedModule(
@@ -114,16 +115,13 @@ def shard(
         sharded.undo.append(install_casts(root, policy.compute, whole=ignored_modules, output=policy.output))
     else:
         sharded.undo.extend(compute_in(m, torch.float32) for m in ignored_modules)
-    for module in checkpointed:
-        sharded.undo.append(checkpoint_forward(module, options.activation_checkpointing))
+    sharded.undo.extend(transform(checkpointed, options.activation_checkpointing, compiled))
 
     prepare = _preparation(root, device=device, seed=seed, initializers=initializers)
     apply = _applier(mesh, policy, options)
     children = set(root.children())
     for unit in units:
         prepare(unit.modules)
-        if options.compile:
-            sharded.undo.extend(compile_forward(m) for m in unit.modules)
         if isinstance(unit.modules[0], FSDPModule):
             continue
         outermost = separate_children and children.issuperset(unit.modules)

@@ -5,7 +5,7 @@ Both replace ``module.forward`` on the instance, so that no FQN gains a prefix a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, Literal
 
@@ -54,11 +54,32 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
     return modules[::spec] if isinstance(spec, int) else modules
 
 
+def compiled_modules(units: list[Unit], wanted: bool) -> list[nn.Module]:
+    """The modules whose forward is compiled.
+
+    Raises:
+        WrappingError: nothing to apply it to.
+    """
+    modules = [m for unit in units for m in unit.modules] if wanted else []
+    if wanted and not modules:
+        raise WrappingError(
+            "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
+            "them, or call torch.compile in configure_model."
+        )
+    return modules
+
+
+def transform(
+    checkpointed: Iterable[nn.Module], spec: Checkpointing, compiled: Iterable[nn.Module]
+) -> list[Callable[[], None]]:
+    """Apply both; returns functions that take it back, to be called from the last to the first."""
+    undo = [checkpoint_forward(module, spec) for module in checkpointed]
+    # Outside of it, so that the compiler sees what is recomputed.
+    return undo + [replace_forward(module, torch.compile(module.forward)) for module in compiled]
+
+
 def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], None]:
+    """Run the module's forward again in backward."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
     run = partial(checkpoint, module.forward, use_reentrant=False)
     return replace_forward(module, partial(run, context_fn=selective.contexts) if spec == SELECTIVE else run)
-
-
-def compile_forward(module: nn.Module) -> Callable[[], None]:
-    return replace_forward(module, torch.compile(module.forward))

@@ -86,9 +86,8 @@ def _activations(activations: int, sharding: Sharding) -> Iterator[Suggestion]:
         text="half the batch size, with accumulate_grad_batches doubled", saves=activations // 2 if known else None
     )
     if not sharding.checkpointing:
-        # ShardDDPStrategy leaves recomputation to the model.
-        how = "torch.utils.checkpoint in the model" if sharding.engine == "ddp" else "activation_checkpointing: units"
-        yield Suggestion(text=f"{how} (at most, less what one unit keeps)", saves=activations if known else None)
+        text = "activation_checkpointing: units (at most, less what one unit keeps)"
+        yield Suggestion(text=text, saves=activations if known else None)
 
 
 def advice(account: MemoryAccount, sharding: Sharding) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -222,12 +223,17 @@ class StepMeter:
 
 
 def _gathering(module: nn.Module) -> list[nn.Module]:
-    """The modules before whose forward an engine gathers: FSDP2's units, and all with parameters outside of those."""
-    # Not inside of them: a hook there would be compiled with the unit, and once more without it.
+    """The modules before whose forward an engine gathers: FSDP2's units, and those with cut parameters outside."""
+    # No others: a hook inside of what is compiled would be compiled with it, and once more without it.
     units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
     inside = {part for unit in units for part in unit.modules()}
-    others = [part for part in module.modules() if part not in inside and part._parameters]
-    return units + others
+    outside = [part for part in module.modules() if part not in inside]
+    return units + [part for part in outside if any(map(_is_cut, part._parameters.values()))]
+
+
+def _is_cut(parameter: nn.Parameter | None) -> bool:
+    """Whether FSDP2 or ZeRO's stage 3 gathers a parameter."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
 def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Held]:

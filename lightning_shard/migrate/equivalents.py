@@ -88,27 +88,8 @@ TABLE: Mapping[str, Row] = {
             Without(reason="ZeRO-3 counts elements to gather ahead, not units", nearest=_PREFETCH),
         ),
     ),
-    "activation_checkpointing": Row(
-        ddp=(
-            Without(
-                reason="shard_ddp has no such argument",
-                nearest="torch.utils.checkpoint in the model; or shard_fsdp_grad_op",
-            ),
-        ),
-        fsdp=(Equal(),),
-        deepspeed=(Equal(),),
-    ),
-    "compile": _fsdp_only(
-        "bool",
-        ddp=(
-            Holds(note="nothing is compiled", values=(False,)),
-            Without(reason="shard_ddp compiles nothing", nearest="torch.compile in configure_model"),
-        ),
-        deepspeed=(
-            Holds(note="nothing is compiled", values=(False,)),
-            Without(reason="ShardDeepSpeedStrategy compiles nothing", nearest="--to shard_fsdp with compile: true"),
-        ),
-    ),
+    "activation_checkpointing": _everywhere("any"),
+    "compile": _everywhere("bool"),
     "ignored_modules": _fsdp_only(
         "names",
         deepspeed=(

@@ -139,17 +139,21 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None
 
 
 def _activation_checkpointing(target: Target, asked: Asked) -> None:
-    if target.engine == "ddp":
-        near = "torch.utils.checkpoint in the model; or --to shard_fsdp_grad_op"
-        target.lose(asked, "shard_ddp has no such argument", near)
-        return
     units = target.reading.value("units", "auto")
     value, note = asked.value, ""
-    if target.engine == "deepspeed" and value == "units" and isinstance(units, list) and units:
+    if target.engine != "fsdp" and value == "units" and isinstance(units, list) and units:
         value, note = units, "the classes that were shard units"
-    elif target.engine == "deepspeed" and value == "units" and units != "auto":
+    elif target.engine != "fsdp" and value in ("units", "selective") and units != "auto":
         note = "every repeated block, as there are no units"
     target.set(asked, "strategy.activation_checkpointing", value, note)
+
+
+def _compile(target: Target, asked: Asked) -> None:
+    if target.engine == "deepspeed" and target.stage == 3 and asked.value:
+        near = "--to shard_fsdp, or shard_deepspeed_stage_2"
+        target.lose(asked, "stage 3 gathers inside of the blocks, and a graph would end at every layer", near)
+    else:
+        target.set(asked, "strategy.compile", asked.value)
 
 
 def _accumulate_sync(target: Target, asked: Asked) -> None:
@@ -262,6 +266,7 @@ SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "offload_optimizer.device": _offload,
     "offload_parameters.device": _offload,
     "activation_checkpointing": _activation_checkpointing,
+    "compile": _compile,
     "accumulate_sync": _accumulate_sync,
     "trainer.accumulate_grad_batches": _accumulate,
     "precision": _precision,

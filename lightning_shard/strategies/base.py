@@ -19,17 +19,18 @@ from torch.optim import Optimizer
 from lightning_shard import _lightning
 from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.cluster.preemption import PreemptionConfig
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.strategies.running import RunningStrategy
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
+from lightning_shard.strategies.transforming import TransformingStrategy
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
 
-class ShardStrategy(RunningStrategy):
+class ShardStrategy(TransformingStrategy):
     """Base of the strategies; a subclass says how its engine prepares a module and synchronises gradients."""
 
     def __init__(
@@ -37,6 +38,8 @@ class ShardStrategy(RunningStrategy):
         *,
         mesh: MeshConfig,
         aligned: bool,
+        activation_checkpointing: Checkpointing,
+        compile: bool,
         accumulate_sync: AccumulateSync,
         log_grad_norm: bool,
         error_if_nonfinite: bool,
@@ -61,6 +64,8 @@ class ShardStrategy(RunningStrategy):
                 f"accumulate_sync is {accumulate_sync!r}, but must be 'auto', 'boundary' or 'micro_batch'."
             )
         self.aligned = aligned
+        self.activation_checkpointing = activation_checkpointing
+        self.compile = compile
         self.accumulate_sync = accumulate_sync
         self.log_grad_norm = log_grad_norm
         self.error_if_nonfinite = error_if_nonfinite

@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_shard import _lightning
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, fsdp
+from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import ComposableStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
+from lightning_shard.wrapping import find_units
 
 
 class ShardDDPStrategy(ComposableStrategy):
@@ -43,6 +45,8 @@ class ShardDDPStrategy(ComposableStrategy):
         bucket_cap_mb: float | None = None,
         comm_hook: Literal["fp16_compress", "bf16_compress"] | Callable[..., Any] | None = None,
         comm_state: Any = None,
+        activation_checkpointing: Checkpointing = None,
+        compile: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
@@ -72,6 +76,11 @@ class ShardDDPStrategy(ComposableStrategy):
                 ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook``. torch's DDP only, and
                 never under ``aligned``, whose reduction is fp32.
             comm_state: what a ``comm_hook`` function gets as its first argument, such as a ``PowerSGDState``.
+            activation_checkpointing: recompute forward in backward: "units" for every repeated block, n for every n-th,
+                or a list of class names; "selective" for every block but its matrix products, convolutions and
+                attention (without dropout), which are kept.
+            compile: compile every repeated block's forward with ``torch.compile``; what it can't compile runs as it
+                is, with a warning.
             start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
                 works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled.
             accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch",
@@ -94,6 +103,8 @@ class ShardDDPStrategy(ComposableStrategy):
         super().__init__(
             mesh=MeshConfig(replicate="auto", shard=1),
             aligned=aligned,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
             accumulate_sync=accumulate_sync,
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
@@ -127,6 +138,7 @@ class ShardDDPStrategy(ComposableStrategy):
         self._set_aside: ddp.SetAsideGradients | None = None
         self._redirection = _lightning.DDPForwardRedirection()
         self._delayed_static_graph = False
+        self._undo: list[Callable[[], None]] = []
 
     def _make_launcher(self) -> Any:
         if self._start_method == "popen":
@@ -148,7 +160,12 @@ class ShardDDPStrategy(ComposableStrategy):
             )
 
     def _sharding_options(self) -> fsdp.ShardingOptions:
-        return fsdp.ShardingOptions(replicate_only=True, reduce_unused=self._ddp_options.find_unused_parameters)
+        return fsdp.ShardingOptions(
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile,
+            replicate_only=True,
+            reduce_unused=self._ddp_options.find_unused_parameters,
+        )
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
         if not self._keeps_parameters_whole():
@@ -161,7 +178,11 @@ class ShardDDPStrategy(ComposableStrategy):
             return module
         refuse_cut_by_fsdp(module, type(self).__name__)
         refuse_cut_by_zero(module, type(self).__name__)
+        units = find_units(module, "auto", with_children=False)
+        checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
+        compiled = compiled_modules(units, self.compile)
         ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
+        self._undo = transform(checkpointed, self.activation_checkpointing, compiled)
         self._warn_upcast(cast_trainable_parameters(module, self.policy.master))
         return self._wrap(module) if fitting else module
 
@@ -239,6 +260,8 @@ class ShardDDPStrategy(ComposableStrategy):
         unwrapped = isinstance(self.model, DistributedDataParallel) or self._sharded is None
         if unwrapped:
             self.model = self.lightning_module
+        while self._undo:
+            self._undo.pop()()
         super().teardown()
         if unwrapped and self.lightning_module is not None:
             self.lightning_module.cpu()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_shard import _lightning
 from lightning_shard.checkpoint import stand_ins
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import ddp, transforms
+from lightning_shard.engines import ddp
 from lightning_shard.engines.deepspeed_config import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -28,6 +28,7 @@ from lightning_shard.engines.deepspeed_config import (
     effective,
     loss_scaling_from,
 )
+from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.engines.zero import cutting, process
 from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero.values import Values
@@ -61,7 +62,8 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         zero_plus_plus: ZeroPlusPlus | None = None,
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
-        activation_checkpointing: Literal["units", "selective"] | int | list[str] | None = None,
+        activation_checkpointing: Checkpointing = None,
+        compile: bool = False,
         mesh: MeshConfig | None = None,
         accumulate_sync: AccumulateSync = "auto",
         log_grad_norm: bool = False,
@@ -91,6 +93,8 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
             activation_checkpointing: recompute forward in backward: "units" for every repeated block, n for every n-th,
                 or a list of class names; "selective" for every block but its matrix products, convolutions and
                 attention (without dropout), which are kept.
+            compile: compile every repeated block's forward with ``torch.compile``; what it can't compile runs as it
+                is, with a warning. Not in stage 3, which gathers inside of the blocks.
             mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
             accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``, which the stage decides:
                 once at the "boundary" in stages 0 and 1, after each "micro_batch" in 2 and 3. "auto" is that.
@@ -121,9 +125,12 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         process.require_tested_version()
         check_fields(self._fields, aligned)
         self._stage = effective(self._fields).stage
+        checks.refuse_compiling(compile, self._stage)
         super().__init__(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
             accumulate_sync=checks.accumulation(accumulate_sync, self._stage),
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
@@ -135,7 +142,6 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
             process_group_backend=process_group_backend,
         )
         self._running = None
-        self._activation_checkpointing = activation_checkpointing
         self._config = {}
         self._folders: list[Path] = []
         self._values = None
@@ -207,14 +213,14 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         return module
 
     def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
-        checkpointed = transforms.checkpointed_modules(
-            module, find_units(module, "auto", with_children=False), self._activation_checkpointing
-        )
+        units = find_units(module, "auto", with_children=False)
+        checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
+        compiled = compiled_modules(units, self.compile)
         undo = []
         # First, so that what checkpointing runs again in backward has the casts in it.
         if self.policy.compute != torch.float32:
             undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
-        return undo + [transforms.checkpoint_forward(part, self._activation_checkpointing) for part in checkpointed]
+        return undo + transform(checkpointed, self.activation_checkpointing, compiled)
 
     def _engage(self, trainer: Trainer) -> None:
         module, values = self.lightning_module, self._values

@@ -43,6 +43,19 @@ def refuse_16_bits(stage: int, compute: torch.dtype, precision: str) -> None:
         )
 
 
+def refuse_compiling(compile: bool, stage: int) -> None:
+    """Refuse compiled blocks in stage 3.
+
+    Raises:
+        ConfigurationError: with what to use.
+    """
+    if compile and stage == 3:
+        raise ConfigurationError(
+            "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, and a "
+            "graph ends at every one. Use shard_fsdp, whose hooks are outside of its units, stage 2, or compile: false."
+        )
+
+
 def refuse_replicas(replicas: int) -> None:
     """Refuse a mesh with more than one copy of the model.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ class HoldingStrategy(ShardStrategy):
 
     _fields: DeepSpeedFields
     _stage: int
-    _activation_checkpointing: Literal["units", "selective"] | int | list[str] | None
     _config: dict[str, Any]
     """What DeepSpeed was given; empty before a run."""
 
@@ -66,7 +65,6 @@ class HoldingStrategy(ShardStrategy):
             pieces=self.world_size,
             cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
             on_host=frozenset(stepping + parameters),
-            checkpointing=self._activation_checkpointing is not None,
         )
 
     # Checkpoints

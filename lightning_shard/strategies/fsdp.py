@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import compiling, fsdp
+from lightning_shard.engines import fsdp
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.advice import Sharding
@@ -23,9 +23,6 @@ class ShardFSDPStrategy(ComposableStrategy):
 
     engine = "fsdp"
 
-    _compiled: compiling.Compiled | None = None
-    """What was compiled before the first step, until that is over."""
-
     def __init__(
         self,
         *,
@@ -36,7 +33,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         cpu_offload: bool = False,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
-        activation_checkpointing: Literal["units", "selective"] | int | list[str] | None = None,
+        activation_checkpointing: Checkpointing = None,
         compile: bool = False,
         ignored_modules: list[str] | None = None,
         forward_methods: list[str] | None = None,
@@ -94,6 +91,8 @@ class ShardFSDPStrategy(ComposableStrategy):
         super().__init__(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
             accumulate_sync=accumulate_sync,
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
@@ -134,7 +133,6 @@ class ShardFSDPStrategy(ComposableStrategy):
             pieces=self._mesh_shape()[1],
             cut=states,
             on_host=states if self._options.cpu_offload else frozenset(),
-            checkpointing=self._options.activation_checkpointing is not None,
         )
 
     def _check_configuration(self) -> None:
@@ -147,20 +145,6 @@ class ShardFSDPStrategy(ComposableStrategy):
                 f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
                 f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
             )
-
-    def on_train_start(self) -> None:
-        """Look at what is compiled in the first step; see also the parent's."""
-        super().on_train_start()
-        self._compiled = compiling.compiled_so_far() if self._options.compile else None
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See the parent's; the first one compiles, where that was asked for."""
-        result = super().training_step(*args, **kwargs)
-        if self._compiled is not None:
-            before, self._compiled = self._compiled, None
-            if (complaint := compiling.complaint(before, compiling.compiled_so_far())) is not None:
-                rank_zero_warn(complaint)
-        return result
 
     def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
         self._shard(module)

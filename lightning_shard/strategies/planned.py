@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_shard.engines import ddp, fsdp
 from lightning_shard.engines.deepspeed_config import RunFacts, deepspeed_config
-from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.planning.facts import Engine, ModelFacts, Replicas, Shards, model_facts, zero_from
 from lightning_shard.strategies.base import ShardStrategy
@@ -27,13 +26,6 @@ def units_of(strategy: ShardStrategy, module: nn.Module, *, separate_children: b
     if isinstance(strategy, ShardFSDPStrategy):
         return find_units(module, strategy._options.units, with_children=separate_children)
     return find_units(module, "auto", with_children=False)
-
-
-def checkpointing_of(strategy: ShardStrategy) -> Checkpointing:
-    """The activation checkpointing that a strategy was given."""
-    if isinstance(strategy, ShardFSDPStrategy):
-        return strategy._options.activation_checkpointing
-    return getattr(strategy, "_activation_checkpointing", None)
 
 
 def check_precision(strategy: ShardStrategy) -> None:
