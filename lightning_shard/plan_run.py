@@ -23,7 +23,7 @@ from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.traffic import Nodes, StepTime, collectives, step_time
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.planned import engine_of, facts_of, units_of
+from lightning_shard.strategies.planned import PlannedRun
 
 
 @dataclass(kw_only=True)
@@ -87,10 +87,10 @@ class Planner:
 
     def facts(self, strategy: ShardStrategy) -> ModelFacts:
         """Of the module under a strategy."""
-        return facts_of(strategy, self.module, groups=self.groups)
+        return strategy.model_facts(self.module, groups=self.groups)
 
     def _traces(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Traces | None:
-        units = units_of(strategy, self.module)
+        units = strategy.find_units(self.module)
         key = repr((checkpointing, [unit.names for unit in units], strategy.policy))
         if key not in self.traces and self.batch is not None:
             step = self._step(strategy, checkpointing)
@@ -111,14 +111,13 @@ class Planner:
 
     def engine(self, strategy: ShardStrategy, nodes: Nodes) -> Engine:
         """The engine of ``strategy`` on some machines."""
-        return engine_of(
-            strategy,
-            self.module,
+        run = PlannedRun(
             ranks=nodes.ranks,
             per_node=nodes.devices,
             accumulate_grad_batches=self.inputs.micro_batches,
             optimizer=None if self.optimizer_name is None else {"type": self.optimizer_name},
         )
+        return strategy.planned_engine(self.module, run)
 
     def row(self, name: str, strategy: ShardStrategy, checkpointing: Checkpointing, *, confirm: bool = False) -> Row:
         """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
@@ -169,7 +168,7 @@ class Planner:
         return fake.as_fake(value, self.inputs.mode) if isinstance(value, Tensor) else value
 
     def _step(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Step:
-        units = units_of(strategy, self.module)
+        units = strategy.find_units(self.module)
         return Step(loss=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
 
     def _time(self, run: Run, sent: Sequence[Any]) -> StepTime | None:

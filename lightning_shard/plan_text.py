@@ -20,7 +20,6 @@ from lightning_shard.planning.trace import batch_size_of
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.planning.walk import peak
 from lightning_shard.registry import ALIGNED_SUFFIX, PRESETS
-from lightning_shard.strategies.planned import check_precision, units_of
 
 RESERVE = 0.05
 """The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
@@ -125,12 +124,12 @@ def _others(planner: Planner) -> list[Row]:
         strategy = registry.build(name)
         try:
             strategy.precision_plugin = planner.inputs.strategy.precision_plugin
-            check_precision(strategy)
+            strategy.check_precision()
         except ConfigurationError as error:
             rows.append(Row(name=name, refused=str(error)))
             continue
         for checkpointing in FORMS:
-            if checkpointing is not None and not units_of(strategy, planner.module):
+            if checkpointing is not None and not strategy.find_units(planner.module):
                 continue
             rows.append(planner.row(name, strategy, checkpointing))
     return rows

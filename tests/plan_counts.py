@@ -18,7 +18,7 @@ from lightning_shard.planning.states import predict
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
-from lightning_shard.strategies.planned import engine_of, facts_of
+from lightning_shard.strategies.planned import PlannedRun
 from tests.models import VOCAB, TinyLM, loader, quiet_trainer
 
 
@@ -150,8 +150,8 @@ def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[s
     whole.configure_model()
     optimizer = whole.configure_optimizers()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-    facts = facts_of(strategy, whole, groups=optimizer.param_groups)
-    engine = engine_of(strategy, whole, ranks=ranks, per_node=ranks, device_type="cpu")
+    facts = strategy.model_facts(whole, groups=optimizer.param_groups)
+    engine = strategy.planned_engine(whole, PlannedRun(ranks=ranks, per_node=ranks, device_type="cpu"))
     slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)
     step = predict(facts, engine, strategy.policy, slots).step
     trainer.fit(MODELS[model](), loader())

@@ -21,7 +21,7 @@ from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.walk import peak, walk
 from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import build
-from lightning_shard.strategies.planned import engine_of, facts_of, units_of
+from lightning_shard.strategies.planned import PlannedRun
 from tests.models import loader, quiet_trainer
 from tests.plan_counts import MODELS
 
@@ -140,15 +140,14 @@ def peaks(
     with mode:
         optimizer = at_once(whole.configure_optimizers)()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-    facts = facts_of(strategy, whole, groups=optimizer.param_groups)
-    engine = engine_of(
-        strategy, whole, ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches
-    )
+    facts = strategy.model_facts(whole, groups=optimizer.param_groups)
+    run = PlannedRun(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
+    engine = strategy.planned_engine(whole, run)
     found = trace_optimizer(whole, optimizer, mode)
     step = Step(
         loss=lambda b: whole.training_step(b, 0),
         batch=batch,
-        units=units_of(strategy, whole),
+        units=strategy.find_units(whole),
         checkpointing=checkpointing,
     )
     trace = trace_step(whole, step, strategy.policy, mode)

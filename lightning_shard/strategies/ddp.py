@@ -17,11 +17,12 @@ from lightning_shard.engines import ddp, fsdp
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.planning.facts import Replicas
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import ComposableStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.wrapping import find_units
+from lightning_shard.strategies.planned import PlannedRun
 
 
 class ShardDDPStrategy(ComposableStrategy):
@@ -159,6 +160,15 @@ class ShardDDPStrategy(ComposableStrategy):
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Replicas:
+        """See the parent's."""
+        return Replicas(
+            ranks=run.ranks,
+            composable=self.policy.compute.itemsize != 4 or ddp.needs_composable(module),
+            gradients_in_buckets=self._ddp_options.gradient_as_bucket_view,
+            at_boundary=self._syncs_at_boundary,
+        )
+
     def _sharding_options(self) -> fsdp.ShardingOptions:
         return fsdp.ShardingOptions(
             activation_checkpointing=self.activation_checkpointing,
@@ -178,7 +188,7 @@ class ShardDDPStrategy(ComposableStrategy):
             return module
         refuse_cut_by_fsdp(module, type(self).__name__)
         refuse_cut_by_zero(module, type(self).__name__)
-        units = find_units(module, "auto", with_children=False)
+        units = self.find_units(module)
         checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
         compiled = compiled_modules(units, self.compile)
         ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())

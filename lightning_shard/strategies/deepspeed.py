@@ -42,7 +42,6 @@ from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.strategies.deepspeed_stepping import SteppingStrategy
-from lightning_shard.wrapping import find_units
 
 
 class ShardDeepSpeedStrategy(SteppingStrategy):
@@ -166,9 +165,10 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
 
     def _check_configuration(self) -> None:
         super()._check_configuration()
-        self._check_precision()
+        self.check_precision()
 
-    def _check_precision(self) -> None:
+    def check_precision(self) -> None:
+        """See the parent's."""
         check_policy(self._fields, self.policy, self.aligned)
         checks.refuse_16_bits(self._stage, self.policy.compute, self.precision_plugin.precision)
 
@@ -213,7 +213,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         return module
 
     def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
-        units = find_units(module, "auto", with_children=False)
+        units = self.find_units(module)
         checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
         compiled = compiled_modules(units, self.compile)
         undo = []

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
-from lightning_shard.engines.deepspeed_config import DeepSpeedFields, effective
+from lightning_shard.engines.deepspeed_config import DeepSpeedFields, RunFacts, deepspeed_config, effective
 from lightning_shard.engines.holdings import Held
 from lightning_shard.engines.zero import cpu_adam, holdings
 from lightning_shard.engines.zero.engine import ZeroEngine
@@ -19,6 +19,8 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.meters.advice import Sharding
 from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.deepspeed_facts import hidden_size
+from lightning_shard.strategies.planned import PlannedRun
 
 
 class HoldingStrategy(ShardStrategy):
@@ -51,7 +53,22 @@ class HoldingStrategy(ShardStrategy):
         """See the parent's."""
         return holdings.gathered(self._listed)
 
-    def _planned_engine(self) -> Engine:
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Engine:
+        """See the parent's; "auto" values are those of such a run."""
+        facts = RunFacts(
+            world_size=run.ranks,
+            device_type=run.device_type,
+            policy=self.policy,
+            aligned=self.aligned,
+            accumulate_grad_batches=run.accumulate_grad_batches,
+            optimizer=run.optimizer,
+            hidden_size=hidden_size(module),
+            number_of_parameters=sum(p.numel() for p in module.parameters()),
+        )
+        config = deepspeed_config(self._fields, facts)
+        return zero_from(config, ranks=run.ranks, accumulate=self.policy.accumulate, device_type=run.device_type)
+
+    def _engine_facts(self) -> Engine:
         return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
 
     def sharding(self) -> Sharding:

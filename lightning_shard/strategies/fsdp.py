@@ -12,10 +12,13 @@ from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, MeshError
-from lightning_shard.mesh import MeshConfig
+from lightning_shard.mesh import MeshConfig, resolve_mesh
 from lightning_shard.meters.advice import Sharding
+from lightning_shard.planning.facts import Shards
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
+from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.wrapping import Unit, find_units
 
 
 class ShardFSDPStrategy(ComposableStrategy):
@@ -134,6 +137,25 @@ class ShardFSDPStrategy(ComposableStrategy):
             cut=states,
             on_host=states if self._options.cpu_offload else frozenset(),
         )
+
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Shards:
+        """See the parent's."""
+        replicate, shard = resolve_mesh(self.mesh_config, world_size=run.ranks, processes_per_node=run.per_node)
+        return Shards(
+            replicate=replicate,
+            shard=shard,
+            reshard_after_forward=self._options.reshard_after_forward,
+            cpu_offload=self._options.cpu_offload,
+            backward_prefetch=self._options.backward_prefetch,
+            at_boundary=self._syncs_at_boundary,
+        )
+
+    def find_units(self, module: nn.Module) -> list[Unit]:
+        """See the parent's."""
+        return find_units(module, self._options.units, with_children=False)
+
+    def _ignored_modules(self) -> tuple[str, ...]:
+        return self._options.ignored_modules
 
     def _check_configuration(self) -> None:
         super()._check_configuration()

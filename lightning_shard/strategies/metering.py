@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch import Trainer
 from torch import nn
@@ -18,24 +16,15 @@ from lightning_shard.meters.live import StepMeter, account
 from lightning_shard.meters.slots import optimizer_facts
 from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
 from lightning_shard.planning.states import predict_account
-from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.strategies.watching import WatchedStrategy
-
-if TYPE_CHECKING:
-    from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.planned import PlannedRun, PlannedStrategy
 
 
-class MeteredStrategy(WatchedStrategy):
+class MeteredStrategy(PlannedStrategy):
     """Says what a rank holds; a subclass whose engine keeps more than the module and the optimizers says so."""
 
     engine: str
     aligned: bool
     _facts: ModelFacts | None = None
-
-    @property
-    @abstractmethod
-    def policy(self) -> PrecisionPolicy:
-        """The dtypes of this run."""
 
     def held_tensors(self) -> Iterable[Held]:
         """All live tensors of the run on this rank but activations, by kind and place. No communication."""
@@ -56,11 +45,9 @@ class MeteredStrategy(WatchedStrategy):
 
     def note_module(self) -> None:
         """Before sharding: keep what `predicted_account` is to start from."""
-        from lightning_shard.strategies.planned import facts_of  # It imports the strategies.
-
         module = self._metered()
         cut = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
-        self._facts = None if cut else facts_of(cast("ShardStrategy", self), module)
+        self._facts = None if cut else self.model_facts(module)
 
     def predicted_account(self) -> MemoryAccount | None:
         """What the fullest rank will hold of each kind in a step, without activations, by arithmetic; after set-up.
@@ -74,18 +61,17 @@ class MeteredStrategy(WatchedStrategy):
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
         return predict_account(
             self._facts,
-            self._planned_engine(),
+            self._engine_facts(),
             self.policy,
             known or OptimizerFacts(slots=(), fixed_bytes=0),
             micro_batches=self._trainer.accumulate_grad_batches,
         )
 
-    def _planned_engine(self) -> Engine:
-        from lightning_shard.strategies.planned import engine_of
-
-        strategy = cast("ShardStrategy", self)
-        ranks, per_node, device = self.world_size, strategy.num_processes, self.root_device
-        return engine_of(strategy, self._metered(), ranks=ranks, per_node=per_node, device_type=device.type)
+    def _engine_facts(self) -> Engine:
+        """The engine of the run that was set up."""
+        per_node = self.num_processes
+        run = PlannedRun(ranks=self.world_size, per_node=per_node, device_type=self.root_device.type)
+        return self.planned_engine(self._metered(), run)
 
     def sharding(self) -> Sharding:
         """How the run holds its states."""

@@ -1,122 +1,84 @@
-"""A strategy's settings as the plain facts that bytes, traffic and time are computed from."""
+"""A strategy's settings as the plain facts that bytes, traffic and time are computed from, before a run and in it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from lightning_shard.engines import ddp, fsdp
-from lightning_shard.engines.deepspeed_config import RunFacts, deepspeed_config
-from lightning_shard.mesh import resolve_mesh
-from lightning_shard.planning.facts import Engine, ModelFacts, Replicas, Shards, model_facts, zero_from
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.ddp import ShardDDPStrategy
-from lightning_shard.strategies.deepspeed_facts import hidden_size
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from lightning_shard.engines.fsdp import ignored_parameters
+from lightning_shard.planning.facts import Engine, ModelFacts, model_facts
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies.watching import WatchedStrategy
 from lightning_shard.wrapping import Unit, find_units
 
-if TYPE_CHECKING:
-    from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a plan assumes of a run."""
+
+    ranks: int
+    """Processes."""
+
+    per_node: int
+    """Processes of a node."""
+
+    device_type: str = "cuda"
+    accumulate_grad_batches: int = 1
+    optimizer: Mapping[str, Any] | None = None
+    """``type`` and hyperparameters, for DeepSpeed's "auto" values."""
 
 
-def units_of(strategy: ShardStrategy, module: nn.Module, *, separate_children: bool = False) -> list[Unit]:
-    """The units that a strategy gathers or steps through, of a module whose parameters are whole."""
-    if isinstance(strategy, ShardFSDPStrategy):
-        return find_units(module, strategy._options.units, with_children=separate_children)
-    return find_units(module, "auto", with_children=False)
+class PlannedStrategy(WatchedStrategy):
+    """Says what a run under it would hold and send; nothing is started for it. A subclass says what its engine does."""
 
+    @property
+    @abstractmethod
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of this run."""
 
-def check_precision(strategy: ShardStrategy) -> None:
-    """Refuse a precision that a strategy does not run, as it does itself before a run.
+    @property
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Processes of this node."""
 
-    Raises:
-        PrecisionError: with what to use.
-    """
-    _ = strategy.policy
-    if not isinstance(strategy, ShardDDPStrategy | ShardFSDPStrategy):
-        cast("ShardDeepSpeedStrategy", strategy)._check_precision()
+    @abstractmethod
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Engine:
+        """The engine on the processes of ``run``.
 
+        Args:
+            module: whole, real or without data; its frozen parameters and sizes decide a few things.
+            run: what is assumed of it.
 
-def facts_of(
-    strategy: ShardStrategy, module: nn.Module, *, groups: Any = (), separate_children: bool = False
-) -> ModelFacts:
-    """The facts of a module under a strategy; its parameters are whole, real or without data."""
-    names = strategy._options.ignored_modules if isinstance(strategy, ShardFSDPStrategy) else ()
-    _, whole = fsdp.ignored_parameters(module, names)
-    units = units_of(strategy, module, separate_children=separate_children)
-    return model_facts(module, units=units, whole=whole(), groups=groups)
+        Raises:
+            ConfigurationError: settings that do not fit the number of processes, or each other.
+        """
 
+    def check_precision(self) -> None:
+        """Refuse a precision that the engine does not run, as a run does before it begins.
 
-def engine_of(
-    strategy: ShardStrategy,
-    module: nn.Module,
-    *,
-    ranks: int,
-    per_node: int,
-    device_type: str = "cuda",
-    accumulate_grad_batches: int = 1,
-    optimizer: Mapping[str, Any] | None = None,
-) -> Engine:
-    """The engine of a strategy on ``ranks`` processes, ``per_node`` of them on each node.
+        Raises:
+            PrecisionError: with what to use.
+        """
+        _ = self.policy
 
-    Args:
-        strategy: with its precision plugin set.
-        module: whole; its frozen parameters and sizes decide a few things.
-        ranks: processes of the run.
-        per_node: processes of a node.
-        device_type: "cuda" or "cpu".
-        accumulate_grad_batches: the Trainer's.
-        optimizer: ``type`` and hyperparameters of the optimizer, for DeepSpeed's "auto" values.
+    def find_units(self, module: nn.Module) -> list[Unit]:
+        """The units that are gathered, checkpointed and compiled, of a module whose parameters are whole."""
+        return find_units(module, "auto", with_children=False)
 
-    Raises:
-        ConfigurationError: settings that do not fit the number of processes, or each other.
-    """
-    policy = strategy.policy
-    if isinstance(strategy, ShardDDPStrategy):
-        return Replicas(
-            ranks=ranks,
-            composable=policy.compute.itemsize != 4 or ddp.needs_composable(module),
-            gradients_in_buckets=strategy._ddp_options.gradient_as_bucket_view,
-            at_boundary=strategy._syncs_at_boundary,
-        )
-    if isinstance(strategy, ShardFSDPStrategy):
-        replicate, shard = resolve_mesh(strategy.mesh_config, world_size=ranks, processes_per_node=per_node)
-        options = strategy._options
-        return Shards(
-            replicate=replicate,
-            shard=shard,
-            reshard_after_forward=options.reshard_after_forward,
-            cpu_offload=options.cpu_offload,
-            backward_prefetch=options.backward_prefetch,
-            at_boundary=strategy._syncs_at_boundary,
-        )
-    return zero_from(
-        _deepspeed_config(strategy, module, ranks, device_type, accumulate_grad_batches, optimizer),
-        ranks=ranks,
-        accumulate=policy.accumulate,
-        device_type=device_type,
-    )
+    def model_facts(self, module: nn.Module, *, groups: Any = ()) -> ModelFacts:
+        """The facts of a module under this strategy; its parameters are whole, real or without data.
 
+        Args:
+            module: the LightningModule.
+            groups: the optimizer's parameter groups.
+        """
+        _, whole = ignored_parameters(module, self._ignored_modules())
+        return model_facts(module, units=self.find_units(module), whole=whole(), groups=groups)
 
-def _deepspeed_config(
-    strategy: ShardStrategy,
-    module: nn.Module,
-    ranks: int,
-    device_type: str,
-    accumulate_grad_batches: int,
-    optimizer: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    deepspeed = cast("ShardDeepSpeedStrategy", strategy)
-    facts = RunFacts(
-        world_size=ranks,
-        device_type=device_type,
-        policy=deepspeed.policy,
-        aligned=deepspeed.aligned,
-        accumulate_grad_batches=accumulate_grad_batches,
-        optimizer=optimizer,
-        hidden_size=hidden_size(module),
-        number_of_parameters=sum(p.numel() for p in module.parameters()),
-    )
-    return deepspeed_config(deepspeed._fields, facts)
+    def _ignored_modules(self) -> tuple[str, ...]:
+        """Class names of modules that are not cut."""
+        return ()
