@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import selective
+from lightning_shard.engines.compiling import Compiled, complaint
 from lightning_shard.engines.holdings import module_tensors
 from lightning_shard.engines.selective import is_kept
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward
@@ -186,3 +187,11 @@ def test_a_unit_is_one_graph_whatever_is_cast_and_checkpointed(spec: Checkpointi
     assert forward["addmm"] + forward["mm"] == 2
     # Two for each layer; one more where the layer itself runs again, which the last one needs not for any gradient.
     assert backward["addmm"] + backward["mm"] == (6 if spec == "units" else 4)
+
+
+def test_what_was_compiled_before_is_no_reason_to_complain() -> None:
+    before = Compiled(tried=3, done=1, breaks=Counter({"print\nhint": 2}))
+    assert complaint(before, Compiled(tried=4, done=2, breaks=Counter({"print\nhint": 2}))) is None
+    text = complaint(before, Compiled(tried=5, done=2, breaks=Counter({"print\nhint": 2, "branch on data\nhint": 3})))
+    assert text is not None
+    assert "(functions left uncompiled: 1; breaks: 3, the first: branch on data)" in text
