@@ -19,7 +19,7 @@ from examples.benchmarks.limits import MemoryLimit, Trial, largest
 from examples.benchmarks.llama import SIZES, Llama
 from examples.benchmarks.processes import MEBIBYTE, Failed, PeakMemory, Place, run_processes
 from examples.benchmarks.python_loops import LOOPS
-from examples.benchmarks.races import compare_with_others, rows_of
+from examples.benchmarks.races import compare_with_others, rows_of, time_one_by_one
 from examples.benchmarks.trainers import STOCK
 from examples.benchmarks.turns import Plan, Result, build, difference, paired, race, spread
 from examples.benchmarks.variants import FEATURES, build_variant
@@ -205,6 +205,16 @@ def test_large_models_race_in_pairs_and_names_can_be_chosen() -> None:
     assert engines.line_up("ddp", options) == [["hand_ddp", "shard_ddp"]]
     options.apart = True
     assert engines.line_up("fsdp", options) == [["hand_fsdp", "lightning_model_parallel"], ["hand_fsdp", "shard_fsdp"]]
+
+
+@pytest.mark.matrix
+def test_one_at_a_time_the_rest_goes_on() -> None:
+    pytest.importorskip("greenlet")
+    names = ["hand_fsdp", "lightning_fsdp", "no_such_strategy", "shard_fsdp"]
+    result = time_one_by_one(names, TINY, PLAN)
+    assert list(result.left_out) == ["lightning_fsdp", "no_such_strategy"]
+    assert {name: len(blocks) for name, blocks in result.seconds.items()} == {"hand_fsdp": 2, "shard_fsdp": 2}
+    assert difference(result.losses["shard_fsdp"], result.losses["hand_fsdp"]) < 1e-5
 
 
 # Limits

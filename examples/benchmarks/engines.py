@@ -1,8 +1,9 @@
-"""What a training step costs under every engine of this package, and under what users would write instead.
+r"""What a training step costs under every engine of this package, and under what users would write instead.
 
     python -m examples.benchmarks.engines                                     # two CPU processes
     python -m examples.benchmarks.engines --device cuda --size 1B --batch-size 2
-    python -m examples.benchmarks.engines --device cuda --size 3B --races fsdp --compile --checkpointing selective
+    python -m examples.benchmarks.engines --device cuda --size 3B --races fsdp --compile --checkpointing selective \
+        --batch-size 4 --alone
 
 A race is a loop by hand (or the raw engine), and all others that do the same with the same dtypes, units, batches and
 optimizer: stock Lightning, Accelerate, and this package's plain and aligned names. They live in the same processes and
@@ -23,7 +24,15 @@ import torch
 
 from examples.benchmarks import report
 from examples.benchmarks.processes import MEBIBYTE, Failed, run_processes
-from examples.benchmarks.races import compare_with_others, contestants, rounds_of, rows_of, say, time_together
+from examples.benchmarks.races import (
+    compare_with_others,
+    contestants,
+    rounds_of,
+    rows_of,
+    say,
+    time_one_by_one,
+    time_together,
+)
 from examples.benchmarks.turns import Plan, peak
 from examples.benchmarks.workload import Workload, add_arguments, describe, model_flops, workload_of
 from lightning_shard.meters.peaks import mfu, peak_flops
@@ -103,6 +112,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: computing alone, on a machine that others use"
     )
     parser.add_argument("--apart", action="store_true", help="large models: the reference and one other at a time")
+    parser.add_argument(
+        "--alone", action="store_true", help="larger ones: one at a time; blocks of one round are then not of one time"
+    )
     parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU; default: by its name, where known")
     parser.add_argument("--skip", choices=["time", "memory"], help="measure the other alone")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
@@ -123,7 +135,7 @@ def measure_time(race_name: str, work: Workload, options: argparse.Namespace) ->
     rounds: list[dict[str, Any]] = []
     for names in line_up(race_name, options):
         try:
-            result = time_together(names, work, plan)
+            result = (time_one_by_one if options.alone else time_together)(names, work, plan)
         except Failed as error:
             say(f"{race_name}: {', '.join(names)} did not run: {error}")
             continue

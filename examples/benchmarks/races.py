@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from examples.benchmarks.processes import run_processes
+from examples.benchmarks.processes import Failed, run_processes
 from examples.benchmarks.turns import Contestant, Plan, Result, Spread, build, difference, paired, race, spread
 from examples.benchmarks.workload import Workload
 
@@ -29,6 +29,21 @@ def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker 
     for name in ranks[0].seconds:
         result.seconds[name] = [max(block) for block in zip(*(r.seconds[name] for r in ranks), strict=True)]
         result.losses[name] = [loss for r in ranks for loss in r.losses[name]]
+    return result
+
+
+def time_one_by_one(names: Sequence[str], work: Workload, plan: Plan, make: Maker = build) -> Result:
+    """As `time_together`, but each in new processes of its own, for models that leave no room beside them."""
+    result = Result()
+    for name in names:
+        try:
+            one = time_together([name], work, plan, make)
+        except Failed as error:
+            result.left_out[name] = str(error)
+            continue
+        result.seconds |= one.seconds
+        result.losses |= one.losses
+        result.left_out |= one.left_out
     return result
 
 
