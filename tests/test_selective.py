@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from lightning_shard.engines import selective
 from lightning_shard.engines.compiling import Compiled, complaint
 from lightning_shard.engines.holdings import module_tensors
 from lightning_shard.engines.selective import is_kept
-from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward
+from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, transform
 from lightning_shard.meters.live import StepMeter
 from lightning_shard.precision.casting import install_casts
 
@@ -195,3 +197,42 @@ def test_what_was_compiled_before_is_no_reason_to_complain() -> None:
     text = complaint(before, Compiled(tried=5, done=2, breaks=Counter({"print\nhint": 2, "branch on data\nhint": 3})))
     assert text is not None
     assert "(functions left uncompiled: 1; breaks: 3, the first: branch on data)" in text
+
+
+class Other(Block):
+    """Its forward is `Block`'s."""
+
+
+class Third(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo stops at eight of a code object, which checkpointed modules would all share."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    blocks = [kind() for kind in (Block, Other, Third) for _ in range(3)]
+    signature = inspect.signature(blocks[0].forward)
+    undo = transform([], None, blocks[:1])
+    assert inspect.signature(blocks[0].forward) == signature
+    undo.pop()()
+    undo = transform(blocks, "units", blocks)
+
+    def run(batch: int, time: int) -> None:
+        x = torch.randn(batch, time, WIDTH, requires_grad=True)
+        for block in blocks:
+            x = block(x)
+        if x.requires_grad:
+            x.sum().backward()
+
+    run(BATCH, TIME)
+    run(BATCH + 1, TIME + 1)
+    with torch.no_grad():
+        run(BATCH, TIME)
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["ok"] == frames["total"] > 8
+    while undo:
+        undo.pop()()
+    assert all("forward" not in vars(block) for block in blocks)

@@ -6,8 +6,10 @@ Both replace ``module.forward`` on the instance, so that no FQN gains a prefix a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Final, Literal
+from functools import partial, update_wrapper
+from types import CodeType, FunctionType
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -75,7 +77,33 @@ def transform(
     """Apply both; returns functions that take it back, to be called from the last to the first."""
     undo = [checkpoint_forward(module, spec) for module in checkpointed]
     # Outside of it, so that the compiler sees what is recomputed.
-    return undo + [replace_forward(module, torch.compile(module.forward)) for module in compiled]
+    return undo + [compile_forward(module) for module in compiled]
+
+
+def compile_forward(module: nn.Module) -> Callable[[], None]:
+    """Compile the module's forward; modules of one class share a graph."""
+    return replace_forward(module, torch.compile(_of_its_class(type(module), module.forward)))
+
+
+def _of_its_class(kind: type[nn.Module], function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with a code object that the class has to itself.
+
+    Dynamo keeps eight graphs of a code object. All checkpointed modules run the same, and a few classes need as many
+    for training, evaluation and another batch size.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    if kind not in _CODES:
+        name = f"forward of {kind.__module__}.{kind.__qualname__}"
+        _CODES[kind] = forward.__code__.replace(co_name=name)
+    own = FunctionType(_CODES[kind], forward.__globals__, closure=forward.__closure__)
+    # Its signature, for who looks at it.
+    return update_wrapper(own, function, assigned=(), updated=())
+
+
+_CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 
 
 def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], None]:
