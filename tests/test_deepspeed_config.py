@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
+from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.deepspeed_config import (
     DeepSpeedFields,
     Effective,
@@ -44,6 +45,7 @@ from lightning_shard.engines.deepspeed_config.checks import CONTRACT
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PRECISIONS, policy_from, short
+from lightning_shard.registry import build
 
 FILES = Path(__file__).parent / "deepspeed_files"
 ZERO = "zero_optimization"
@@ -1026,3 +1028,12 @@ def test_types_of_optimizers_and_schedulers_are_deepspeeds() -> None:
     params = {name for kind in hyperparameters.SCHEDULERS for name in hyperparameters._scheduler_params(kind) or ()}
     optimizers = {name for names in hyperparameters.OPTIMIZERS.values() for name in names}
     assert set(hyperparameters.KINDS) <= params | optimizers
+
+
+def test_stage_3_compiles_nothing() -> None:
+    with pytest.raises(ConfigurationError, match=r"compile is true with stage 3.*Use shard_fsdp"):
+        build("shard_deepspeed_stage_3_aligned", compile=True)
+    with pytest.raises(ConfigurationError, match="compile is true with stage 3"):
+        ShardDeepSpeedStrategy(config={"zero_optimization": {"stage": 3}}, compile=True)
+    assert build("shard_deepspeed_stage_2", compile=True).compile
+    assert not build("shard_deepspeed_stage_3").compile

@@ -269,6 +269,11 @@ def _check_checkpointed_replicas() -> None:
             found = fit(ShardDDPStrategy(activation_checkpointing=setting), precision=precision)
             check_same(found, expected, setting)
             check_runs(found, setting, setting)
+    expected = fit(ShardDeepSpeedStrategy(stage=0))
+    for setting in ("units", "selective"):
+        found = fit(ShardDeepSpeedStrategy(stage=0, activation_checkpointing=setting))
+        check_same(found, expected, setting)
+        check_runs(found, setting, setting)
 
 
 def test_checkpointing_changes_no_bit_of_replicas() -> None:
