@@ -734,3 +734,15 @@ def test_shown() -> None:
     assert shown({"a": [True, None, 1.0, "b"]}) == "{a: [true, null, 1.0, b]}"
     assert nearest("fsdp", ["FSDP", "NO"]) == ": the nearest is 'FSDP'"
     assert nearest("entirely", ["other"]) == ""
+
+
+def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
+    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
+) -> None:
+    asked = {"compile": True, "activation_checkpointing": "selective"}
+    content = trainer("lightning_shard.ShardFSDPStrategy", asked)
+    assert arguments(migrated(content, "--to", "shard_ddp")) == asked
+    assert arguments(migrated(content, "--to", "shard_deepspeed_stage_2")) == {"stage": 2, **asked}
+    message = refused(content, "--to", "shard_deepspeed_stage_3")
+    assert message.count("\n  - ") == 1
+    assert "compile: true. Stage 3 gathers inside of the blocks" in message

@@ -153,7 +153,8 @@ def _compile(target: Target, asked: Asked) -> None:
         near = "--to shard_fsdp, or shard_deepspeed_stage_2"
         target.lose(asked, "stage 3 gathers inside of the blocks, and a graph would end at every layer", near)
     else:
-        target.set(asked, "strategy.compile", asked.value)
+        others = target.engine != "fsdp" and asked.value and target.reading.value("units", "auto") != "auto"
+        target.set(asked, "strategy.compile", asked.value, "every repeated block, as there are no units" * others)
 
 
 def _accumulate_sync(target: Target, asked: Asked) -> None:
