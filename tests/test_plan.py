@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from lightning_shard import cli, plan_text, planner
 from lightning_shard.cli import ShardCLI
+from lightning_shard.engines.units import find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake, links
 from lightning_shard.planning.facts import (
@@ -33,7 +34,6 @@ from lightning_shard.planning.states import predict, predict_account
 from lightning_shard.planning.trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.traffic import Nodes, collectives, step_time
 from lightning_shard.precision.policy import policy_from
-from lightning_shard.wrapping import find_units
 from tests.models import TinyLM, loader
 
 ROOT = Path(__file__).parent.parent

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_shard.engines.units import class_name, find_units
 from lightning_shard.errors import WrappingError
-from lightning_shard.wrapping import class_name, find_units
 
 
 class Layer(nn.Module):

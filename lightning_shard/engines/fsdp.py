@@ -29,11 +29,11 @@ from lightning_shard.engines.forward import gather_on_read, reshard
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicas import broadcast_from_rank_0
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
+from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
 from lightning_shard.errors import PrecisionError, WrappingError
 from lightning_shard.mesh import REPLICATE, SHARD
 from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.wrapping import Unit, UnitSpec, class_name, find_units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import selective
+from lightning_shard.engines.units import Unit, class_name
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import replace_forward
-from lightning_shard.wrapping import Unit, class_name
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_shard.wrapping import Unit
+from lightning_shard.engines.units import Unit
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -97,7 +97,7 @@ def model_facts(
 
     Args:
         root: the LightningModule.
-        units: its shard units, from `lightning_shard.wrapping.find_units`.
+        units: its shard units, from `lightning_shard.engines.units.find_units`.
         whole: parameters that FSDP leaves alone besides 0-d ones.
         groups: the optimizer's parameter groups, for engines that cut group by group.
         shapes: FQN to the whole shape, where an engine has cut the parameters already.

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
+from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake
 from lightning_shard.planning.attention import fused_attention
 from lightning_shard.planning.live import DataDependent, LiveBytes, Segment, live_tensors
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.wrapping import Unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
 from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig, resolve_mesh
 from lightning_shard.meters.advice import Sharding
@@ -18,7 +19,6 @@ from lightning_shard.planning.facts import Shards
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
 from lightning_shard.strategies.planned import PlannedRun
-from lightning_shard.wrapping import Unit, find_units
 
 
 class ShardFSDPStrategy(ComposableStrategy):

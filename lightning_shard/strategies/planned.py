@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.engines.fsdp import ignored_parameters
+from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.planning.facts import Engine, ModelFacts, model_facts
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.watching import WatchedStrategy
-from lightning_shard.wrapping import Unit, find_units
 
 
 @dataclass(frozen=True, kw_only=True)
