@@ -44,7 +44,7 @@ class Observed(TinyLM):
         return logits
 
     def configure_optimizers(self) -> Any:
-        # AdamW's default eps is zero in fp16, and its second moment underflows; see the README.
+        # AdamW's default eps is zero in fp16, and its second moment underflows; see examples/guides/precision.md.
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
