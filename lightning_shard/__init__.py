@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
-    from lightning_shard.plugins.precision import ShardPrecision
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+    from lightning_shard.strategies.precision import ShardPrecision
 
 __version__ = "0.1.0"
 
@@ -78,7 +78,7 @@ _LAZY = {
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
-    "ShardPrecision": "lightning_shard.plugins.precision",
+    "ShardPrecision": "lightning_shard.strategies.precision",
     "full_tensor": "lightning_shard.full_tensors",
     "set_full_tensor": "lightning_shard.full_tensors",
     "load_from_checkpoint": "lightning_shard.loading",

@@ -16,7 +16,7 @@ import torch
 from lightning_shard import registry
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import Known, migrate, report
-from lightning_shard.plugins.precision import ShardPrecision
+from lightning_shard.strategies.precision import ShardPrecision
 
 SUMMARY = "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration."
 

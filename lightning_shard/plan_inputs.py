@@ -20,8 +20,8 @@ from lightning_shard import registry
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake
 from lightning_shard.planning.traffic import Nodes
-from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.precision import ShardPrecision
 
 
 class _StandIn(SimpleNamespace):

@@ -171,7 +171,7 @@ def _built(argument: str, value: Any) -> Any:
 
         return MeshConfig(**value)
     if argument in ("offload_optimizer", "offload_parameters"):
-        from lightning_shard.engines import deepspeed_config
+        from lightning_shard.engines.zero import config as deepspeed_config
 
         group = "OptimizerOffload" if argument == "offload_optimizer" else "ParameterOffload"
         return getattr(deepspeed_config, group)(**value)

@@ -15,10 +15,10 @@ from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.states import predict
-from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import VOCAB, TinyLM, loader, quiet_trainer
 
 

@@ -19,9 +19,9 @@ from lightning_shard.planning import fake
 from lightning_shard.planning.trace import Step, trace_step
 from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.walk import peak, walk
-from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.registry import build
 from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import loader, quiet_trainer
 from tests.plan_counts import MODELS
 

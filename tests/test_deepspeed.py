@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from lightning_shard import full_tensor, set_full_tensor
 from lightning_shard.checkpoint.load import read_manifest
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.ledger.record import STATE
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from lightning_shard.strategies.precision import ShardPrecision
 from tests.harness import DistributedError, run_distributed
 from tests.models import VOCAB, Block, Final, TinyLM, all_parameters, loader, quiet_trainer
 from tests.test_parity import ENGINES, differences

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.deepspeed_config import (
+from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     Effective,
     OptimizerOffload,
@@ -40,8 +40,8 @@ from lightning_shard.engines.deepspeed_config import (
     merging,
     reading,
 )
-from lightning_shard.engines.deepspeed_config.building import BUCKET, NVME_BUFFER
-from lightning_shard.engines.deepspeed_config.checks import CONTRACT
+from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER
+from lightning_shard.engines.zero.config.checks import CONTRACT
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PRECISIONS, policy_from, short

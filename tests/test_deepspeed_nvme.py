@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.engines.zero import swapping
+from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy

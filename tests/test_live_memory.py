@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, Stage3Options
-from lightning_shard.engines.holdings import Held, module_tensors
+from lightning_shard.engines.resident import Held, module_tensors
+from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.live import StepMeter, account, account_of
 from tests.compiled import NVME, need

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.deepspeed_config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
+from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import selective
 from lightning_shard.engines.compiling import Compiled, complaint
-from lightning_shard.engines.holdings import module_tensors
+from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.selective import is_kept
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, transform
 from lightning_shard.meters.live import StepMeter

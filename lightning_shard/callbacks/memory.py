@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard.engines.holdings import module_tensors
+from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.advice import advice
 from lightning_shard.meters.live import StepMeter, account, most

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel over a module: plain functions. It serves fp32; see ``engines/_composable.py``."""
+"""torch's DistributedDataParallel over a module: plain functions. It serves fp32; see ``engines/_fsdp2.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
-from lightning_shard.engines.replicas import broadcast_from_rank_0
+from lightning_shard.engines.replicated import broadcast_from_rank_0
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_whole` sees to.
 _FORWARD_BUFFERS = (

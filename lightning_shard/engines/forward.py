@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines._composable import expect_gradients, gather
+from lightning_shard.engines._fsdp2 import expect_gradients, gather
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard.engines._composable import dtypes_of, replicate, whole_gradients
+from lightning_shard.engines._fsdp2 import dtypes_of, replicate, whole_gradients
 from lightning_shard.engines.forward import gather_on_read, reshard
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
-from lightning_shard.engines.replicas import broadcast_from_rank_0
+from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
 from lightning_shard.errors import PrecisionError, WrappingError

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import selective
-from lightning_shard.engines.holdings import Held, gathered, module_tensors
+from lightning_shard.engines.resident import Held, gathered, module_tensors
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
 
 Storage = tuple[torch.device, int]
@@ -94,7 +94,7 @@ def account_of(
     """
     if zero is None:
         return account(module_tensors(module, optimizers, device=device, wrapped=wrapped))
-    from lightning_shard.engines.zero.holdings import zero_tensors
+    from lightning_shard.engines.zero.resident import zero_tensors
 
     return account(zero_tensors(zero, module, device=device))
 

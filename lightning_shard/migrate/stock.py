@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.scaling import SCALE_KEYS
+from lightning_shard.engines.zero.config.scaling import SCALE_KEYS
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import stock_fields as tables
 from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy

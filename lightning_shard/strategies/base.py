@@ -22,8 +22,8 @@ from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.plugins.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 from lightning_shard.strategies.transforming import TransformingStrategy
 

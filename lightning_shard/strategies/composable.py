@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.engines import forward, fsdp
-from lightning_shard.engines.replicas import average_gradients
+from lightning_shard.engines.replicated import average_gradients
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.cut_modules import refuse_cut_by_zero

@@ -15,7 +15,10 @@ from lightning_shard import _lightning
 from lightning_shard.checkpoint import stand_ins
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp
-from lightning_shard.engines.deepspeed_config import (
+from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
+from lightning_shard.engines.zero import partition, process
+from lightning_shard.engines.zero import running as zero
+from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     OptimizerOffload,
     ParameterOffload,
@@ -28,12 +31,8 @@ from lightning_shard.engines.deepspeed_config import (
     effective,
     loss_scaling_from,
 )
-from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
-from lightning_shard.engines.zero import cutting, process
-from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.plugins.precision import ShardPrecision
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.strategies import deepspeed_checks as checks
@@ -42,6 +41,7 @@ from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
 from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.strategies.deepspeed_stepping import SteppingStrategy
+from lightning_shard.strategies.precision import ShardPrecision
 
 
 class ShardDeepSpeedStrategy(SteppingStrategy):
@@ -258,7 +258,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
-        kept, made = cutting.cut(
+        kept, made = partition.cut(
             module,
             device=self.root_device,
             compute=self.policy.compute,
@@ -266,7 +266,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
             config=self._config,
         )
         values.keep_cut(kept)
-        cutting.replace_parameters(self.optimizers, made)
+        partition.replace_parameters(self.optimizers, made)
 
     def _gathers_in_forward(self) -> bool:
         return self._stage == 3

@@ -8,7 +8,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard import _lightning
-from lightning_shard.engines.deepspeed_config import DeepSpeedFields, read_config
+from lightning_shard.engines.zero.config import DeepSpeedFields, read_config
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.strategies.base import AccumulateSync
 

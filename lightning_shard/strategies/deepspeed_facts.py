@@ -10,9 +10,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_shard import _lightning
-from lightning_shard.engines.deepspeed_config import DeepSpeedFields, RunFacts
-from lightning_shard.engines.deepspeed_config.merging import get, merge
-from lightning_shard.engines.deepspeed_config.reading import AUTO
+from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts
+from lightning_shard.engines.zero.config.merging import get, merge
+from lightning_shard.engines.zero.config.reading import AUTO
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
-from lightning_shard.engines.deepspeed_config import DeepSpeedFields, RunFacts, deepspeed_config, effective
-from lightning_shard.engines.holdings import Held
-from lightning_shard.engines.zero import cpu_adam, holdings
-from lightning_shard.engines.zero.engine import ZeroEngine
+from lightning_shard.engines.resident import Held
+from lightning_shard.engines.zero import cpu_adam, resident
+from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts, deepspeed_config, effective
+from lightning_shard.engines.zero.running import ZeroEngine
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.meters.advice import Sharding
 from lightning_shard.planning.facts import Engine, zero_from
@@ -45,13 +45,13 @@ class HoldingStrategy(ShardStrategy):
         if self._running is None or self._values is None or not self._running.groups:
             return super().held_tensors()
         kept = self._values.shares
-        return holdings.zero_tensors(
+        return resident.zero_tensors(
             self._running.zero, self._metered(), device=self.root_device, parameters=self._listed, kept=kept
         )
 
     def gathered_tensors(self) -> Iterable[Held]:
         """See the parent's."""
-        return holdings.gathered(self._listed)
+        return resident.gathered(self._listed)
 
     def planned_engine(self, module: nn.Module, run: PlannedRun) -> Engine:
         """See the parent's; "auto" values are those of such a run."""

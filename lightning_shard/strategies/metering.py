@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import _lightning
-from lightning_shard.engines.holdings import Held, gathered, module_tensors
+from lightning_shard.engines.resident import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.advice import Sharding
 from lightning_shard.meters.live import StepMeter, account

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard import _lightning
-from lightning_shard.engines.replicas import broadcast_from_rank_0, persistent_buffers
+from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.mesh import data_parallel_coordinates
 from lightning_shard.resume import (
     agreeing,

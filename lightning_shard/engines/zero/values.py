@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.engines.zero import engine as zero
 from lightning_shard.engines.zero import layout, masters
+from lightning_shard.engines.zero import running as zero
 
 _MASTERS = "_shard_zero_masters"
 """Where a module that stage 3 has cut keeps this rank's masters between runs."""

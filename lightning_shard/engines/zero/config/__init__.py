@@ -5,9 +5,9 @@ started, `RunFacts` is what the run says, and `deepspeed_config` puts both toget
 inside the functions that ask it for its keys.
 """
 
-from lightning_shard.engines.deepspeed_config.building import deepspeed_config, dump_config
-from lightning_shard.engines.deepspeed_config.checks import check_fields, check_policy, loss_scaling_from
-from lightning_shard.engines.deepspeed_config.fields import (
+from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
+from lightning_shard.engines.zero.config.checks import check_fields, check_policy, loss_scaling_from
+from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
     ParameterOffload,
@@ -16,8 +16,8 @@ from lightning_shard.engines.deepspeed_config.fields import (
     ZeroBuckets,
     ZeroPlusPlus,
 )
-from lightning_shard.engines.deepspeed_config.merging import Effective, effective
-from lightning_shard.engines.deepspeed_config.reading import read_config
+from lightning_shard.engines.zero.config.merging import Effective, effective
+from lightning_shard.engines.zero.config.reading import read_config
 
 __all__ = [
     "DeepSpeedFields",

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines._composable import cut_parameters, gathered_tensors, offloaded_parameters, whole_gradients
+from lightning_shard.engines._fsdp2 import cut_parameters, gathered_tensors, offloaded_parameters, whole_gradients
 
 
 class Held(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.fields import RunFacts
-from lightning_shard.engines.deepspeed_config.merging import get, put
-from lightning_shard.engines.deepspeed_config.reading import AUTO
+from lightning_shard.engines.zero.config.fields import RunFacts
+from lightning_shard.engines.zero.config.merging import get, put
+from lightning_shard.engines.zero.config.reading import AUTO
 
 KNOWN_BY_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
 

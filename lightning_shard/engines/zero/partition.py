@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
-from lightning_shard.engines.replicas import broadcast_from_rank_0
+from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.masters import Kept, is_rounded
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, cast
 
-from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields
-from lightning_shard.engines.deepspeed_config.hyperparameters import read_sections
-from lightning_shard.engines.deepspeed_config.reading import AUTO, canonical, read_config
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.hyperparameters import read_sections
+from lightning_shard.engines.zero.config.reading import AUTO, canonical, read_config
 from lightning_shard.errors import ConfigurationError
 
 DEFAULT_STAGE = 2

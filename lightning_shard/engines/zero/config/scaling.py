@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.reading import AUTO
+from lightning_shard.engines.zero.config.reading import AUTO
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.checks import CONTRACT, RULE, check_policy
-from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.deepspeed_config.merging import ZERO, get, merge, put, raise_problems
-from lightning_shard.engines.deepspeed_config.reading import AUTO
-from lightning_shard.engines.deepspeed_config.resolving import differ, resolve_hyperparameters
+from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
+from lightning_shard.engines.zero.config.merging import ZERO, get, merge, put, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO
+from lightning_shard.engines.zero.config.resolving import differ, resolve_hyperparameters
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.policy import DTYPES, short
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.reading import AUTO, understood
+from lightning_shard.engines.zero.config.reading import AUTO, understood
 
 ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach")
 

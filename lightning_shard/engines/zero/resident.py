@@ -1,4 +1,4 @@
-"""The tensors that a rank holds under DeepSpeed's ZeRO; see `lightning_shard.engines.holdings`."""
+"""The tensors that a rank holds under DeepSpeed's ZeRO; see `lightning_shard.engines.resident`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.holdings import Held, buffers, optimizer_tensors, place_of, tensors_in
+from lightning_shard.engines.resident import Held, buffers, optimizer_tensors, place_of, tensors_in
 from lightning_shard.engines.zero import layout, swapping
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
 from lightning_shard.errors import ConfigurationError
 
 AUTO = "auto"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_shard.engines.deepspeed_config.fields import DeepSpeedFields
-from lightning_shard.engines.deepspeed_config.keys import Section, known_keys
-from lightning_shard.engines.deepspeed_config.merging import ZERO, effective_of, get, merge, raise_problems
-from lightning_shard.engines.deepspeed_config.reading import AUTO, canonical, read_config
-from lightning_shard.engines.deepspeed_config.scaling import loss_scaling_of
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.keys import Section, known_keys
+from lightning_shard.engines.zero.config.merging import ZERO, effective_of, get, merge, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO, canonical, read_config
+from lightning_shard.engines.zero.config.scaling import loss_scaling_of
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PrecisionPolicy, short
