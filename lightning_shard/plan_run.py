@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_shard import plan_inputs
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.plan_inputs import Inputs
 from lightning_shard.planning import fake
-from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fitting import Run, Traces, confirmed_batch, fewest_devices, largest_batch
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.trace import Step, Trace, batch_size_of, scaled, trace_step
@@ -109,7 +110,7 @@ class Planner:
                         self._without(error)
         return self.traces.get(key)
 
-    def engine(self, strategy: ShardStrategy, nodes: Nodes) -> Engine:
+    def engine(self, strategy: ShardStrategy, nodes: Nodes) -> EngineFacts:
         """The engine of ``strategy`` on some machines."""
         run = PlannedRun(
             ranks=nodes.ranks,
@@ -129,7 +130,7 @@ class Planner:
         if run.traces is None and any(self.traces.values()):
             return Row(name=name, checkpointing=checkpointing, refused=next(iter(self.failed.values())))
 
-        def engine_on(nodes: Nodes) -> Engine | None:
+        def engine_on(nodes: Nodes) -> EngineFacts | None:
             try:
                 return self.engine(strategy, nodes)
             except ConfigurationError:
@@ -147,7 +148,9 @@ class Planner:
             time=self._time(run, sent),
         )
 
-    def _confirmed(self, run: Run, strategy: ShardStrategy, checkpointing: Checkpointing, engine: Engine) -> int | None:
+    def _confirmed(
+        self, run: Run, strategy: ShardStrategy, checkpointing: Checkpointing, engine: EngineFacts
+    ) -> int | None:
         def trace_at(size: int) -> Trace:
             with self.inputs.mode:
                 batch = _of_size(tree_map(self._as_fake, self.batch), size)

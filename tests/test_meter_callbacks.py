@@ -20,8 +20,9 @@ from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
+from lightning_shard.engines.facts import Sharding
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.meters.advice import Sharding, suggestions
+from lightning_shard.meters.advice import suggestions
 from lightning_shard.meters.flops import FlopCount
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
 from lightning_shard.meters.slots import optimizer_facts

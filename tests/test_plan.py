@@ -16,18 +16,11 @@ from torch.nn import functional
 
 from lightning_shard import cli, plan_text, planner
 from lightning_shard.cli import ShardCLI
+from lightning_shard.engines.facts import Replicas, Shards, Zero
 from lightning_shard.engines.units import find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake, links
-from lightning_shard.planning.facts import (
-    ModelFacts,
-    OptimizerFacts,
-    ParameterFacts,
-    Replicas,
-    Shards,
-    Zero,
-    model_facts,
-)
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, model_facts
 from lightning_shard.planning.fitting import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes
 from lightning_shard.planning.states import predict, predict_account

@@ -5,37 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_shard.engines.facts import Sharding
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.summary import size_text
 
 _STEPPED = frozenset({"masters", "optimizer"})
 _GRADIENTS = _STEPPED | {"gradients"}
 _ALL = _GRADIENTS | {"parameters"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a run holds its states."""
-
-    engine: str
-    """"ddp", "fsdp" or "deepspeed"."""
-
-    ranks: int
-    """All ranks of the run."""
-
-    pieces: int
-    """Over how many ranks what is cut is cut."""
-
-    cut: frozenset[str]
-    """Kinds of which a rank has a piece."""
-
-    on_host: frozenset[str] = frozenset()
-    """Kinds that are offloaded."""
-
-    checkpointing: bool = False
-    """Whether activations are recomputed."""
-
-    aligned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.live import MEASURES, Segment
 from lightning_shard.planning.moments import POINTS
 from lightning_shard.planning.states import predict
@@ -86,7 +87,7 @@ class Run:
 
     micro_batches: int = 1
 
-    def points(self, engine: Engine, batch: int | None = None) -> list[Point]:
+    def points(self, engine: EngineFacts, batch: int | None = None) -> list[Point]:
         """The moments of a step; without a trace, the three of the arithmetic."""
         if self.traces is None:
             moments = predict(self.model, engine, self.policy, self.optimizer, micro_batches=self.micro_batches)
@@ -94,12 +95,12 @@ class Run:
         trace = self.traces.one if batch is None else self.traces.at(batch)
         return walk(self.model, engine, self.policy, self.optimizer, trace, micro_batches=self.micro_batches)
 
-    def peak(self, engine: Engine, batch: int | None = None) -> MemoryAccount:
+    def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:
         """The account at the moment when the device holds most."""
         return max(self.points(engine, batch), key=lambda p: p.account.device.total).account
 
 
-def largest_batch(run: Run, engine: Engine, memory: int) -> int | None:
+def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:
     """The most samples per rank and micro-batch that fit into ``memory`` bytes; 0: none; None: not known."""
     if run.traces is None or not run.traces.scales:
         return None
@@ -120,7 +121,7 @@ MOST_TRACES = 8
 
 
 def confirmed_batch(
-    run: Run, engine: Engine, memory: int, trace_at: Callable[[int], Trace]
+    run: Run, engine: EngineFacts, memory: int, trace_at: Callable[[int], Trace]
 ) -> tuple[int | None, Run, bool]:
     """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not.
 
@@ -153,7 +154,9 @@ def confirmed_batch(
     return max(fitting, default=0), run, False
 
 
-def fewest_devices(run: Run, engine_on: Callable[[Nodes], Engine | None], devices: int, memory: int) -> Nodes | None:
+def fewest_devices(
+    run: Run, engine_on: Callable[[Nodes], EngineFacts | None], devices: int, memory: int
+) -> Nodes | None:
     """The fewest devices on which the batch fits; None: it does on none.
 
     Args:

@@ -12,8 +12,9 @@ from math import prod
 
 import torch
 
+from lightning_shard.engines.facts import Replicas, Shards
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Replicas, Shards
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 from lightning_shard.planning.moments import Moments, optimizer_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from lightning_shard.engines.facts import Zero
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Zero
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 
 POINTS = ("forward", "backward", "step")
 

@@ -7,8 +7,9 @@ keeps besides is read off torch's and DeepSpeed's sources, which the modules of 
 
 from __future__ import annotations
 
+from lightning_shard.engines.facts import EngineFacts, Replicas, Shards
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Replicas, Shards
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fsdp_states import replica_moments, shard_moments
 from lightning_shard.planning.moments import Moments
 from lightning_shard.planning.zero_states import zero_moments
@@ -17,7 +18,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 
 def predict(
     model: ModelFacts,
-    engine: Engine,
+    engine: EngineFacts,
     policy: PrecisionPolicy,
     optimizer: OptimizerFacts | None = None,
     *,
@@ -42,7 +43,7 @@ def predict(
 
 def predict_account(
     model: ModelFacts,
-    engine: Engine,
+    engine: EngineFacts,
     policy: PrecisionPolicy,
     optimizer: OptimizerFacts | None = None,
     *,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_shard.planning.facts import Engine, ModelFacts, ParameterFacts, Replicas, Shards, Zero
+from lightning_shard.engines.facts import EngineFacts, Replicas, Shards, Zero
+from lightning_shard.planning.facts import ModelFacts, ParameterFacts
 from lightning_shard.planning.fsdp_states import gathered_bytes, reduced_bytes
 from lightning_shard.planning.zero3_states import persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -78,7 +79,7 @@ class Collective:
 
 
 def collectives(
-    model: ModelFacts, engine: Engine, policy: PrecisionPolicy, *, micro_batches: int = 1
+    model: ModelFacts, engine: EngineFacts, policy: PrecisionPolicy, *, micro_batches: int = 1
 ) -> list[Collective]:
     """What one optimizer step sends; norms, losses and buffers are left out, which are small."""
     if isinstance(engine, Replicas):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_shard.engines.facts import EngineFacts, Replicas, Shards, Zero
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts, Replicas, Shards, Zero
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fsdp_states import as_shards, gathered_bytes, raw_bytes, reduced_bytes, shard_elements
 from lightning_shard.planning.live import Segment
 from lightning_shard.planning.moments import Moments
@@ -28,7 +29,7 @@ class Point:
 
 def walk(
     model: ModelFacts,
-    engine: Engine,
+    engine: EngineFacts,
     policy: PrecisionPolicy,
     optimizer: OptimizerFacts,
     trace: Trace,

@@ -14,8 +14,9 @@ from itertools import accumulate
 
 import torch
 
+from lightning_shard.engines.facts import Zero
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Zero
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 from lightning_shard.planning.moments import Moments, reduction_copies, seen_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from lightning_shard.engines.facts import Zero
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Zero
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.moments import Moments, optimizer_bytes, seen_bytes
 from lightning_shard.planning.zero3_states import stage_3
 from lightning_shard.planning.zero12_states import stages_1_2

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_shard import _lightning
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, fsdp
+from lightning_shard.engines.facts import Replicas
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.planning.facts import Replicas
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import ComposableStrategy

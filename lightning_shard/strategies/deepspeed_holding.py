@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
+from lightning_shard.engines.facts import EngineFacts, Sharding, zero_from
 from lightning_shard.engines.resident import Held
 from lightning_shard.engines.zero import cpu_adam, resident
 from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts, deepspeed_config, effective
 from lightning_shard.engines.zero.running import ZeroEngine
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.meters.advice import Sharding
-from lightning_shard.planning.facts import Engine, zero_from
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.deepspeed_facts import hidden_size
 from lightning_shard.strategies.planned import PlannedRun
@@ -53,7 +52,7 @@ class HoldingStrategy(ShardStrategy):
         """See the parent's."""
         return resident.gathered(self._listed)
 
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Engine:
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """See the parent's; "auto" values are those of such a run."""
         facts = RunFacts(
             world_size=run.ranks,
@@ -68,7 +67,7 @@ class HoldingStrategy(ShardStrategy):
         config = deepspeed_config(self._fields, facts)
         return zero_from(config, ranks=run.ranks, accumulate=self.policy.accumulate, device_type=run.device_type)
 
-    def _engine_facts(self) -> Engine:
+    def _engine_facts(self) -> EngineFacts:
         return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
 
     def sharding(self) -> Sharding:

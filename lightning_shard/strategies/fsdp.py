@@ -10,12 +10,11 @@ from torch import nn
 
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
+from lightning_shard.engines.facts import Sharding, Shards
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError, MeshError
 from lightning_shard.mesh import MeshConfig, resolve_mesh
-from lightning_shard.meters.advice import Sharding
-from lightning_shard.planning.facts import Shards
 from lightning_shard.strategies.base import AccumulateSync
 from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
 from lightning_shard.strategies.planned import PlannedRun

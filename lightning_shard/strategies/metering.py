@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import _lightning
+from lightning_shard.engines.facts import EngineFacts, Sharding
 from lightning_shard.engines.resident import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.advice import Sharding
 from lightning_shard.meters.live import StepMeter, account
 from lightning_shard.meters.slots import optimizer_facts
-from lightning_shard.planning.facts import Engine, ModelFacts, OptimizerFacts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.states import predict_account
 from lightning_shard.strategies.planned import PlannedRun, PlannedStrategy
 
@@ -67,7 +67,7 @@ class MeteredStrategy(PlannedStrategy):
             micro_batches=self._trainer.accumulate_grad_batches,
         )
 
-    def _engine_facts(self) -> Engine:
+    def _engine_facts(self) -> EngineFacts:
         """The engine of the run that was set up."""
         per_node = self.num_processes
         run = PlannedRun(ranks=self.world_size, per_node=per_node, device_type=self.root_device.type)

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.fsdp import ignored_parameters
 from lightning_shard.engines.units import Unit, find_units
-from lightning_shard.planning.facts import Engine, ModelFacts, model_facts
+from lightning_shard.planning.facts import ModelFacts, model_facts
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.watching import WatchedStrategy
 
@@ -46,7 +47,7 @@ class PlannedStrategy(WatchedStrategy):
         """Processes of this node."""
 
     @abstractmethod
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Engine:
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine on the processes of ``run``.
 
         Args:

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard.engines import compiling
+from lightning_shard.engines.facts import Sharding
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.meters.advice import Sharding
 from lightning_shard.strategies.running import RunningStrategy
 
 
