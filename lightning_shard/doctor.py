@@ -9,10 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.links import Links, write
+from lightning_shard.ranks import Ranks
 
 SUMMARY = "Check the processes of a job: versions, devices, collectives, links between them."
 
@@ -122,9 +122,7 @@ def examine(
     )
     try:
         seen = replace(own, sums=_adds_up(device), link=_link(device, megabytes))
-        ranks: list[Any] = [None] * place.world_size
-        dist.all_gather_object(ranks, asdict(seen))
-        return [Rank(**rank) for rank in ranks], warnings
+        return Ranks.of().gather(seen), warnings
     finally:
         dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.errors import MeshError
-from lightning_shard.groups import beside_default
+from lightning_shard.ranks import beside_default
 
 REPLICATE = "replicate"
 SHARD = "shard"

@@ -33,9 +33,9 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 from lightning_shard import _lightning
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.progress import settle_progress
-from lightning_shard.resume.rng import gather_states
 from tests.harness import run_distributed
 
 BATCHES, EPOCHS = 6, 3
@@ -401,7 +401,7 @@ class Carry(pl.Callback):
     ) -> None:
         mine = {"metrics": metric_states(pl_module), "results": _lightning.training_results_state(trainer)}
         # Both torchmetrics' and Lightning's parts must pass as they are.
-        checkpoint["carried"] = gather_states(through_file(mine))
+        checkpoint["carried"] = Ranks.of().gather(through_file(mine))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_shard.cluster import forking
 from lightning_shard.cluster.forking import let_threads_finish_before_forks
 from lightning_shard.errors import DataError
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume import (
     agreeing,
     check_lengths,
-    gather_states,
     place_batches,
     prepare_loader,
     rng_state,
@@ -64,8 +64,8 @@ class ResumingStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        state["combined_loader"] = gather_states(state.get("combined_loader", []))
-        checkpoint["rng"] = gather_states(rng_state())
+        state["combined_loader"] = Ranks.of().gather(state.get("combined_loader", []))
+        checkpoint["rng"] = Ranks.of().gather(rng_state())
         super().save_checkpoint(checkpoint, filepath, storage_options)
         dist.barrier()
 

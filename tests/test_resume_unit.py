@@ -30,12 +30,12 @@ from torch.utils.data import (
 )
 
 from lightning_shard.errors import DataError
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume import (
     agreed,
     agreeing,
     check_lengths,
     derived_rng_seed,
-    gather_states,
     order_warning,
     rank_share,
     rescale_batches,
@@ -518,7 +518,7 @@ def test_a_derived_seed_is_the_same_on_every_machine() -> None:
 
 def _gather() -> Any:
     rank = dist.get_rank()
-    states = gather_states({"rank": rank})
+    states = Ranks.of().gather({"rank": rank})
     return states, states_of_rank(states, rank), states_of_rank(states, 5)
 
 
@@ -597,4 +597,4 @@ def test_a_stream_that_raises_ends_all_ranks() -> None:
 def test_agreement_is_not_needed_on_one_process() -> None:
     assert list(agreed(iter([1, 2]))) == [1, 2]
     check_lengths(3)
-    assert gather_states(3) == [3]
+    assert Ranks.of().gather(3) == [3]

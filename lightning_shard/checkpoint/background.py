@@ -26,11 +26,11 @@ from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.collect import State
 from lightning_shard.checkpoint.full import begin_full, names_full
 from lightning_shard.checkpoint.plan import Plans, live_values
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.save import begin
 from lightning_shard.checkpoint.staging import HostBuffers
 from lightning_shard.checkpoint.under_way import Write
 from lightning_shard.cluster.preemption import Agreement
+from lightning_shard.ranks import Ranks
 
 # What a rank says of its write ahead of each step; the largest is what all say. 0 is none of them: said by nobody yet.
 _ENDED, _GOES_ON = 1, 2

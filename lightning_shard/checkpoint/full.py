@@ -18,10 +18,10 @@ from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES, St
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX
 from lightning_shard.checkpoint.optimizer import hyperparameters
 from lightning_shard.checkpoint.plan import Plan, Plans, Values
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.save import Begun, begin
 from lightning_shard.checkpoint.stored import NOTES, Stored, StoredTensor, open_portable
 from lightning_shard.errors import CheckpointCorruptError
+from lightning_shard.ranks import Ranks
 
 
 def names_full(path: str) -> bool:

@@ -22,13 +22,13 @@ from lightning_shard.checkpoint.manifest import Manifest
 from lightning_shard.checkpoint.metadata import add_names, read_metadata
 from lightning_shard.checkpoint.optimizer_fill import check_scalars, create_slots, load_groups, shared_scalars
 from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, plan_optimizers
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
 from lightning_shard.checkpoint.state import fqns, load_extra_state, model_aliases, model_tensors, reshard
 from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.under_way import settle
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from lightning_shard.ranks import Ranks
 
 _BLOCK = 1 << 22
 

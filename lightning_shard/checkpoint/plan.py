@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.overlap import Cut, find_overlap
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import CheckpointError
+from lightning_shard.ranks import Ranks
 
 Values = Callable[[MetadataIndex], Tensor]
 """The values of a box that this rank is to write."""

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from lightning_shard.checkpoint import stand_ins
 from lightning_shard.checkpoint.fit import LoadReport, listed
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.safetensors import Entry, SafetensorsReader
 from lightning_shard.checkpoint.state import Names, fqns, reshard
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.ranks import Ranks
 
 Rename = Mapping[str, str | None]
 

@@ -21,11 +21,11 @@ from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, FileEntry, dtype_name
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.plan import Plan, Plans, Values, live_values
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.writer import Written, encode_metadata, write_boxes, write_file
 from lightning_shard.errors import CheckpointError
+from lightning_shard.ranks import Ranks
 
 
 def save_training_state(

@@ -3,7 +3,7 @@
 - :func:`resumable` makes a stock DataLoader carry its position, at another world size too.
 - :func:`check_lengths`, :func:`agreed` and :func:`agreeing` end all ranks together where their data is uneven.
 - :func:`rng_state`, :func:`set_rng_state` and :func:`derived_rng_seed` are the random numbers of a rank.
-- :func:`gather_states` and :func:`states_of_rank` keep what differs between ranks in one checkpoint.
+- :func:`states_of_rank` picks a rank's own of what differs between ranks.
 - :func:`prepare_loader` and :func:`place_batches` are what a strategy calls: they bring a trainer's counters in
   line with the data.
 """
@@ -17,7 +17,6 @@ from lightning_shard.resume.order import global_order, rank_share, rescale_batch
 from lightning_shard.resume.progress import place_batches, prepare_loader, settle_progress
 from lightning_shard.resume.rng import (
     derived_rng_seed,
-    gather_states,
     rng_state,
     seed_rng,
     set_rng_state,
@@ -33,7 +32,6 @@ __all__ = [
     "check_lengths",
     "check_some",
     "derived_rng_seed",
-    "gather_states",
     "global_order",
     "order_warning",
     "place_batches",

@@ -11,36 +11,27 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_shard.errors import DataError
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume.delegate import DelegatingLoader
 
 _FAILED, _OUT, _HAS = -1, 0, 1
 
 
-def check_lengths(
-    length: int | None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    what: str = "training dataloader",
-) -> None:
-    """Refuse sized loaders whose numbers of batches differ between ranks (collective; all ranks of `group`).
+def check_lengths(length: int | None, *, what: str = "training dataloader") -> None:
+    """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it.
 
     Args:
         length: batches of this rank's loader; None if it has no length.
-        group: the ranks that step together; the default group if None.
-        device: where the group's backend has its tensors ("cpu" for gloo).
         what: the loader's name in the message.
 
     Raises:
-        DataError: on every rank alike, with a table of rank and batches.
+        DataError: the same on every rank, with a table of rank and batches.
     """
-    if not dist.is_initialized():
-        return
-    lengths = _gathered(-1 if length is None else length, group, device)
+    lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
         return
     table = "\n".join(
-        f"  rank {rank}: {'no length' if count < 0 else f'{count} batches'}" for rank, count in enumerate(lengths)
+        f"  rank {rank}: {'no length' if count is None else f'{count} batches'}" for rank, count in enumerate(lengths)
     )
     raise DataError(
         f"the {what} has different numbers of batches on different ranks:\n{table}\n"
@@ -50,21 +41,13 @@ def check_lengths(
     )
 
 
-def check_some(
-    length: int,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-    what: str = "predict dataloader",
-) -> None:
-    """Refuse a loader without a batch on some ranks only (collective; all ranks of `group`).
+def check_some(length: int, *, what: str = "predict dataloader") -> None:
+    """Refuse a loader without a batch on some ranks only. All ranks call it.
 
     Raises:
-        DataError: on every rank alike, naming those ranks.
+        DataError: the same on every rank, naming those ranks.
     """
-    if not dist.is_initialized():
-        return
-    lengths = _gathered(length, group, device)
+    lengths = Ranks.of().gather(length)
     empty = [rank for rank, count in enumerate(lengths) if count == 0]
     if empty and len(empty) < len(lengths):
         raise DataError(
@@ -74,22 +57,18 @@ def check_some(
         )
 
 
-def agreed(
-    iterator: Iterator[Any],
-    *,
-    group: dist.ProcessGroup | None = None,
-    what: str = "training dataloader",
-    device: torch.device | str = "cpu",
-) -> Iterator[Any]:
-    """Go on for as long as every rank has a next batch (collective at each step; all ranks of `group`).
+def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Iterator[Any]:
+    """Go on for as long as every rank has a next batch. All ranks iterate over it.
 
-    One all-reduce of an integer per batch. When ranks run out at different batches, all end after the same one,
-    with a warning on every rank that names those that ran out; the others' next batch is dropped.
+    One all-reduce of an integer on the host per batch, so that no device is waited for. When ranks run out at different
+    batches, all end after the same one, with a warning on every rank that names those that ran out; the others' next
+    batch is dropped.
 
     Raises:
         DataError: on the other ranks when the iterator of one raises, naming it; that one raises its own error.
     """
-    if not dist.is_initialized():
+    ranks = Ranks.of()
+    if ranks.size == 1:
         yield from iterator
         return
     count = 0
@@ -101,13 +80,13 @@ def agreed(
             status = _OUT
         except Exception as error:
             status, failure = _FAILED, error
-        lowest = torch.tensor(status, device=device)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        lowest = torch.tensor(status)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=ranks.group)
         if lowest.item() == _HAS:
             count += 1
             yield batch
             continue
-        statuses = _gathered(status, group, device)
+        statuses = ranks.gather(status)
         if failure is not None:
             raise failure
         failed = [rank for rank, other in enumerate(statuses) if other == _FAILED]
@@ -126,33 +105,26 @@ def agreed(
         return
 
 
-def agreeing(
-    loader: Any,
-    *,
-    group: dist.ProcessGroup | None = None,
-    what: str = "training dataloader",
-    device: torch.device | str = "cpu",
-) -> Any:
+def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
     """The `loader` whose iterators are :func:`agreed`; keeps its attributes, and its state where it has one.
 
     For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate alike.
     """
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    options = {"group": group, "what": what, "device": device}
     if not isinstance(loader, DataLoader):
-        return (_StatefulAgreeingIterable if stateful else _AgreeingIterable)(loader, options)
-    return (_StatefulAgreeingLoader if stateful else _AgreeingLoader)(loader, options)
+        return (_StatefulAgreeingIterable if stateful else _AgreeingIterable)(loader, what)
+    return (_StatefulAgreeingLoader if stateful else _AgreeingLoader)(loader, what)
 
 
 class _AgreeingLoader(DelegatingLoader):
-    _own = frozenset({"_options"})
+    _own = frozenset({"_what"})
 
-    def __init__(self, inner: Any, options: dict[str, Any]) -> None:
+    def __init__(self, inner: Any, what: str) -> None:
         super().__init__(inner)
-        self._options = options
+        self._what = what
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return agreed(iter(self._inner), **self._options)
+        return agreed(iter(self._inner), what=self._what)
 
 
 class _StatefulAgreeingLoader(_AgreeingLoader):
@@ -166,11 +138,11 @@ class _StatefulAgreeingLoader(_AgreeingLoader):
 class _AgreeingIterable:
     """For an iterable that is no DataLoader; it has no length, or :func:`check_lengths` would do."""
 
-    def __init__(self, inner: Any, options: dict[str, Any]) -> None:
-        self._inner, self._options = inner, options
+    def __init__(self, inner: Any, what: str) -> None:
+        self._inner, self._what = inner, what
 
     def __iter__(self) -> Iterator[Any]:
-        return agreed(iter(self._inner), **self._options)
+        return agreed(iter(self._inner), what=self._what)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":
@@ -184,13 +156,6 @@ class _StatefulAgreeingIterable(_AgreeingIterable):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._inner.load_state_dict(state)
-
-
-def _gathered(value: int, group: dist.ProcessGroup | None, device: torch.device | str) -> list[int]:
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [int(other.item()) for other in everyone]
 
 
 def _ranks(ranks: list[int]) -> str:

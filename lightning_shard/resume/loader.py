@@ -89,7 +89,7 @@ class ResumableLoader(DelegatingLoader):
         """The position after the last batch given out; the same on all ranks but for the random numbers.
 
         Plain values and tensors. On loading, each rank should get its own rank's where it existed (see
-        :func:`~lightning_shard.resume.gather_states`).
+        :func:`~lightning_shard.resume.states_of_rank`).
         """
         if self._pending is not None:
             return dict(self._pending)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 
 def rng_state(*, cuda: bool = True) -> dict[str, Any]:
@@ -67,21 +66,8 @@ def seed_rng(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def gather_states(state: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank has, by rank, on every rank (collective; all ranks of `group`).
-
-    For what differs between ranks and must be in one checkpoint: random numbers, the states of dataloaders. Goes
-    through pickle between the processes of this job, never from a file.
-    """
-    if not dist.is_initialized():
-        return [state]
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, state, group=group)
-    return states
-
-
 def states_of_rank(states: list[Any], rank: int) -> Any:
-    """This rank's entry of :func:`gather_states`, or rank 0's for a rank that did not exist then.
+    """This rank's entry of the states of all ranks, or rank 0's for a rank that did not exist when they were saved.
 
     Right for dataloader states, whose position is common to all ranks. A new rank's random numbers are not
     another's: use :func:`derived_rng_seed`.

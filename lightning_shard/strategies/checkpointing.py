@@ -15,8 +15,8 @@ from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.forms import is_stock, open_any
 from lightning_shard.checkpoint.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.stored import write_portable
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.saving import RUN_STATE, SavingStrategy

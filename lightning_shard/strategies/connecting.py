@@ -18,6 +18,7 @@ from lightning_shard.cluster.launch import Launch
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import meeting
 from lightning_shard.strategies.metering import MeteredStrategy
 from lightning_shard.strategies.watching import remember_place
@@ -172,11 +173,7 @@ class ConnectedStrategy(MeteredStrategy):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Rank ``src``'s object, on every rank."""
-        if not _lightning.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return Ranks.of().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks; anything else is returned as it is."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines.zero import folder, kernels
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, short
-from lightning_shard.resume import gather_states
+from lightning_shard.ranks import Ranks
 
 if TYPE_CHECKING:
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
@@ -99,7 +99,7 @@ def _locks(needed: tuple[str, ...]) -> list[str]:
     """Wait for builds that are going on; the locks of those that were killed."""
     problems: list[str] = []
     waiting = {path for name in needed if (path := kernels.lock(name)) is not None}
-    while any(gather_states(bool(waiting))):
+    while any(Ranks.of().gather(bool(waiting))):
         for path in sorted(waiting):
             state = kernels.state_of_lock(path)
             if state is kernels.LockState.STALE:
@@ -113,7 +113,7 @@ def _locks(needed: tuple[str, ...]) -> list[str]:
 
 def _raise_alike(own: list[str]) -> None:
     # What is installed may differ between nodes.
-    problems = list(dict.fromkeys(problem for rank in gather_states(own) for problem in rank))
+    problems = list(dict.fromkeys(problem for rank in Ranks.of().gather(own) for problem in rank))
     if len(problems) == 1:
         raise ConfigurationError(f"DeepSpeed can't run with these settings: {problems[0]}.")
     if problems:

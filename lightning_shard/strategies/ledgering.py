@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.precision.ledger import Ledger, Recorder, contract_error, violations
-from lightning_shard.resume import gather_states
+from lightning_shard.ranks import Ranks
 from lightning_shard.strategies.checkpointing import CheckpointingStrategy
 
 
@@ -58,7 +58,7 @@ class LedgerStrategy(CheckpointingStrategy):
             return
         own = violations(self._recorder.ledger(), self.policy)
         # A tensor may be wrong on one rank alone; all raise, so that none waits for another.
-        found = list(dict.fromkeys(violation for rank in gather_states(own) for violation in rank))
+        found = list(dict.fromkeys(violation for rank in Ranks.of().gather(own) for violation in rank))
         if found:
             self._stop_ledger()
             raise contract_error(found, when)

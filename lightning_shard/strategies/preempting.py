@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import _lightning
 from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.cluster import slurm
 from lightning_shard.cluster.preemption import (
     TIME_LIMIT,
@@ -28,6 +27,7 @@ from lightning_shard.cluster.preemption import (
 )
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.resuming import ResumingStrategy

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.load import verify_files
 from lightning_shard.checkpoint.newest import Found, find_checkpoints
-from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from lightning_shard.ranks import Ranks
 from lightning_shard.strategies.ledgering import LedgerStrategy
 
 AUTO = "auto"

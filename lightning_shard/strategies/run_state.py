@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_shard import _lightning
-from lightning_shard.resume import derived_rng_seed, gather_states, rng_state, seed_rng, set_rng_state, states_of_rank
+from lightning_shard.ranks import Ranks
+from lightning_shard.resume import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 
 
@@ -41,7 +42,7 @@ def collect(
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
         **rewound,
     }
-    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": gather_states(own)}
+    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": Ranks.of().gather(own)}
 
 
 def place_loaders(checkpoint: dict[str, Any], run: Mapping[str, Any], rank: int) -> None:

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard import _lightning
 from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.mesh import data_parallel_coordinates
+from lightning_shard.ranks import Ranks
 from lightning_shard.resume import (
     agreeing,
     check_lengths,
     check_some,
-    gather_states,
     order_warning,
     place_batches,
     prepare_loader,
@@ -107,7 +107,7 @@ class RunningStrategy(WholeTensorsStrategy):
             return
         assert self.lightning_module is not None
         self._predictions_left = _lightning.prediction_batches(self.lightning_module.trainer)
-        self._idle_predictions = max(gather_states(self._predictions_left)) - self._predictions_left
+        self._idle_predictions = max(Ranks.of().gather(self._predictions_left)) - self._predictions_left
 
     def _before_reading_parameters(self) -> None:
         self._synchronize_buffers()
@@ -133,10 +133,10 @@ class RunningStrategy(WholeTensorsStrategy):
         length = sized_len(dataloader)
         what = f"{stage} dataloader"
         if length is None:
-            check_lengths(None, device=self.root_device, what=what)
-            return agreeing(dataloader, device=self.root_device, what=what)
+            check_lengths(None, what=what)
+            return agreeing(dataloader, what=what)
         check = check_some if stage == "predict" else check_lengths
-        check(length, device=self.root_device, what=what)
+        check(length, what=what)
         return dataloader
 
     def on_train_start(self) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from torch.distributed import ProcessGroup, destroy_process_group, group
 
-from lightning_shard import _lightning, groups
+from lightning_shard import _lightning
 from lightning_shard.cluster import prefix
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.cluster.watch import Watch
+from lightning_shard.ranks import forget_made_groups
 from lightning_shard.strategies.preempting import PreemptibleStrategy
 
 # The process group of this process, where its ranks met, and how many runs there were on it.
@@ -38,7 +39,7 @@ def _leave() -> None:
     global _met
     made, _met = _met, None
     if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
-        groups.forget()
+        forget_made_groups()
         destroy_process_group()
 
 

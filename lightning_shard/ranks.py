@@ -1,8 +1,12 @@
-"""Steps that all ranks take together and that fail on all of them alike."""
+"""What all ranks do together beside training: exchange objects, and fail with the same error on all of them.
+
+This is the only place that sends objects between ranks once there is a process group; before there is one, ranks
+compare what they find over its store (`lightning_shard.cluster.preflight`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -11,7 +15,6 @@ import torch.distributed as dist
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError
-from lightning_shard.groups import beside_default
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,7 +22,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes that save or load together; one process where there is no process group."""
+    """The processes that decide together; one process where there is no process group."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -53,6 +56,25 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that decides."""
         return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, by rank, on every rank. All ranks call it.
+
+        Values pass through pickle between the processes of this job, never from a file.
+        """
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The ``value`` of rank ``source`` (of this group), on every rank. All ranks call it."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.group, source), group=self.group)
+        return box[0]
 
     def exchange(self, doing: str, step: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``step`` on every rank, give rank 0 all results, return what it decided for this rank.
@@ -179,3 +201,36 @@ def _cpu_group() -> dist.ProcessGroup:
 
 def _own_group(purpose: str) -> dist.ProcessGroup:
     return beside_default(("gloo", purpose), lambda: dist.new_group(backend="gloo"))
+
+
+# What was made beside the default process group; kept with that group, so that nothing of one that was destroyed since
+# is ever used.
+_made: tuple[dist.ProcessGroup, dict[Hashable, Any]] | None = None
+
+
+def beside_default(key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` returned when it was first called for ``key`` on the present default process group.
+
+    A group that a run makes for itself (of gloo threads and sockets, or an NCCL communicator with its device memory)
+    would stay until the process ends: checkpoints and full tensors are asked for after the run too, and torch destroys
+    a group only when it is told to. So groups and meshes are made once for all runs on the default group.
+
+    Args:
+        key: what it is and what it depends on, the same on all ranks.
+        make: makes groups; collective, so that all ranks call this.
+    """
+    global _made
+    default = dist.group.WORLD
+    assert default is not None
+    if _made is None or _made[0] is not default:
+        _made = (default, {})
+    known = _made[1]
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def forget_made_groups() -> None:
+    """Let go of what `beside_default` keeps, ahead of the end of the default group."""
+    global _made
+    _made = None
