@@ -27,8 +27,8 @@ from lightning_shard.registry import register
 
 if TYPE_CHECKING:
     from lightning_shard.checkpoint.pretrained import load_pretrained
-    from lightning_shard.cli import ShardCLI
     from lightning_shard.cluster.preemption import PreemptionConfig
+    from lightning_shard.commands.cli import ShardCLI
     from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.precision.loss_scale import LossScaling
@@ -74,7 +74,7 @@ _LAZY = {
     "MeshConfig": "lightning_shard.mesh",
     "PrecisionPolicy": "lightning_shard.precision.policy",
     "PreemptionConfig": "lightning_shard.cluster.preemption",
-    "ShardCLI": "lightning_shard.cli",
+    "ShardCLI": "lightning_shard.commands.cli",
     "ShardDDPStrategy": "lightning_shard.strategies.ddp",
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from lightning_shard.cli import main
+import sys
+import warnings
+from pathlib import Path
+
+from lightning_shard.commands.cli import ShardCLI
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    # Lightning 2.6 says this of itself on every rank with torch 2.13.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    script = Path(sys.argv[0]).name
+    program = "python -m lightning_shard" if script == "__main__.py" else script
+    ShardCLI(parser_kwargs={"prog": program, "description": "Train with sharded strategies."})
+
 
 if __name__ == "__main__":
     main()

@@ -1,19 +1,18 @@
 """The strategy names: one table of presets, and its way into Lightning's registry.
 
-A name is a class and a few of its constructor arguments, nothing more; :func:`preset_yaml` prints the equal YAML.
+A name is a class and a few of its constructor arguments, nothing more; ``lightning-shard strategies NAME`` prints the
+equal YAML.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.errors import ConfigurationError
@@ -198,34 +197,3 @@ def unknown_name(name: str) -> str:
         f"there is no strategy {name!r}.{hint}\nStrategies of lightning_shard: {', '.join(PRESETS)}. "
         "Lightning's own (auto, ddp, fsdp, ...) are allowed too."
     )
-
-
-def preset_yaml(name: str) -> str:
-    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``.
-
-    Raises:
-        ConfigurationError: there is no such name.
-    """
-    preset = find(name)
-    strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
-    return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
-
-
-def further_arguments(name: str) -> str:
-    """The constructor's other arguments with their defaults, as comments below `preset_yaml`.
-
-    Raises:
-        ConfigurationError: there is no such name.
-    """
-    preset = find(name)
-    module, _, attribute = preset.class_path.rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters.values()
-    others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
-    lines = yaml.safe_dump(others, sort_keys=True).splitlines()
-    return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
-
-
-def table() -> str:
-    """All names with one line each."""
-    width = max(len(name) for name in PRESETS)
-    return "\n".join(f"{preset.name:<{width}}  {preset.description}" for preset in PRESETS.values())

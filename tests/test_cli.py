@@ -12,7 +12,8 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__, registry
+from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__
+from lightning_shard.commands.strategies import table
 from lightning_shard.precision.policy import policy_from
 
 DEMO = "lightning.pytorch.demos.boring_classes"
@@ -227,7 +228,7 @@ def test_table_of_strategies(command: Callable[..., ShardCLI], capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         command("strategies")
     assert ended.value.code == 0
-    assert capsys.readouterr().out.rstrip("\n") == registry.table()
+    assert capsys.readouterr().out.rstrip("\n") == table()
 
 
 def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lightning_shard import ConfigurationError, DataError, ShardCLI, cli, mistakes
+from lightning_shard import ConfigurationError, DataError, ShardCLI
+from lightning_shard.commands import failures
 from tests.harness import ROOT
 
 DEMO = "lightning.pytorch.demos.boring_classes"
@@ -65,18 +66,18 @@ class Model(BoringModel):
     ],
 )
 def test_global_rank(environ: dict[str, str], rank: int) -> None:
-    assert mistakes.global_rank(environ) == rank
+    assert failures.global_rank(environ) == rank
 
 
 def test_node_rank_alone_is_not_rank_0() -> None:
-    assert mistakes.global_rank({"LOCAL_RANK": "0", "NODE_RANK": "1"}) != 0
+    assert failures.global_rank({"LOCAL_RANK": "0", "NODE_RANK": "1"}) != 0
 
 
 def test_other_ranks_wait_and_say_who_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(failures.time, "sleep", waited.append)
     monkeypatch.setattr(sys, "argv", ["lightning-shard"])
     for rank, start in (("0", "error: "), ("1", "[rank 1] error: ")):
         with pytest.raises(SystemExit) as ended:
@@ -84,7 +85,7 @@ def test_other_ranks_wait_and_say_who_they_are(
         assert ended.value.code == 2
         assert capsys.readouterr().err.startswith(start)
     # Rank 0 speaks at once; the other only when rank 0 has not ended it in the meantime.
-    assert waited == [cli._SILENCE_SECONDS]
+    assert waited == [failures._SILENCE_SECONDS]
 
 
 def test_what_is_a_mistake() -> None:
@@ -94,11 +95,11 @@ def test_what_is_a_mistake() -> None:
         except Exception as caught:
             return caught
 
-    assert mistakes.is_mistake(raised(ConfigurationError("x")))
-    assert mistakes.is_mistake(raised(DataError("x")))
-    assert not mistakes.is_mistake(raised(ValueError("from this file, which is no library")))
-    assert not mistakes.is_mistake(raised(RuntimeError("x")))
-    assert mistakes.user_frame(raised(DataError("x"))).startswith(__file__)
+    assert failures.is_mistake(raised(ConfigurationError("x")))
+    assert failures.is_mistake(raised(DataError("x")))
+    assert not failures.is_mistake(raised(ValueError("from this file, which is no library")))
+    assert not failures.is_mistake(raised(RuntimeError("x")))
+    assert failures.user_frame(raised(DataError("x"))).startswith(__file__)
 
 
 def test_children_are_taken_and_ended() -> None:
@@ -108,17 +109,17 @@ def test_children_are_taken_and_ended() -> None:
     for process in processes:
         process.stdout.readline()
     launcher = SimpleNamespace(procs=list(processes))
-    children = mistakes.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+    children = failures.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
     assert children == processes
     assert launcher.procs == []  # what Lightning's observer looks at
-    assert mistakes.wait(children, 0.0) == [None, None]
-    mistakes.terminate(children)
+    assert failures.wait(children, 0.0) == [None, None]
+    failures.terminate(children)
     assert [child.returncode for child in children] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
 def test_no_children_without_a_launcher() -> None:
-    assert mistakes.take_children(None) == []
-    assert mistakes.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=None))) == []
+    assert failures.take_children(None) == []
+    assert failures.take_children(SimpleNamespace(strategy=SimpleNamespace(launcher=None))) == []
 
 
 @pytest.fixture

@@ -27,17 +27,11 @@ LAYERS = [
     {
         "",
         "__main__",
-        "checkpoint_commands",
-        "cli",
-        "cli_arguments",
-        "cli_parser",
-        "doctor",
-        "explain",
+        "commands",
         "full_tensors",
         "loading",
-        "migrate_command",
-    }
-    | {"mistakes", "plan_advice", "plan_inputs", "plan_run", "plan_text", "planner", "registry", "submit"},
+        "registry",
+    },
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = set().union(*LAYERS[:4])
@@ -163,11 +157,11 @@ def test_lightning_objects_keep_their_private_attributes(path: Path) -> None:
 
 def test_the_layering_test_sees_nested_and_relative_imports(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
-    source.write_text("def f():\n    from lightning_shard import cli\n    import lightning.pytorch._x as x\n")
-    assert list(_imports(source)) == [("lightning_shard", "cli"), ("lightning.pytorch._x", "")]
-    assert _part_of_import("lightning_shard", "cli") == "cli"
+    source.write_text("def f():\n    from lightning_shard import commands\n    import lightning.pytorch._x as x\n")
+    assert list(_imports(source)) == [("lightning_shard", "commands"), ("lightning.pytorch._x", "")]
+    assert _part_of_import("lightning_shard", "commands") == "commands"
     assert _part_of_import("lightning_shard", "ShardCLI") == ""
-    assert _layer("cli") > _layer("mesh")
+    assert _layer("commands") > _layer("mesh")
 
 
 def _part(path: Path) -> str:

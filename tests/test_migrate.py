@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_shard import ConfigurationError, cli, migrate_command, registry
+from lightning_shard import ConfigurationError, __main__, registry
+from lightning_shard.commands import migrate as migrate_command
 from lightning_shard.migrate import accelerate_fields, equivalents, own, stock_fields, together
 from lightning_shard.migrate.fields import Field, nearest
 from lightning_shard.migrate.form import shown
@@ -716,7 +717,7 @@ def test_what_the_parser_refuses_is_not_written(refused: Callable[..., str]) -> 
 def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-shard", "migrate", "nope.yaml"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        __main__.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: nope.yaml: there is no such file")
 

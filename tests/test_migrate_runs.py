@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from examples.gpt import GPT
-from lightning_shard import ShardCLI, migrate_command
+from lightning_shard import ShardCLI
+from lightning_shard.commands import migrate as migrate_command
 from tests.compiled import NVME, need
 from tests.harness import ROOT, run_distributed
 

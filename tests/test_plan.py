@@ -14,8 +14,9 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_shard import cli, plan_text, planner
-from lightning_shard.cli import ShardCLI
+from lightning_shard.commands import plan as plan_command
+from lightning_shard.commands import plan_text
+from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.engines.facts import Replicas, Shards, Zero
 from lightning_shard.engines.units import find_units
 from lightning_shard.errors import ConfigurationError
@@ -326,7 +327,7 @@ def test_the_fake_world_is_of_any_size() -> None:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert planner.main(["--device-memory", "80GB", *arguments]) == 0
+    assert plan_command.main(["--device-memory", "80GB", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -431,14 +432,14 @@ class Words(pl.LightningDataModule):
 )
 def test_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        planner.main(["--device-memory", "80GB", *arguments])
+        plan_command.main(["--device-memory", "80GB", *arguments])
 
 
 def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     links.write(links.Links(intra_node=450e9, inter_node=None), path)
-    options = planner.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
-    planner.check(options)
+    options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
+    plan_command.check(options)
     plan_text.take_links(options, Nodes(nodes=1, devices=8))
     assert (options.intra_node, options.inter_node) == (450e9, None)
     with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
@@ -470,20 +471,16 @@ def test_no_measured_links(content: str | None, message: str, tmp_path: Path) ->
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match=message):
-        planner.main(["--device-memory", "80GB", "--links", str(path)])
+        plan_command.main(["--device-memory", "80GB", "--links", str(path)])
 
 
 def test_a_size_without_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        planner.main(["--device-memory", "80"])
+        plan_command.main(["--device-memory", "80"])
     assert "'80' is no size. Write a number and a unit: 80GB" in capsys.readouterr().err
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigurationError, match=r"--picture needs matplotlib.*examples"):
-        planner.main(["--device-memory", "80GB", "--picture", "plan.png", *GPT])
-
-
-def test_it_is_one_of_the_commands() -> None:
-    assert cli.COMMANDS["plan"] is planner
+        plan_command.main(["--device-memory", "80GB", "--picture", "plan.png", *GPT])

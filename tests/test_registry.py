@@ -17,6 +17,7 @@ from lightning_shard import (
     ShardFSDPStrategy,
     registry,
 )
+from lightning_shard.commands.strategies import preset_yaml, table
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
@@ -70,7 +71,7 @@ def test_a_name_is_a_class_and_arguments(name: str) -> None:
 def test_the_equal_yaml_builds_an_equal_strategy(name: str) -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--trainer.strategy", type=str | Strategy)
-    config = parser.parse_string(registry.preset_yaml(name))
+    config = parser.parse_string(preset_yaml(name))
     from_yaml = parser.instantiate_classes(config).trainer.strategy
     assert _settings(from_yaml) == _settings(registry.build(name))
 
@@ -96,7 +97,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_yaml_holds_plain_values_only() -> None:
-    assert yaml.safe_load(registry.preset_yaml("shard_fsdp_hybrid_aligned")) == {
+    assert yaml.safe_load(preset_yaml("shard_fsdp_hybrid_aligned")) == {
         "trainer": {
             "strategy": {
                 "class_path": "lightning_shard.ShardFSDPStrategy",
@@ -107,12 +108,12 @@ def test_yaml_holds_plain_values_only() -> None:
 
 
 def test_table_has_one_line_per_name() -> None:
-    lines = registry.table().splitlines()
+    lines = table().splitlines()
     assert [line.split()[0] for line in lines] == list(registry.PRESETS)
     assert all(len(line.split()) > 3 for line in lines)
 
 
-@pytest.mark.parametrize("ask", [registry.find, registry.build, registry.preset_yaml])
+@pytest.mark.parametrize("ask", [registry.find, registry.build, preset_yaml])
 def test_unknown_name(ask: Any) -> None:
     with pytest.raises(ConfigurationError) as error:
         ask("shard_fsdp_aligend")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_shard import ConfigurationError, doctor, submit
+from lightning_shard import ConfigurationError
 from lightning_shard.cluster.sbatch import BatchJob, script
-from lightning_shard.doctor import Rank
+from lightning_shard.commands import doctor, slurm
+from lightning_shard.commands.doctor import Rank
 from lightning_shard.planning.links import Links, read, write
 from tests.harness import ROOT
 
@@ -120,8 +121,8 @@ def test_times_that_slurm_has(time: str) -> None:
 
 
 def _text(*arguments: str) -> str:
-    options, rest = submit.parser().parse_known_args(arguments)
-    return script(submit.batch_job(options, rest))
+    options, rest = slurm.parser().parse_known_args(arguments)
+    return script(slurm.batch_job(options, rest))
 
 
 def test_the_command_line() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard import submit
 from lightning_shard.cluster.sbatch import script
+from lightning_shard.commands import slurm
 from tests.harness import ROOT
 from tests.slurm.conftest import Jobs
 
@@ -23,9 +23,9 @@ def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Pa
         --env OMP_NUM_THREADS=1 --model tests.slurm.programs.SlowAlone --model.log {said} --trainer.strategy shard_ddp
         --trainer.max_steps 80 --trainer.logger false --trainer.enable_progress_bar false
         --trainer.default_root_dir {tmp_path}/runs --time 10"""
-    options, rest = submit.parser().parse_known_args(arguments.split())
+    options, rest = slurm.parser().parse_known_args(arguments.split())
     path = tmp_path / "job.sh"
-    path.write_text(script(submit.batch_job(options, rest)))
+    path.write_text(script(slurm.batch_job(options, rest)))
     job = jobs.cluster.submit(path, cwd=tmp_path)
     deadline = time.monotonic() + 90
     while (not said.exists() or "train 5" not in said.read_text()) and time.monotonic() < deadline:

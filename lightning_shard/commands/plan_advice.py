@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_shard import registry
+from lightning_shard.commands.strategies import preset_yaml
 from lightning_shard.planning.quantities import show_bytes, show_seconds
 from lightning_shard.planning.report import FORMS, Row
 from lightning_shard.planning.traffic import Nodes
@@ -60,7 +60,7 @@ def _reason(best: Row, count: str, memory: int) -> str:
 
 def recommended_yaml(row: Row, nodes: Nodes, precision: str | None) -> str:
     """The trainer's part of a configuration that runs ``row``."""
-    content = yaml.safe_load(registry.preset_yaml(row.name))
+    content = yaml.safe_load(preset_yaml(row.name))
     if row.checkpointing is not None:
         content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = row.checkpointing
     content["trainer"] |= {"num_nodes": nodes.nodes, "devices": nodes.devices}

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_shard import plan_inputs
+from lightning_shard.commands import plan_inputs
+from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.plan_inputs import Inputs
 from lightning_shard.planning import fake
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fitting import Run, Traces, confirmed_batch, fewest_devices, largest_batch

@@ -1,4 +1,4 @@
-"""jsonargparse's errors in one readable message: the key, the value and what is allowed.
+"""What the parser says of a mistake: the key, the value and what is allowed, in one readable message.
 
 jsonargparse reports a bad value as the tree of all the types that it tried; the branch that the user meant is the
 deepest one.
@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import StrategyRegistry
+
+
+class UsageError(Exception):
+    """Arguments or a configuration file that can't be parsed; the message is complete."""
 
 
 def explain(message: str, keys: Collection[str]) -> str:
@@ -36,7 +40,7 @@ def explain(message: str, keys: Collection[str]) -> str:
     if missing:
         names = (missing[1] or missing[2]).split(", ")
         return "\n".join(f"{name.partition('.')[2] or name}: is required and was not given." for name in names)
-    choices = re.match(r"expected \"subcommand\" to be one of \{(.*?)\}", message)
+    choices = re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message)
     if choices:
         return f"no command was given. Commands: {choices[1].replace(',', ', ')}."
     if message.startswith("Parser key"):

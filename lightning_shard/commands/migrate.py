@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from lightning_shard import registry
+from lightning_shard.commands.messages import UsageError
+from lightning_shard.commands.parser import ShardArgumentParser, options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import Known, migrate, report
 from lightning_shard.strategies.precision import ShardPrecision
-
-SUMMARY = "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration."
 
 _DESCRIPTION = """\
 Write the YAML for this package from an Accelerate config file, a DeepSpeed file, or a Lightning YAML with a stock
@@ -34,12 +34,7 @@ _TOP_KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_sch
 
 def parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-shard migrate",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = options_parser("migrate", _DESCRIPTION)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
@@ -99,9 +94,6 @@ def check(content: Mapping[str, Any]) -> None:
         ConfigurationError: what is wrong, as ``fit`` would say it.
     """
     from lightning.pytorch import Trainer
-
-    from lightning_shard.cli_parser import ShardArgumentParser
-    from lightning_shard.mistakes import UsageError
 
     trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}
     own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]

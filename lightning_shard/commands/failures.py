@@ -1,4 +1,4 @@
-"""How a command ends: a user's mistake told from a bug, said by one rank, and the children ended."""
+"""How a command ends after an error: one rank says what a user's mistake is, a bug is raised, no child stays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_shard.commands.fit import broken_config
+from lightning_shard.commands.messages import UsageError
 from lightning_shard.errors import ShardError
+
+MISTAKE_EXIT_CODE = 2
+# How long a rank other than 0 keeps a mistake to itself: rank 0 has most often made the same one, says it, and
+# ends the others.
+_SILENCE_SECONDS = 2.0
+# How long rank 0 waits for the children's own last words before it ends them.
+_LAST_WORDS_SECONDS = 4.0
 
 # Packages whose frames are not the user's code.
 _LIBRARIES = {
@@ -28,8 +37,37 @@ _LIBRARIES = {
 } - {"__main__"}
 
 
-class UsageError(Exception):
-    """Arguments or a configuration file that can't be parsed; the message is complete."""
+def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """End the children; after a mistake print it on one rank and exit. Returns when the error is to be raised.
+
+    Args:
+        error: what the command raised.
+        trainer: the Trainer, if one was built.
+        arguments: of the command line; ``--traceback`` among them asks for the frames of a mistake too.
+        environ: the launcher's environment, which says which rank this is.
+
+    Raises:
+        SystemExit: code 2, with the error as its cause.
+    """
+    children = take_children(trainer)
+    if not is_mistake(error):
+        # A lost child breaks this rank's collectives: then what the child said is the cause.
+        if MISTAKE_EXIT_CODE in wait(children, _LAST_WORDS_SECONDS):
+            raise SystemExit(MISTAKE_EXIT_CODE) from error
+        terminate(children)
+        return
+    rank = global_rank(environ)
+    if rank != 0:
+        time.sleep(_SILENCE_SECONDS)
+    sys.stdout.flush()
+    where = user_frame(error)
+    raised = f"\n(raised in {where})" if where else ""
+    file = broken_config(arguments) if isinstance(error, UsageError) else ""
+    print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{error}{raised}", file=sys.stderr, flush=True)
+    terminate(children)
+    if "--traceback" in arguments:
+        traceback.print_exception(error)
+    raise SystemExit(MISTAKE_EXIT_CODE) from error
 
 
 def global_rank(environ: Mapping[str, str]) -> int:

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_shard import registry
+from lightning_shard.commands.cli import ShardCLI
+from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import fake
 from lightning_shard.planning.traffic import Nodes
@@ -101,10 +103,6 @@ def _number(given: Any) -> int:
 
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
-    # That module imports the commands.
-    from lightning_shard.cli import ShardCLI
-    from lightning_shard.cli_parser import ShardArgumentParser
-
     class Parser(ShardArgumentParser):
         """Builds modules without data in their tensors."""
 

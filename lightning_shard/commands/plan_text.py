@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_shard import plan_inputs, registry
+from lightning_shard import registry
+from lightning_shard.commands import plan_inputs
+from lightning_shard.commands.plan_advice import recommendation
+from lightning_shard.commands.plan_inputs import Inputs
+from lightning_shard.commands.plan_run import Planner
 from lightning_shard.engines.facts import Shards
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import peak_flops
-from lightning_shard.plan_advice import recommendation
-from lightning_shard.plan_inputs import Inputs
-from lightning_shard.plan_run import Planner
 from lightning_shard.planning import picture, report
 from lightning_shard.planning.quantities import show_bytes
 from lightning_shard.planning.report import FORMS, Row

@@ -20,11 +20,10 @@ from lightning_shard.checkpoint.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
+from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.links import Links, write
 from lightning_shard.ranks import Ranks
-
-SUMMARY = "Check the processes of a job: versions, devices, collectives, links between them."
 
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
@@ -52,12 +51,7 @@ class Rank:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-shard doctor",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = options_parser("doctor", _DESCRIPTION)
     add = parser.add_argument
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_shard.cluster.sbatch import BatchJob, script
+from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
-
-SUMMARY = "Write a SLURM batch script of a run, or submit it."
 
 _DESCRIPTION = """\
 Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
@@ -26,12 +25,7 @@ limit and when it is preempted, and goes back into the queue then.
 
 def parser() -> argparse.ArgumentParser:
     """Of the options that are the script's own."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-shard slurm",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="nodes of the job (default: 1)")
     add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import links, picture
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed
 
 _T = TypeVar("_T")
-
-SUMMARY = "Say what a run will need: memory per device, what fits, traffic, step time."
 
 _DESCRIPTION = """\
 Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,
@@ -25,12 +24,7 @@ lightning-shard plan --nodes 4 --devices 8 --device-memory 80GB --config run.yam
 
 def parser() -> argparse.ArgumentParser:
     """Of the options that are the plan's own."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-shard plan",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = options_parser("plan", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
     add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
@@ -61,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.picture is not None:
         picture.require()
     # That imports the strategies, which the other commands' help needs not.
-    from lightning_shard.plan_text import plan
+    from lightning_shard.commands.plan_text import plan
 
     print(plan(options, rest))
     return 0

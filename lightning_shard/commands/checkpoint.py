@@ -1,22 +1,22 @@
-"""``lightning-shard checkpoint inspect|verify|convert|export``: what each does, and its arguments."""
+"""``lightning-shard checkpoint inspect|verify|convert|export``: each command and its arguments."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser
-
 from lightning_shard.checkpoint import layout
+from lightning_shard.commands import COMMANDS
+from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import CheckpointError, ConfigurationError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DType = Literal["fp32", "bf16", "fp16"]
 
-HELP = {
+_HELP = {
     "inspect": "Print what is in a checkpoint of any form.",
     "verify": "Check that a checkpoint is whole: every file against its checksum.",
     "convert": "Write a checkpoint in the other form: a portable directory, or one stock Lightning .ckpt file.",
@@ -24,41 +24,41 @@ HELP = {
 }
 
 
-def add_to(parser: ArgumentParser) -> None:
-    """Add the four commands to the parser of ``checkpoint``."""
+def parser() -> ShardArgumentParser:
+    """Of the four commands below ``checkpoint``."""
+    parser = ShardArgumentParser(prog="lightning-shard [options] checkpoint", description=COMMANDS["checkpoint"])
     commands = parser.add_subcommands(dest="command")
-    for name, text in HELP.items():
-        command = type(parser)(description=text)
-        command.add_argument("path", type=str, help="a checkpoint: a directory or a file")
+    for name, text in _HELP.items():
+        command = ShardArgumentParser(description=text)
+        add = command.add_argument
+        add("path", type=str, help="a checkpoint: a directory or a file")
         if name == "convert":
-            command.add_argument("target", type=str, help="where to write the other form")
-            command.add_argument(
+            add("target", type=str, help="where to write the other form")
+            add(
                 "--form",
                 type=Literal["portable", "full"] | None,
                 default=None,
                 help="the form to write. Default: full of a portable directory, portable of all else",
             )
-            command.add_argument("--weights_only", type=bool, default=False, help="leave the optimizers' state out")
+            add("--weights_only", type=bool, default=False, help="leave the optimizers' state out")
         if name == "export":
-            command.add_argument("folder", type=str, help="where to write the files")
-            command.add_argument(
-                "--dtype", type=DType | None, default=None, help="of floating-point tensors; default: as stored"
-            )
-            command.add_argument(
-                "--module", type=str, default="", help="FQN of a submodule to export alone, under its own names"
-            )
-            command.add_argument("--max_shard_size", type=str, default="5GB", help="bytes of tensors in a file")
+            add("folder", type=str, help="where to write the files")
+            add("--dtype", type=DType | None, default=None, help="of floating-point tensors; default: as stored")
+            add("--module", type=str, default="", help="FQN of a submodule to export alone, under its own names")
+            add("--max_shard_size", type=str, default="5GB", help="bytes of tensors in a file")
         commands.add_subcommand(name, command, help=text)
+    return parser
 
 
-def run(config: Mapping[str, Any]) -> str:
-    """Do what the parsed ``checkpoint`` section asks for; returns the text to print.
+def main(arguments: Sequence[str]) -> int:
+    """Do what is asked for and print what came of it; the exit code.
 
     Raises:
         CheckpointError, ConfigurationError: what the user is to be told.
     """
-    name = config["command"]
-    return _RUN[name](config[name])
+    config = parser().parse_args(list(arguments))
+    print(_RUN[config.command](config[config.command]))
+    return 0
 
 
 def _inspect(arguments: Mapping[str, Any]) -> str:

@@ -1,0 +1,145 @@
+"""`ShardCLI`: LightningCLI with this package's strategies, commands and messages."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, MutableSequence
+from typing import Any
+
+import lightning
+import torch
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_shard import __version__, commands
+from lightning_shard.commands import failures, fit
+from lightning_shard.commands.messages import UsageError
+from lightning_shard.commands.parser import ShardArgumentParser
+
+
+class ShardCLI(LightningCLI):
+    """:class:`~lightning.pytorch.cli.LightningCLI` with this package's strategies, commands and messages.
+
+    Takes what LightningCLI takes. Without ``model_class`` and ``datamodule_class`` any LightningModule and
+    LightningDataModule can be named by ``class_path``; modules are also found in the current folder::
+
+        from lightning_shard import ShardCLI
+
+        ShardCLI(MyModule, MyDataModule)
+
+    Args:
+        model_class: the LightningModule, or a function that returns one; default: named in the configuration.
+        datamodule_class: the same of the LightningDataModule.
+        args: what to parse in place of ``sys.argv[1:]``: a list of arguments or a configuration as a mapping.
+        environ: the launcher's environment, which says which rank this is; by default this process's.
+        **kwargs: LightningCLI's other arguments.
+
+    Raises:
+        SystemExit: code 2 on every rank after a user's mistake, with the error as its ``__cause__``; the exit code of
+            a command that is not one of Lightning's.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule] | None = None,
+        *,
+        args: ArgsType = None,
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        arguments = sys.argv[1:] if args is None else args
+        self._arguments = list(arguments) if isinstance(arguments, list) else []
+        _find_modules_in_current_folder(sys.path)
+        kwargs.setdefault("parser_class", ShardArgumentParser)
+        kwargs["parser_kwargs"] = {"version": _versions(), **(kwargs.get("parser_kwargs") or {})}
+        try:
+            if kwargs.get("run", True):
+                self._run_own_command()
+            super().__init__(model_class, datamodule_class, args=args, **kwargs)
+        except Exception as error:
+            cause = failures.cause_of(error, getattr(getattr(self, "parser", None), "failure", None))
+            failures.end(cause, getattr(self, "trainer", None), self._arguments, self._environ)
+            if cause is error:
+                raise
+            raise cause from None
+
+    def _run_own_command(self) -> None:
+        """Run the command if it is one of this package, and exit."""
+        words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments
+        if words and words[0] in commands.COMMANDS:
+            raise SystemExit(commands.run(words[0], words[1:]))
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's parser with ``--traceback``, whose help has the texts below the fields of dataclasses."""
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        parser = super().init_parser(**kwargs)
+        parser.add_argument("--traceback", action="store_true", help="Show the stack of frames of a mistake too.")
+        return parser
+
+    def setup_parser(self, add_subcommands: bool, *args: Any, **kwargs: Any) -> None:
+        """Lightning's parsers, and this package's commands in the help."""
+        super().setup_parser(add_subcommands, *args, **kwargs)
+        if add_subcommands and isinstance(self.parser, ShardArgumentParser):
+            self.parser.list_commands(commands.COMMANDS)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse into ``self.config``, and check what needs no Trainer."""
+        super().parse_arguments(parser, args)
+        name = self.config.get("subcommand")
+        if name in commands.COMMANDS:
+            raise UsageError(f"{name}: must be the first argument.")
+        for config in (self.config, self._run_config):
+            config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
+        fit.check_strategy(self._run_config.get("trainer.strategy"))
+        fit.check_ckpt_path(self._run_config.get("ckpt_path"))
+
+    @property
+    def _run_config(self) -> Namespace:
+        """The parsed configuration of the run, which stands below the name of the subcommand if there is one."""
+        config: Namespace = self.config.get(str(self.config.get("subcommand")), self.config)
+        return config
+
+    def before_instantiate_classes(self) -> None:
+        """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""
+        super().before_instantiate_classes()
+        fit.give_fp16_by_plugin(self._run_config.get("trainer"))
+
+    def instantiate_classes(self) -> None:
+        """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
+        self.parser.add_instantiator(_construct, object)  # after, and so behind, those of the model and the data
+        if not self.save_config_kwargs:
+            # Lightning refuses to run twice in one folder, as happens to a run without a logger that makes a new one
+            # each time: then a validation of what was just trained fails, or would replace its configuration.
+            name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
+            self.save_config_kwargs = {"overwrite": True, "config_filename": name}
+        super().instantiate_classes()
+
+    def after_fit(self) -> None:
+        """Say where the checkpoint is and how to validate it; rank 0."""
+        path = fit.print_checkpoints(self.trainer) if self.trainer.is_global_zero else ""
+        if path and self.subcommand == "fit" and self._arguments and self.trainer.enable_validation:
+            arguments = fit.validate_arguments(self._arguments, path)
+            print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
+
+
+def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    return class_type(*args, **kwargs)
+
+
+def _program(prog: str) -> str:
+    return f"python {prog}" if prog.endswith(".py") else prog
+
+
+def _versions() -> str:
+    return f"{__version__} (lightning {lightning.__version__}, torch {torch.__version__})"
+
+
+def _find_modules_in_current_folder(path: MutableSequence[str]) -> None:
+    """As ``python -m`` does; a console script's own folder stands first instead."""
+    if "" not in path and os.getcwd() not in path:
+        path.insert(0, os.getcwd())

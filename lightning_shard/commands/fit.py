@@ -1,0 +1,116 @@
+"""What ``fit``, ``validate``, ``test`` and ``predict`` check and change in their configuration, and say at the end."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard import registry
+from lightning_shard.commands.messages import UsageError
+
+_FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
+_CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse a name that nobody registered."""
+    if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
+        raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
+
+
+def check_ckpt_path(path: Any) -> None:
+    """Refuse a local path at which there is no checkpoint; words and remote paths are left to Lightning."""
+    if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
+        return
+    if not Path(path).exists():
+        raise UsageError(
+            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of auto, best, last."
+        )
+    if Path(path).is_file():
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start != b"PK" and not start.startswith(b"\x80"):  # torch's zip files, and pickles of before torch 1.6
+            raise UsageError(
+                f"ckpt_path: {str(path)!r} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file."
+            )
+
+
+def give_fp16_by_plugin(trainer: Namespace | None) -> None:
+    """Replace ``precision: 16-mixed`` of a parsed ``trainer`` section by `ShardPrecision`, for own strategies."""
+    if trainer is None or str(trainer.get("precision")) not in _FP16_FLAGS or not _is_own(trainer.get("strategy")):
+        return
+    plugins = trainer.get("plugins") or []
+    plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+    own = Namespace(class_path="lightning_shard.ShardPrecision", init_args=Namespace(precision="16-mixed"))
+    trainer["plugins"] = [*plugins, own]
+    trainer["precision"] = None
+
+
+def _is_own(strategy: Any) -> bool:
+    """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
+    if isinstance(strategy, str):
+        return strategy.lower() in registry.PRESETS
+    class_path = getattr(strategy, "class_path", None)
+    if class_path is None:
+        return False
+    from lightning_shard.strategies.base import ShardStrategy
+
+    module, _, name = class_path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    return isinstance(found, type) and issubclass(found, ShardStrategy)
+
+
+def broken_config(arguments: Sequence[str]) -> str:
+    """``"PATH: "`` of the first ``--config`` file that is no YAML mapping, or ``""``: the parser doesn't say which."""
+    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, inline = option.partition("=")
+        path = Path(inline if equals else value)
+        if name not in ("-c", "--config") or not path.is_file():
+            continue
+        try:
+            if not isinstance(yaml.safe_load(path.read_text()), dict | None):
+                return f"{path}: "
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return f"{path}: "
+    return ""
+
+
+def print_checkpoints(trainer: Trainer) -> str:
+    """Print where the best and the last checkpoint are; returns the path of the better of them, or ``""``."""
+    callback = trainer.checkpoint_callback
+    if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
+        return ""
+    best, last = _shortest(callback.best_model_path), _shortest(callback.last_model_path)
+    score = callback.best_model_score if best else None
+    scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
+    print(f"checkpoint: {best or last}{scored}")
+    if best and last and best != last:
+        print(f"last checkpoint: {last}")
+    return best or last
+
+
+def _shortest(path: str) -> str:
+    """Relative to the current folder where it lies in it."""
+    absolute = Path(path).absolute()
+    return path and str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+
+
+def validate_arguments(fit: Sequence[str], ckpt_path: str) -> list[str]:
+    """The arguments of ``fit`` with ``validate`` and the checkpoint in place of its own."""
+    arguments: list[str] = []
+    words = iter(fit)
+    for word in words:
+        if word == "--ckpt_path":
+            next(words, None)
+        elif not word.startswith("--ckpt_path="):
+            arguments.append(word)
+    arguments[arguments.index("fit")] = "validate"
+    return [*arguments, "--ckpt_path", ckpt_path]

@@ -1,0 +1,53 @@
+"""``lightning-shard strategies [NAME]``: the table of strategy names, and the YAML that equals one of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+
+import yaml
+
+from lightning_shard import registry
+from lightning_shard.commands import COMMANDS
+from lightning_shard.commands.parser import ShardArgumentParser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is asked for; the exit code."""
+    parser = ShardArgumentParser(prog="lightning-shard [options] strategies", description=COMMANDS["strategies"])
+    parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
+    name = parser.parse_args(list(arguments)).name
+    print(table() if name is None else preset_yaml(name) + further_arguments(name))
+    return 0
+
+
+def preset_yaml(name: str) -> str:
+    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``.
+
+    Raises:
+        ConfigurationError: there is no such name.
+    """
+    preset = registry.find(name)
+    strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
+    return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
+
+
+def further_arguments(name: str) -> str:
+    """The constructor's other arguments with their defaults, as comments below `preset_yaml`.
+
+    Raises:
+        ConfigurationError: there is no such name.
+    """
+    preset = registry.find(name)
+    module, _, attribute = preset.class_path.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters.values()
+    others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
+    lines = yaml.safe_dump(others, sort_keys=True).splitlines()
+    return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
+
+
+def table() -> str:
+    """All names with one line each."""
+    width = max(len(name) for name in registry.PRESETS)
+    return "\n".join(f"{preset.name:<{width}}  {preset.description}" for preset in registry.PRESETS.values())
