@@ -1,0 +1,497 @@
+"""Saves in the background: what they write, what they wait for, and what happens when they fail or are cut short."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lightning_shard import registry
+from lightning_shard.checkpoint import commit, plan, writer
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.collect import CheckpointInfo, State
+from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
+from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
+from lightning_shard.checkpoint.manifest import is_checkpoint
+from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.staging import HostBuffers
+from lightning_shard.cluster.preemption import Preempted
+from lightning_shard.errors import CheckpointError
+from tests.harness import DistributedError, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.resume.test_resume import _assert_continues, _fit
+from tests.run.test_preemption import RUN, Told
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+
+
+class Gate:
+    """Holds every write back until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self._write = writer.HashedFile.write
+
+    def __enter__(self) -> Gate:
+        def write(file: writer.HashedFile, data: Any) -> int:
+            self.reached.set()
+            assert self.opened.wait(60)
+            return self._write(file, data)
+
+        writer.HashedFile.write = write  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opened.set()
+        writer.HashedFile.write = self._write  # type: ignore[method-assign]
+
+
+def of(tensors: dict[str, Tensor], **state: Any) -> Callable[[], State]:
+    return lambda: State(tensors=tensors, trainer_state=state, info=INFO)
+
+
+def stored(path: Path) -> Tensor:
+    tensor = torch.zeros(read_manifest(path).tensors["model.w"].shape)
+    load_tensors(path, {"model.w": tensor})
+    return tensor
+
+
+@pytest.fixture
+def saver() -> Saver:
+    return Saver()
+
+
+def test_what_is_written_are_the_values_at_the_call(tmp_path: Path, saver: Saver) -> None:
+    path, tensor, state = tmp_path / "a.ckpt", torch.arange(6.0), {"list": [1]}
+    with Gate() as gate:
+        saver.save(str(path), of({"model.w": tensor}, **state), background=True)
+        assert gate.reached.wait(60)
+        tensor.zero_()
+        state["list"].append(2)
+        assert not path.exists()
+        assert saver.is_writing(path)
+    saver.finish()
+    assert not saver.is_writing(path)
+    assert torch.equal(stored(path), torch.arange(6.0))
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert torch.load(path / "trainer.pt", weights_only=True)["list"] == [1]
+
+
+def test_who_reads_waits(tmp_path: Path, saver: Saver) -> None:
+    """In the same process, whoever it is: a load, a search for the newest, a look at the manifest."""
+    tensor = torch.zeros(3)
+    readers: list[Callable[[Path], Any]] = [
+        lambda path: load_tensors(path, {"model.w": torch.zeros(3)}),
+        read_manifest,
+        verify_files,
+        lambda path: find_checkpoints([path.parent], "mine").own[0],
+    ]
+    for number, read in enumerate(readers):
+        path = tmp_path / str(number) / "a.ckpt"
+        info = CheckpointInfo(engine="test", policy="fp32", run={"name": "mine", "step": 1, "time": 0.0})
+        with Gate() as gate:
+            state = State(tensors={"model.w": tensor}, trainer_state={}, info=info)
+            saver.save(str(path), lambda state=state: state, background=True)
+            threading.Timer(0.05, gate.opened.set).start()
+            read(path)
+    saver.finish()
+
+
+def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: Saver) -> None:
+    old, new, last = tmp_path / "old.ckpt", tmp_path / "new.ckpt", tmp_path / "last.ckpt"
+    for path in (old, last):
+        saver.save(str(path), of({"model.w": torch.zeros(3)}), background=False)
+    with Gate():
+        saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
+        saver.remove(old)
+        saver.link(new, last)
+        assert is_checkpoint(old)
+        assert is_checkpoint(last)
+        assert not new.exists()
+    saver.finish()
+    assert not old.exists()
+    assert os.readlink(last) == "new.ckpt"
+    assert torch.equal(stored(last), torch.ones(3))
+    # And once nothing is under way, at once.
+    saver.link(new, tmp_path / "other.ckpt")
+    saver.remove(tmp_path / "other.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "new.ckpt"]
+
+
+def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Saver) -> None:
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    saver.save(str(old), of({"model.w": torch.zeros(3)}), background=False)
+    with Gate() as gate:
+        saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
+        saver.remove(old)
+        assert gate.reached.wait(60)
+        (temporary,) = commit.leftovers(new)
+        # As a cleaning script of the cluster would.
+        temporary.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"while writing .*new\.ckpt: FileNotFoundError|while completing"):
+        saver.finish()
+    saver.finish()
+    assert torch.equal(stored(old), torch.zeros(3))
+    assert not new.exists()
+    saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
+    saver.finish()
+    assert torch.equal(stored(new), torch.ones(3))
+
+
+def test_memory_that_is_mapped_from_files_is_copied_to_files(tmp_path: Path) -> None:
+    """As NVMe offload has it; the copy leaves no file behind."""
+    tensor = torch.from_file(str(tmp_path / "slot"), shared=True, size=1 << 20).fill_(3.0)
+    buffers = HostBuffers()
+    part = {"whole": tensor, "half": tensor[: 1 << 19], "memory": torch.ones(4)}
+    boxes = [MetadataIndex(name, (0,)) for name in part]
+    values = buffers.copy(boxes, lambda index: part[index.fqn])
+    tensor.zero_()
+    assert all(values(index).eq(3.0).all() for index in boxes[:2])
+    assert [values(index).untyped_storage().filename is not None for index in boxes] == [True, True, False]
+    assert os.listdir(tmp_path) == ["slot"]
+    assert buffers.nbytes == (1 << 22) + (1 << 21) + 16
+    addresses = [values(index).data_ptr() for index in boxes]
+    values = buffers.copy(boxes, lambda index: part[index.fqn])
+    assert [values(index).data_ptr() for index in boxes] == addresses, "used again"
+    buffers.copy(boxes[2:], lambda index: part[index.fqn])
+    assert buffers.nbytes == 16
+
+
+# Several ranks
+
+
+def part_of(number: float) -> dict[str, Tensor]:
+    """Two tensors that every rank has, and one of its own."""
+    tensors = {f"optimizer.0.w{i}.slot": torch.full((2000,), number) for i in range(2)}
+    return tensors | {f"model.{dist.get_rank()}": torch.full((3,), number)}
+
+
+def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, Any]:
+    """Save, then save in the background with a failure on one rank; steps go on until all have been told."""
+    saver, old, new = Saver(), Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
+    saver.save(str(old), of(part_of(1.0)), background=True)
+    saver.finish()
+    original = writer.HashedFile.write
+
+    def failing(self: writer.HashedFile, data: Any) -> int:
+        raise error
+
+    if dist.get_rank() == failing_rank:
+        writer.HashedFile.write = failing  # type: ignore[method-assign]
+    try:
+        saver.save(str(new), of(part_of(2.0)), background=True)
+        saver.remove(old)
+        for step in range(10_000):
+            # Ranks come to their steps at different times.
+            time.sleep(0.001 * dist.get_rank())
+            try:
+                saver.look()
+            except CheckpointError as failure:
+                return {"step": step, "said": str(failure), "kind": type(failure).__name__}
+            dist.all_reduce(torch.zeros(()))
+    finally:
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    raise AssertionError("nobody was told")
+
+
+@pytest.mark.parametrize(
+    ("failing_rank", "error", "said"),
+    [
+        (1, OSError(28, "No space left on device"), "rank 1: OSError: [Errno 28] No space left on device"),
+        (0, PermissionError(13, "Permission denied"), "rank 0: PermissionError: [Errno 13] Permission denied"),
+    ],
+)
+def test_a_failed_write_is_raised_on_all_ranks_in_one_step(
+    tmp_path: Path, failing_rank: int, error: OSError, said: str
+) -> None:
+    first, second = run_distributed(save_and_fail, 2, str(tmp_path), failing_rank, error)
+    assert first == second
+    assert said in first["said"]
+    assert os.listdir(tmp_path) == ["old.ckpt"]
+    verify_files(tmp_path / "old.ckpt")
+
+
+def die_in_the_background(path: str, dying_rank: int) -> None:
+    def die(self: object, data: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    saver = Saver()
+    if dist.get_rank() == dying_rank:
+        writer.HashedFile.write = die  # type: ignore[method-assign]
+    saver.save(path, of(part_of(2.0)), background=True)
+    saver.finish()
+
+
+@pytest.mark.parametrize("dying_rank", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_rank_that_dies_fails_the_others(tmp_path: Path, dying_rank: int) -> None:
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(die_in_the_background, 2, str(tmp_path / "a.ckpt"), dying_rank, timeout=60)
+    # A rank that waited for the dead one would be "did not end".
+    assert caught.value.failed == {dying_rank: "died", 1 - dying_rank: "CheckpointError"}
+    assert not is_checkpoint(tmp_path / "a.ckpt")
+
+
+def plans_of_saves(folder: str) -> list[int]:
+    """How often rank 0 has made a plan after each of several saves; one rank's part changes before the fourth."""
+    made: list[int] = []
+    original = plan.divide
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return original(*args)
+
+    plan.divide = counted
+    saver, rank, counts = Saver(), dist.get_rank(), []
+
+    def flat(start: int, stop: int) -> FlatTensor:
+        return FlatTensor((10,), torch.float32, [FlatPiece(torch.arange(start, stop).float(), start)])
+
+    try:
+        for number, border in enumerate([5, 5, 5, 7, 7]):
+            part = flat(0, border) if rank == 0 else flat(border, 10)
+            path = Path(folder) / f"{number}.ckpt"
+            saver.save(str(path), of({"model.w": part}), background=number % 2 == 0)
+            counts.append(len(made))
+            saver.finish()
+            assert torch.equal(stored(path), torch.arange(10.0))
+    finally:
+        plan.divide = original
+    return counts
+
+
+def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> None:
+    assert run_distributed(plans_of_saves, 2, str(tmp_path)) == [[1, 1, 1, 2, 2], [0] * 5]
+
+
+# In a fit
+
+FAMILIES = {
+    "shard_fsdp_offload": "32-true",
+    "shard_deepspeed_stage_3_offload": "32-true",
+}
+OTHERS = {
+    "shard_ddp_aligned": "bf16-mixed",
+    "shard_ddp": "32-true",
+    "shard_fsdp": "bf16-mixed",
+    "shard_fsdp_hybrid": "32-true",
+    "shard_deepspeed_stage_0": "32-true",
+    "shard_deepspeed_stage_1": "bf16-mixed",
+    "shard_deepspeed_stage_2_offload": "bf16-mixed",
+    "shard_deepspeed_stage_2": "32-true",
+    "shard_deepspeed_stage_3_aligned": "bf16-mixed",
+}
+
+
+def in_background(name: str) -> Any:
+    """A strategy by its name, with ``async_save``."""
+    strategy = registry.build(name)
+    strategy.async_save = True
+    return strategy
+
+
+class Slow:
+    """Saves take so long that steps are taken meanwhile: some 0.2 s, for about 2000 writes."""
+
+    def __init__(self) -> None:
+        self._number, self._write = itertools.count(), writer.HashedFile.write
+
+    def __enter__(self) -> None:
+        def write(file: writer.HashedFile, data: Any) -> int:
+            if next(self._number) % 10 == 0:
+                time.sleep(0.001)
+            return self._write(file, data)
+
+        writer.HashedFile.write = write  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        writer.HashedFile.write = self._write  # type: ignore[method-assign]
+
+
+class Seen(pl.Callback):
+    """At every step: whether a save was under way, and which whole checkpoints there were."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.during: list[list[str]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+        if any(trainer.strategy.saver.is_writing(self.folder / f"step={step}.ckpt") for step in range(20)):
+            # By the manifest alone: reading would wait.
+            self.during.append([name for name in names if (self.folder / name / "manifest.json").exists()])
+
+
+def slow_fit_and_resume(names: dict[str, str], folder: str) -> list[Any]:
+    results = []
+    for name, precision in names.items():
+        own, straight = f"{folder}/{name}", {"steps": 6, "precision": precision}
+        seen = Seen(own)
+        with Slow():
+            whole_run = _fit(in_background(name), folder=own, every=2, callbacks=[seen], **straight)
+        resumed = _fit(name, resume=f"{own}/step=2.ckpt", **straight)
+        results.append((whole_run, resumed, len(seen.during)))
+    return results
+
+
+def check_families(names: dict[str, str], folder: Path) -> None:
+    for rank in run_distributed(slow_fit_and_resume, 2, names, str(folder), timeout=300):
+        for whole_run, resumed, steps_during in rank:
+            assert steps_during > 0
+            _assert_continues([whole_run], [resumed], 2)
+
+
+def test_resuming_from_a_save_beside_training_is_bitwise_going_on(tmp_path: Path) -> None:
+    """Steps were taken, and tensors changed, while it was written."""
+    check_families(FAMILIES, tmp_path)
+
+
+@pytest.mark.matrix
+def test_resuming_from_a_save_beside_training_on_the_other_engines(tmp_path: Path) -> None:
+    check_families(OTHERS, tmp_path)
+
+
+def fit_with_checkpoints(folder: str) -> dict[str, Any]:
+    """Two ``ModelCheckpoint``s with one file name; the best one only, and links to the last."""
+    seen, kept = Seen(folder), {"dirpath": folder, "filename": "{step}", "every_n_train_steps": 2, "save_top_k": 1}
+    callbacks = [seen, ModelCheckpoint(**kept, save_last="link"), ModelCheckpoint(**kept, monitor="train_loss")]
+    with Slow():
+        strategy = in_background("shard_fsdp")
+        quiet_trainer(strategy=strategy, max_steps=6, enable_checkpointing=True, callbacks=callbacks).fit(
+            TinyLM(), loader()
+        )
+    first, second = (callback.best_model_path for callback in callbacks[1:])
+    return {"during": seen.during, "paths": (Path(first).name, Path(second).name)}
+
+
+def test_top_k_and_last_while_a_save_is_under_way(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, _ = run_distributed(fit_with_checkpoints, 2, str(folder))
+    assert any("last.ckpt" in names for names in first["during"])
+    for names in first["during"][1:]:
+        # Of the checkpoint before the one under way, and of its link, nothing is gone.
+        assert [name for name in names if name.startswith("step=")], names
+    one, other = first["paths"]
+    assert one == "step=6.ckpt"
+    assert other != one, "a name that is being written is taken"
+    assert sorted(os.listdir(folder)) == sorted({"last.ckpt", one, other})
+    assert os.readlink(folder / "last.ckpt") == one
+    for name in os.listdir(folder):
+        verify_files(folder / name)
+
+
+class FailsOnRank1(TinyLM):
+    """Rank 1 can't write any more from the third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.global_rank == 1:
+
+            def full(self: object, data: Any) -> int:
+                raise OSError(28, "No space left on device")
+
+            writer.HashedFile.write = full  # type: ignore[method-assign]
+
+
+def fit_that_fails(folder: str) -> dict[str, Any]:
+    original, module, error = writer.HashedFile.write, FailsOnRank1(), ""
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    trainer = quiet_trainer(
+        strategy=in_background("shard_fsdp"), max_steps=500, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    try:
+        trainer.fit(module, loader())
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    return {"error": error, "steps": len(module.losses)}
+
+
+def test_a_fit_whose_save_fails_ends_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+    first, second = run_distributed(fit_that_fails, 2, str(tmp_path))
+    assert first == second
+    assert re.match(r"while writing .*step=4\.ckpt: rank 1: OSError: \[Errno 28\] No space left", first["error"])
+    assert 4 <= first["steps"] < 500
+    assert os.listdir(tmp_path) == ["step=2.ckpt"]
+    verify_files(tmp_path / "step=2.ckpt")
+
+
+def preempted(folder: str, fails: bool) -> dict[str, Any]:
+    """Told to stop at the step after a save has begun in the background, which may fail."""
+    module, original, code = Told(("train", 2)), writer.HashedFile.write, None
+    held: dict[str, Any] = {}
+    number = itertools.count()
+
+    def slow(file: writer.HashedFile, data: Any) -> int:
+        if next(number) % 10 == 0:
+            time.sleep(0.002)
+        if fails and threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        return original(file, data)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(f"{folder}/step=3.ckpt")
+                held["under way"] = trainer.strategy.saver.is_writing(f"{folder}/step=3.ckpt")
+
+    writer.HashedFile.write = slow  # type: ignore[method-assign]
+    try:
+        trainer = quiet_trainer(
+            strategy=in_background("shard_ddp"), default_root_dir=folder, max_steps=8, callbacks=[Save()]
+        )
+        trainer.fit(module, loader(4, count=40))
+    except Preempted as stop:
+        code = stop.code
+    finally:
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    return {"code": code, **held}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_preempted_while_a_save_is_under_way(tmp_path: Path, fails: bool) -> None:
+    """The save of the stopped run comes behind it, whatever becomes of it."""
+    for rank in run_distributed(preempted, 2, str(tmp_path), fails):
+        assert rank == {"code": 75, "under way": True}
+    own = tmp_path / "preempted" / f"{RUN}.ckpt"
+    assert verify_files(own).run["step"] == 4
+    assert is_checkpoint(tmp_path / "step=3.ckpt") is not fails
+
+
+def interrupted(folder: str) -> None:
+    """One rank raises while a save is under way."""
+
+    class Fails(TinyLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and self.trainer.global_rank == 1:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2)
+    trainer = quiet_trainer(
+        strategy=in_background("shard_ddp"), max_steps=8, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    with Slow():
+        trainer.fit(Fails(), loader())
+
+
+def test_an_exception_lets_the_save_under_way_become_whole(tmp_path: Path) -> None:
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(interrupted, 2, str(tmp_path), timeout=60)
+    assert caught.value.failed[1] == "ValueError"
+    verify_files(tmp_path / "step=2.ckpt")

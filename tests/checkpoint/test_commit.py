@@ -1,0 +1,382 @@
+"""A save is whole or did not happen, whatever fails, and all ranks say the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_shard.checkpoint import commit, locks, writer
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.collect import State
+from lightning_shard.checkpoint.layout import MANIFEST
+from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
+from lightning_shard.checkpoint.manifest import is_checkpoint
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+from tests.harness import ROOT, DistributedError, run_distributed
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+
+
+def save_number(
+    path: str | Path,
+    number: float,
+    size: int = 100,
+    state: dict[str, Any] | None = None,
+    saver: Saver | None = None,
+    background: bool = False,
+) -> None:
+    """Every rank has a part of its own, so that every rank writes."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tensors = {f"optimizer.0.w{r}.slot": torch.full((size,), number) for r in range(4)}
+    tensors[f"model.{rank}"] = torch.ones(())
+    state = state or {"n": number}
+    if saver is None:
+        save(path, tensors=tensors, trainer_state=state, info=INFO)
+    else:
+        whole = State(tensors=tensors, trainer_state=state, info=INFO)
+        saver.save(str(path), lambda: whole, background=background)
+
+
+def number_in(path: Path) -> float:
+    """The number that the checkpoint was saved with; fails if it is not whole or is a mixture."""
+    verify_files(path)
+    manifest = read_manifest(path)
+    tensors = {k: torch.zeros(e.shape) for k, e in manifest.tensors.items() if k.startswith("optimizer.")}
+    load_tensors(path, tensors, prefixes=())
+    (number,) = {value for tensor in tensors.values() for value in tensor.tolist()}
+    assert read_trainer_state(path)["n"] == number
+    return number
+
+
+def test_replacing_leaves_the_new_one_alone(tmp_path):
+    path = tmp_path / "deep" / "a.ckpt"
+    save_number(path, 1.0)
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    assert os.listdir(path.parent) == ["a.ckpt"]
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", MANIFEST, "trainer.pt"]
+
+
+def test_the_next_save_removes_what_interrupted_ones_left(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+    other = tmp_path / ".b.ckpt.tmp-1234"
+    other.mkdir()
+    shutil.copytree(path, tmp_path / ".a.ckpt.tmp-0123")
+    (tmp_path / ".a.ckpt.old-0123").mkdir()
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    assert sorted(os.listdir(tmp_path)) == [".b.ckpt.tmp-1234", "a.ckpt"]
+
+
+WRITING = """
+import sys, time
+from pathlib import Path
+from lightning_shard.checkpoint import commit
+(commit.begin(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_another_job_is_writing_is_not_removed(tmp_path):
+    path = tmp_path / "a.ckpt"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environ) as other:
+        try:
+            assert other.stdout.readline() == b"writing\n"
+            save_number(path, 1.0)
+            assert sorted(os.listdir(tmp_path)) == [".a.ckpt.tmp-0123456789ab", "a.ckpt"]
+        finally:
+            other.kill()
+    save_number(path, 2.0)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path):
+    """As a DataLoader's workers are while a save goes on in the background."""
+    (tmp_path / "a").mkdir()
+    locks.hold(tmp_path / "a")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert locks.is_held(tmp_path / "a")
+        locks.let_go(tmp_path / "a")
+        assert not locks.is_held(tmp_path / "a")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+    (path / MANIFEST).unlink()
+    assert not is_checkpoint(path)
+    with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt is half-written.*no manifest\.json"):
+        load_tensors(path, {"model.0": torch.zeros(())})
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    (path / MANIFEST).unlink()
+    commit.remove_incomplete(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_checkpoint_is_said_so(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
+        read_manifest(tmp_path / "a.ckpt")
+    (tmp_path / "file.ckpt").write_text("")
+    with pytest.raises(CheckpointNotFoundError, match="is a file"):
+        read_manifest(tmp_path / "file.ckpt")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("")
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
+        read_manifest(tmp_path / "folder")
+
+
+def test_a_directory_of_other_files_is_never_deleted(tmp_path):
+    notes = tmp_path / "work" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    for delete in (lambda: save_number(notes.parent, 1.0), lambda: commit.remove(notes.parent)):
+        with pytest.raises(CheckpointError, match="would delete them"):
+            delete()
+        assert notes.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["work"]
+
+
+def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
+    (tmp_path / "a.ckpt").write_text("an older form")
+    save_number(tmp_path / "a.ckpt", 1.0)
+    os.symlink(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    save_number(tmp_path / "last.ckpt", 2.0)
+    assert number_in(tmp_path / "a.ckpt") == 1.0
+    assert number_in(tmp_path / "last.ckpt") == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
+
+
+def test_remove(tmp_path):
+    path = tmp_path / "a.ckpt"
+    commit.remove(path)
+    save_number(path, 1.0)
+    (tmp_path / ".a.ckpt.tmp-0123").mkdir()
+    commit.remove(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    monkeypatch.setattr(commit, "_renameat2", lambda: None)
+    save_number(path, 1.0)
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("new_is_whole", [True, False])
+def test_a_replacement_that_was_interrupted_is_finished_on_load(tmp_path, new_is_whole):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+    path.rename(tmp_path / ".a.ckpt.old-0123")
+    save_number(tmp_path / "b.ckpt", 2.0)
+    (tmp_path / "b.ckpt").rename(tmp_path / ".a.ckpt.tmp-0123")
+    if not new_is_whole:
+        (tmp_path / ".a.ckpt.tmp-0123" / MANIFEST).unlink()
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    assert number_in(path) == (2.0 if new_is_whole else 1.0)
+    shutil.rmtree(tmp_path)
+    tmp_path.with_name("copy").rename(tmp_path)
+    assert commit.recover_all(tmp_path) == [path]
+    assert number_in(path) == (2.0 if new_is_whole else 1.0)
+    assert commit.recover_all(tmp_path) == []
+
+
+def test_the_path_names_a_whole_checkpoint_after_every_change_of_names(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    if not commit._exchange(tmp_path / "one", tmp_path / "other"):
+        pytest.skip("the filesystem of the temporary directory has no RENAME_EXCHANGE")
+    seen: list[bool] = []
+
+    def watched(change: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = change(*args)
+            seen.append(is_checkpoint(path))
+            return result
+
+        return call
+
+    save_number(path, 1.0)
+    monkeypatch.setattr(os, "rename", watched(os.rename))
+    monkeypatch.setattr(commit, "_exchange", watched(commit._exchange))
+    monkeypatch.setattr(commit, "delete_tree", watched(commit.delete_tree))
+    save_number(path, 2.0)
+    assert len(seen) >= 2
+    assert all(seen)
+
+
+def failing_save(path: str, failing_rank: int, how: str) -> str:
+    """Save with a failure on one rank; the error's type and text as this rank sees it."""
+    me = dist.get_rank() == failing_rank
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state: dict[str, Any] = {"n": 2.0}
+    original = writer.HashedFile.write
+    try:
+        if me and how == "too large":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        if me and how == "no space":
+            writer.HashedFile.write = no_space  # type: ignore[method-assign]
+        if me and how == "interrupt":
+            writer.HashedFile.write = interrupt  # type: ignore[method-assign]
+        if how == "state":
+            state["callbacks"] = {"MyCallback": {"folder": Path("/x"), "fine": 1}}
+        save_number(path, 2.0, size=5000, state=state)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    return "saved"
+
+
+def no_space(self: object, data: bytes) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def interrupt(self: object, data: bytes) -> int:
+    raise KeyboardInterrupt("stop")
+
+
+@pytest.mark.parametrize(
+    ("failing_rank", "how", "said"),
+    [
+        (1, "no space", r"CheckpointError: while writing .*a\.ckpt: rank 1: OSError: \[Errno 28\] No space left"),
+        (0, "no space", r"CheckpointError: while writing .*a\.ckpt: rank 0: OSError: \[Errno 28\] No space left"),
+        (1, "too large", r"CheckpointError: while writing .*a\.ckpt: rank 1: OSError: \[Errno 27\] File too large"),
+        (0, "state", r"CheckpointError: the trainer's state .*: callbacks/MyCallback/folder: pathlib\.PosixPath\. "),
+    ],
+)
+def test_a_failing_rank_fails_all_and_the_old_one_stays(tmp_path, failing_rank, how, said):
+    path = tmp_path / "a.ckpt"
+    run_distributed(save_number, 2, str(path), 1.0)
+    results = run_distributed(failing_save, 2, str(path), failing_rank, how)
+    assert results[0] == results[1]
+    assert re.match(said, results[0]), results[0]
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert number_in(path) == 1.0
+
+
+def test_an_interrupted_rank_tells_the_others(tmp_path):
+    path = tmp_path / "a.ckpt"
+    results = run_distributed(failing_save, 2, str(path), 1, "interrupt")
+    assert results[1] == "KeyboardInterrupt: stop"
+    assert "rank 1: KeyboardInterrupt: stop" in results[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    results = run_distributed(failing_save, 2, str(tmp_path / "file" / "a.ckpt"), 0, "none")
+    assert results[0] == results[1]
+    assert "rank 0: " in results[0]
+    assert "Error" in results[0]
+
+
+def die_while_saving(path: str, dying_rank: int) -> None:
+    if dist.get_rank() == dying_rank:
+        writer.HashedFile.write = die  # type: ignore[method-assign]
+    save_number(path, 2.0)
+
+
+def die(self: object, data: bytes) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("dying_rank", [0, 1])
+def test_a_rank_that_dies_fails_the_others_and_the_old_one_stays(tmp_path, dying_rank):
+    path = tmp_path / "a.ckpt"
+    run_distributed(save_number, 2, str(path), 1.0)
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(die_while_saving, 2, str(path), dying_rank, timeout=60)
+    # A rank that waited for the dead one would be "did not end".
+    assert caught.value.failed == {dying_rank: "died", 1 - dying_rank: "CheckpointError"}
+    assert "lost contact with another rank" in str(caught.value)
+    assert number_in(path) == 1.0
+    run_distributed(save_number, 2, str(path), 3.0)
+    assert number_in(path) == 3.0
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def save_until_killed(path: str, rounds: int, seed: int, background: bool) -> None:
+    """Fork a process that saves without end and kill it at a random moment, `rounds` times."""
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    number = 0.0
+    for _ in range(rounds):
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            saver = Saver()
+            save_number(path, number + 1.0, size=20_000, saver=saver)
+            while True:
+                os.write(tell, b"%d\n" % int(number + 1.0))
+                number += 1.0
+                # In the background it is the one before that is whole when it returns.
+                save_number(path, number + 1.0, size=20_000, saver=saver, background=background)
+        os.close(tell)
+        lines = os.read(ready, 1)  # it has saved at least once and is in the midst of the next
+        time.sleep(chance.uniform(0.0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while part := os.read(ready, 1 << 16):
+            lines += part
+        os.close(ready)
+        found = number_in(Path(path))
+        # Numbers are told after the save: the one that was not told yet may be in place already.
+        told = max(float(line) for line in lines.split())
+        if background:
+            assert told - 1.0 <= found <= told + 1.0, (told, found)
+        else:
+            assert told <= found <= told + 1.0, (told, found)
+        number = found
+
+
+def kill(tmp_path: Path, rounds: int, background: bool) -> None:
+    path = tmp_path / "a.ckpt"
+    call = f"f({str(path)!r}, {rounds}, 0, {background})"
+    code = f"from tests.checkpoint.test_commit import save_until_killed as f; {call}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=tmp_path, timeout=120 + 6 * rounds)
+    save_number(path, 1.0)
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, background):
+    kill(tmp_path, 10, background)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("background", [False, True])
+def test_killed_a_hundred_times(tmp_path, background):
+    kill(tmp_path, 100, background)

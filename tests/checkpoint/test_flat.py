@@ -1,0 +1,498 @@
+"""Flat partitions as ZeRO keeps them, whole parameters and DTensors: one checkpoint, read by each from each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.checkpoint.fit import LoadReport
+from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
+from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
+from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
+from lightning_shard.checkpoint.state import fqns
+from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember, FlatOptimizer, torch_optimizer
+from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.strategies.ddp import ShardDDPStrategy
+from tests.checkpoint.flat import FORMS, Net, Run, build, flat_with, masters_of, padding
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
+
+INFO = CheckpointInfo(engine="test", policy="fp32")
+BEFORE, AFTER = 3, 2
+WRITERS = [("whole", 1), *((form, 2) for form in FORMS), *((form, 3) for form in FORMS if form != "whole")]
+
+
+def save_run(run: Run, path: str) -> None:
+    optimizers = [run.optimizer]
+    save_training_state(
+        path, module=run.net, optimizers=optimizers, masters=run.masters, trainer_state={"epoch": 1}, info=INFO
+    )
+
+
+def load_run(run: Run, path: str, **kwargs: Any) -> LoadReport:
+    return load_training_state(path, module=run.net, optimizers=[run.optimizer], masters=run.masters, **kwargs)[1]
+
+
+def stored(path: str) -> dict[str, Tensor]:
+    entries = read_manifest(path).tensors
+    tensors = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
+    load_tensors(path, tensors)
+    return tensors
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: object = "") -> None:
+    assert found.keys() == expected.keys(), where
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, (where, key)
+        assert torch.equal(found[key], tensor), (where, key)
+
+
+def save_trained(forms: list[str], folder: str) -> None:
+    for form in forms:
+        save_run(build(form, 0).step(BEFORE), f"{folder}/{form} {dist.get_world_size()}.ckpt")
+
+
+def uninterrupted() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    run = build("whole", 0).step(BEFORE)
+    return run.values(), run.step(AFTER).values()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with the checkpoint of each writer, and what they must all hold, before and after more steps."""
+    folder = tmp_path_factory.mktemp("flat")
+    for ranks in (1, 2, 3):
+        run_distributed(save_trained, ranks, [form for form, size in WRITERS if size == ranks], str(folder))
+    return folder, *run_distributed(uninterrupted, 1)[0]
+
+
+@pytest.mark.parametrize(("form", "ranks"), WRITERS)
+def test_every_form_and_number_of_ranks_writes_the_same(written, form, ranks):
+    folder, before, _ = written
+    assert {key.rpartition(".")[2] for key in before if key.startswith("optimizer.0.body.bias")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+    }
+    assert before["optimizer.0.scale.step"].dtype == torch.float32
+    path = f"{folder}/{form} {ranks}.ckpt"
+    assert_same(stored(path), before)
+    manifest, state = read_manifest(path), read_trainer_state(path)
+    assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
+    first = f"{folder}/whole 1.ckpt"
+    assert manifest.tensors == read_manifest(first).tensors
+    assert state["optimizer_states"] == read_trainer_state(first)["optimizer_states"]
+    assert state["optimizer_states"][0]["groups"][0]["params"] == [
+        "embed.weight",
+        "body.weight",
+        "frozen",
+        "kernel",
+        "row",
+    ]
+
+
+def live_slots(run: Run) -> dict[tuple[int, str], Tensor]:
+    state = torch_optimizer(run.optimizer).state
+    return {(id(stepped), slot): value for stepped, slots in state.items() for slot, value in slots.items()}
+
+
+def load_each(form: str, folder: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]]:
+    """From every checkpoint into a run of another seed that has state of its own, and some steps more."""
+    results = []
+    for writer, ranks in WRITERS:
+        run = build(form, 1, lr=0.5).step(1)
+        slots = live_slots(run)
+        for value in slots.values():
+            value.detach().fill_(torch.nan)  # padding too
+        assert load_run(run, f"{folder}/{writer} {ranks}.ckpt") == LoadReport()
+        now = live_slots(run)
+        run.steps = BEFORE
+        loaded = run.values()
+        facts = {
+            "in place": slots.keys() == now.keys() and all(slots[key] is now[key] for key in slots),
+            "padding": bool(padding(run).any()) if run.masters else False,
+        }
+        results.append((loaded, run.step(AFTER).values(), facts))
+    return results
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_form_goes_on_bitwise_from_each(written, form, ranks):
+    folder, before, after = written
+    for results in run_distributed(load_each, ranks, form, str(folder)):
+        assert len(results) == len(WRITERS)
+        for writer, (loaded, stepped, facts) in zip(WRITERS, results, strict=True):
+            assert_same(loaded, before, writer)
+            assert_same(stepped, after, writer)
+            assert facts == {"in place": True, "padding": False}, writer
+
+
+def load_fresh(form: str, path: str) -> dict[str, Tensor]:
+    run = build(form, 1, lr=0.5)
+    load_run(run, path)
+    run.steps = BEFORE
+    return run.step(AFTER).values()
+
+
+@pytest.mark.parametrize("form", ["stage 1", "stage 3"])
+def test_slots_are_made_where_there_are_none(written, form):
+    folder, _, after = written
+    for values in run_distributed(load_fresh, 2, form, f"{folder}/dtensor 3.ckpt"):
+        assert_same(values, after)
+
+
+def bf16_there_and_back(folder: str) -> list[dict[str, Tensor]]:
+    """fp32 whole -> bf16 flat partitions -> fp32 flat partitions."""
+    low = build("stage 3", 1, dtype=torch.bfloat16).step(1)
+    load_run(low, f"{folder}/whole 1.ckpt")
+    low_values = low.values()
+    save_run(low, f"{folder}/low.ckpt")
+    back = build("stage 1", 2)
+    load_run(back, f"{folder}/low.ckpt")
+    return [low_values, back.values()]
+
+
+def test_state_follows_its_parameters_to_another_dtype(written):
+    folder, before, _ = written
+    for low, back in run_distributed(bf16_there_and_back, 2, str(folder)):
+        for key, tensor in before.items():
+            rounds = tensor.is_floating_point() and not key.endswith(".step")
+            assert low[key].dtype == (torch.bfloat16 if rounds else tensor.dtype), key
+            assert back[key].dtype == tensor.dtype, key
+            expected = tensor.to(torch.bfloat16) if rounds else tensor
+            assert torch.equal(low[key], expected), key
+            assert torch.equal(back[key], expected.to(tensor.dtype)), key
+
+
+def small_flat(first: list[int], *, steps: int) -> Run:
+    """``scale`` and ``row``, 5 elements, of which rank ``r`` has those from ``first[r]`` to ``first[r + 1]``."""
+    net = Net(0)
+    rank = dist.get_rank()
+    parameters = {"scale": net.scale, "row": net.row}
+    values = torch.cat([p.detach().flatten() for p in parameters.values()])
+    flat, members = flat_with(values[first[rank] : first[rank + 1]], first[rank], parameters)
+    adam = torch.optim.Adam([flat], lr=0.1)
+    run = Run(
+        net, FlatOptimizer(optimizer=adam, groups=[FlatGroup(flat=flat, members=members, group=adam.param_groups[0])])
+    )
+    run.masters = masters_of(run.flats())
+    for _ in range(steps if len(flat) else 0):
+        flat.grad = values[first[rank] : first[rank + 1]] + 1
+        adam.step()
+    return run
+
+
+def save_small(path: str, first: list[int]) -> None:
+    run = small_flat(first, steps=4)
+    flat = run.flats()[0].flat
+    assert (flat in torch_optimizer(run.optimizer).state) == (len(flat) > 0)
+    save_run(run, path)
+
+
+def load_small(path: str, first: list[int]) -> dict[str, Tensor]:
+    run = small_flat(first, steps=0)
+    load_run(run, path)
+    return run.values()
+
+
+@pytest.mark.parametrize("first", [[0, 0, 1, 5], [0, 5, 5, 5], [0, 2, 5, 5]])
+def test_a_rank_without_elements_has_no_state_and_takes_none_away(tmp_path, first):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_small, 3, path, first)
+    tensors = stored(path)
+    assert {key for key in tensors if key.startswith("optimizer.")} == {
+        f"optimizer.0.{name}.{slot}" for name in ("scale", "row") for slot in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert tensors["optimizer.0.row.step"].item() == tensors["optimizer.0.scale.step"].item() == 4
+    for values in run_distributed(load_small, 3, path, [0, 1, 1, 5]):
+        assert_same(values, tensors)
+
+
+def counts_in_numbers(folder: str) -> dict[str, Any]:
+    """An optimizer that counts its steps in an int, as DeepSpeed's own for the CPU do."""
+    run = build("stage 1", 0).step(BEFORE)
+    states = torch_optimizer(run.optimizer).state
+    for state in states.values():
+        state["step"] = int(state["step"])
+    save_run(run, f"{folder}/numbers.ckpt")
+    for state in states.values():
+        state["step"] = 0
+    load_run(run, f"{folder}/whole 1.ckpt")
+    counts = [state["step"] for state in states.values()]
+    fresh = build("stage 3", 1)
+    load_run(fresh, f"{folder}/numbers.ckpt")
+    fresh.steps = BEFORE
+    return {"counts": counts, "values": fresh.step(AFTER).values()}
+
+
+def test_a_step_count_is_a_scalar_in_the_checkpoint_and_a_number_where_it_was_one(written):
+    folder, before, after = written
+    for result in run_distributed(counts_in_numbers, 2, str(folder)):
+        assert result["counts"] == [BEFORE, BEFORE]
+        assert all(type(count) is int for count in result["counts"])
+        assert_same(result["values"], after)
+    assert_same(stored(f"{folder}/numbers.ckpt"), before)
+    assert read_trainer_state(f"{folder}/numbers.ckpt")["optimizer_states"][0]["slots"] == {}
+
+
+def save_uneven(path: str, skipped: int) -> None:
+    """A parameter that had no gradient in the first steps, or ever."""
+    save_run(build("whole", 0).step(skipped, skip=("body.bias",)).step(BEFORE - skipped), path)
+
+
+def try_to_load(form: str, path: str, strict: bool) -> tuple[str, bool, dict[str, Tensor]]:
+    run = build(form, 1).step(1)
+    before = run.values()
+    message = ""
+    try:
+        report = load_run(run, path, strict=strict)
+        message = str(report.missing)
+    except CheckpointMismatchError as error:
+        message = str(error)
+    after = run.values()
+    return message, all(torch.equal(after[key], before[key]) for key in before), after
+
+
+@pytest.mark.parametrize("form", ["stage 1", "stage 3"])
+def test_parameters_with_other_step_counts_do_not_share_a_flat_tensor(tmp_path, form):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_uneven, 1, path, 1)
+    for message, unchanged, _ in run_distributed(try_to_load, 2, form, path, False):
+        assert "step of optimizer 0 is 2.0 for body.bias and 3.0 for head.bias" in message
+        assert "ZeRO keeps one step per flat group" in message
+        assert unchanged
+    for message, unchanged, values in run_distributed(try_to_load, 2, "dtensor", path, True):
+        assert message == "()"
+        assert not unchanged
+        assert values["optimizer.0.body.bias.step"].item() == 2
+
+
+def test_a_parameter_without_state_among_others_is_missing_and_begins_at_zero(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_uneven, 1, path, BEFORE)
+    slots = [f"optimizer.0.body.bias.{slot}" for slot in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")]
+    for message, unchanged, _ in run_distributed(try_to_load, 2, "stage 1", path, True):
+        assert f"missing in the checkpoint (4): {', '.join(slots)}" in message
+        assert unchanged
+    for message, _, values in run_distributed(try_to_load, 2, "stage 1", path, False):
+        assert all(slot in message for slot in slots)
+        assert not values[slots[0]].any()
+        assert values[slots[3]].item() == BEFORE
+        assert values["optimizer.0.head.bias.exp_avg"].any()
+
+
+def save_fewer(path: str) -> None:
+    run = build("whole", 0)
+    run.optimizer = torch.optim.AdamW([p for name, p in run.net.named_parameters() if name != "kernel"])
+    save_run(run.step(1), path)
+
+
+def test_a_parameter_that_was_not_stepped_is_missing(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_fewer, 1, path)
+    for message, unchanged, _ in run_distributed(try_to_load, 2, "stage 3", path, True):
+        assert "missing in the checkpoint (1): optimizer.0.kernel\n" in message
+        assert unchanged
+
+
+def save_thawed(path: str) -> None:
+    run = build("whole", 0)
+    run.net.frozen.requires_grad_()
+    run.net.frozen.grad = torch.ones_like(run.net.frozen)
+    torch_optimizer(run.optimizer).step()
+    save_run(run, path)
+
+
+def load_frozen(path: str) -> tuple[str, tuple[str, ...]]:
+    run = build("stage 3", 1)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_run(run, path)
+    return str(caught.value), load_run(run, path, strict=False).unexpected
+
+
+def test_saved_state_of_a_parameter_that_is_frozen_now_is_unexpected(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    run_distributed(save_thawed, 1, path)
+    keys = tuple(f"optimizer.0.frozen.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step"))
+    for message, unexpected in run_distributed(load_frozen, 2, path):
+        assert f"unexpected in the checkpoint (3): {', '.join(keys)}" in message
+        assert unexpected == keys
+
+
+def test_no_state_at_all_drops_the_live_state(tmp_path):
+    assert run_distributed(state_after_loading_none, 2, str(tmp_path / "a.ckpt")) == [0, 0]
+
+
+def state_after_loading_none(path: str) -> int:
+    save_run(build("whole", 0), path)
+    run = build("stage 1", 1).step(1)
+    load_run(run, path)
+    return len(torch_optimizer(run.optimizer).state)
+
+
+def refused(path: str) -> list[str]:
+    messages = []
+    for change in ("slot", "list", "name", "master"):
+        run = build("stage 1", 0).step(1)
+        group = run.flats()[0]
+        state = torch_optimizer(run.optimizer).state[group.flat]
+        if change == "slot":
+            state["rows"] = torch.ones(7, 5)  # of the shape of a parameter in it, but not cut as it is
+        elif change == "list":
+            state["history"] = [torch.ones(2)]
+        elif change == "name":
+            member = FlatMember(fqn="module.body.weight", shape=(3, 5))
+            strange = FlatGroup(flat=group.flat, members=(member,), group=group.group)
+            run.optimizer = FlatOptimizer(optimizer=torch_optimizer(run.optimizer), groups=[strange])
+        else:
+            run.masters["module.body.weight"] = run.masters["body.weight"]
+        with pytest.raises(CheckpointError) as caught:
+            save_run(run, path)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_can_not_be_saved_is_refused_by_name(tmp_path):
+    for slot, history, name, master in run_distributed(refused, 2, str(tmp_path / "a.ckpt")):
+        assert "optimizer.0.embed.weight.rows has shape (7, 5)" in slot
+        assert "optimizer.0.embed.weight.history is a list of tensors" in history
+        assert "a part of module.body.weight, but the module has no parameter of that name" in name
+        assert "masters are given for module.body.weight" in master
+    assert list(tmp_path.iterdir()) == []
+
+
+def tied_by_its_other_name(path: str) -> dict[str, Tensor]:
+    run = build("stage 1", 0).step(1)
+    run.masters["head.weight"] = run.masters.pop("embed.weight")
+    save_run(run, path)
+    other = build("stage 3", 1)
+    other.masters["head.weight"] = other.masters.pop("embed.weight")
+    load_run(other, path)
+    return other.values()
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    values = run_distributed(tied_by_its_other_name, 2, path)
+    assert read_manifest(path).aliases == {"model.head.weight": "model.embed.weight"}
+    assert_same(values[0], stored(path))
+
+
+def weights_only(path: str) -> tuple[Tensor, dict[str, Tensor], bool]:
+    run = build("stage 1", 1).step(1)
+    state = torch_optimizer(run.optimizer).state[run.flats()[0].flat]["exp_avg"].clone()
+    own = run.net.body.weight.clone()
+    load_training_state(path, module=run.net, masters=run.masters)
+    kept = torch.equal(state, torch_optimizer(run.optimizer).state[run.flats()[0].flat]["exp_avg"])
+    return run.net.body.weight - own, run.values(), kept
+
+
+def test_weights_alone_go_to_the_masters_and_not_to_the_copies_of_the_module(written):
+    folder, before, _ = written
+    for change, values, kept in run_distributed(weights_only, 2, f"{folder}/stage 3 3.ckpt"):
+        assert not change.any()
+        assert kept
+        models = {key for key in before if key.startswith("model.")}
+        assert_same({key: values[key] for key in models}, {key: before[key] for key in models})
+
+
+class Vectors(TinyLM):
+    """Steps its vectors alone, which are flat tensors as they are."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad and p.ndim == 1], lr=self.lr)
+
+
+class PartlyFlat(ShardDDPStrategy):
+    """DDP with the checkpoint of an engine that keeps a rank's rows of the head in flat memory."""
+
+    rows: Tensor
+    flattened: int = 0
+    """How often the optimizer's state was asked for."""
+
+    def _before_reading_parameters(self) -> None:
+        super()._before_reading_parameters()
+        self.rows = self._my_rows().flatten().clone()
+
+    def _my_rows(self) -> Tensor:
+        weight = self.lightning_module.head.weight.detach()
+        return weight[: len(weight) // 2] if self.global_rank == 0 else weight[len(weight) // 2 :]
+
+    def _model_tensors(self) -> dict[str, FlatTensor]:
+        weight = self.lightning_module.head.weight
+        start = weight.shape[1] * (len(weight) // 2) * self.global_rank
+        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatPiece(self.rows, start)])}
+
+    def _after_reading_tensors(self) -> None:
+        weight = self.lightning_module.head.weight.detach()
+        self._my_rows().copy_(self.rows.view_as(self._my_rows()))
+        for rank, rows in enumerate((weight[: len(weight) // 2], weight[len(weight) // 2 :])):
+            dist.broadcast(rows, rank)
+
+    def _optimizer_states(self) -> list[FlatOptimizer]:
+        self.flattened += 1
+        names = fqns(self.lightning_module)
+        optimizer = self.optimizers[0]
+        group = optimizer.param_groups[0]
+        groups = [
+            FlatGroup(
+                flat=flat,
+                members=(FlatMember(fqn=names.of(flat), shape=flat.shape, length=len(flat)),),
+                group=group,
+            )
+            for flat in group["params"]
+        ]
+        return [FlatOptimizer(optimizer=optimizer, groups=groups)]
+
+
+def fit(strategy: type[ShardDDPStrategy], steps: int, save_to: str, resume: str | None) -> dict[str, Tensor]:
+    module = Vectors(seed=7 if resume is None else 8)
+    trainer = quiet_trainer(strategy=strategy(), max_steps=steps)
+    trainer.fit(module, loader(), ckpt_path=resume)
+    trainer.save_checkpoint(save_to)
+    if strategy is PartlyFlat:
+        assert trainer.strategy.flattened == (1 if resume is None else 2), "by the save, and by the load before it"
+    return whole_parameters(module)
+
+
+def test_a_strategy_says_what_its_flat_memory_stands_for(tmp_path):
+    ends = {}
+    for writer, reader in ((ShardDDPStrategy, PartlyFlat), (PartlyFlat, ShardDDPStrategy)):
+        first, last = str(tmp_path / f"{writer.__name__}.ckpt"), str(tmp_path / f"{writer.__name__} end.ckpt")
+        run_distributed(fit, 2, writer, 2, first, None)
+        ends[writer] = run_distributed(fit, 2, reader, 4, last, first)
+        assert_same(ends[writer][0], ends[writer][1])
+    assert_same(stored(f"{tmp_path}/PartlyFlat.ckpt"), stored(f"{tmp_path}/ShardDDPStrategy.ckpt"))
+    whole_run = run_distributed(fit, 2, ShardDDPStrategy, 4, str(tmp_path / "whole.ckpt"), None)
+    for end in ends.values():
+        assert_same(end[0], whole_run[0])
+    assert_same(stored(f"{tmp_path}/PartlyFlat end.ckpt"), stored(f"{tmp_path}/whole.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        ({"offset": 3, "length": 2}, "does not fit.*has 6 elements, the flat tensor 4"),
+        ({"start": 5, "length": 2}, "does not fit"),
+        ({"offset": -1, "length": 1}, "does not fit"),
+        ({"length": 1, "stepped": False}, "so that it is stepped"),
+    ],
+)
+def test_a_member_lies_inside_its_parameter_and_the_flat_tensor(member, message):
+    with pytest.raises(ValueError, match=message):
+        FlatGroup(flat=torch.zeros(4), members=(FlatMember(fqn="w", shape=(2, 3), **member),), group={})
+
+
+def test_flat_groups_are_flat_and_name_a_parameter_once():
+    member = FlatMember(fqn="w", shape=(2,))
+    with pytest.raises(ValueError, match="one dimension, not shape"):
+        FlatGroup(flat=torch.zeros(2, 2), members=(), group={})
+    with pytest.raises(ValueError, match="twice in a flat group"):
+        FlatGroup(flat=torch.zeros(2), members=(member, member), group={})

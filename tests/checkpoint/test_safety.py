@@ -1,0 +1,371 @@
+"""Opening a checkpoint runs nothing in it and notices every change."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shard.checkpoint.layout import FileEntry, check_relative
+from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
+from lightning_shard.checkpoint.manifest import Manifest, is_checkpoint
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.trainer_state import check_trainer_state, read_trainer_state
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from tests.checkpoint.hostile import RAN, Hostile, nothing_ran  # noqa: F401, for every test here
+from tests.harness import run_distributed
+
+INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"model.w": "float32"})
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save(path, tensors=fresh(1.0), trainer_state={"epoch": 1, "t": torch.ones(2)}, info=INFO)
+    return path
+
+
+def fresh(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"model.w": torch.full((4, 3), value), "model.b": torch.full((3,), value)}
+
+
+def forge(path: Path, name: str, data: bytes, **changes: Any) -> None:
+    """Replace a file and make the manifest agree, as whoever can write the directory may."""
+    (path / name).write_bytes(data)
+    manifest = read_manifest(path)
+    entry = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    manifest = dataclasses.replace(manifest, files={**manifest.files, name: entry}, **changes)
+    (path / "manifest.json").write_text(manifest.to_json())
+
+
+def metadata_of(path: Path) -> Metadata:
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+def refused(path: Path, pattern: str, **kwargs: Any) -> None:
+    tensors = fresh()
+    with pytest.raises(CheckpointCorruptError, match=pattern):
+        load_tensors(path, tensors, **kwargs)
+    assert all(tensor.eq(0).all() for tensor in tensors.values())
+
+
+def test_the_hostile_pickle_would_run():
+    pickle.loads(pickle.dumps(Hostile()))
+    assert RAN == ["ran"]
+    RAN.clear()
+
+
+@pytest.mark.parametrize(
+    ("payload", "named"),
+    [
+        (pickle.dumps(Hostile()), "tests.checkpoint.hostile.ran"),
+        (b"cposix\nsystem\n(S'true'\ntR.", "posix.system"),
+        (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
+        (b"\x80\x04\x8c\x05torch\x8c\x08hub.load\x93.", "torch.hub.load"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", "torch.load"),
+        (pickle.dumps(BytesStorageMetadata()), "BytesStorageMetadata"),
+        (pickle.dumps(Path("/")), "pathlib"),
+    ],
+)
+def test_hostile_metadata_is_refused_by_name(path, payload, named):
+    forge(path, ".metadata", payload)
+    refused(path, rf"a\.ckpt/\.metadata: it names {re.escape(named)}|\.metadata: it names .*{re.escape(named)}")
+
+
+def test_metadata_that_points_to_outside_objects_is_refused(path):
+    forge(path, ".metadata", b"Psomething\n.")
+    refused(path, r"\.metadata: it refers to an object outside of itself")
+
+
+def test_metadata_cannot_change_torchs_classes(path):
+    before = dict(vars(Metadata))
+    # Metadata, then BUILD with a slot state that sets an attribute on the class: plain pickle does it.
+    payload = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x06marked\x8c\x04evil\x73tb."
+    pickle.loads(payload)
+    assert Metadata.marked == "evil"
+    del Metadata.marked
+    forge(path, ".metadata", payload)
+    refused(path, r"\.metadata")
+    assert dict(vars(Metadata)) == before
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"not a pickle", b"\x80\x04N.", b"\x80\x04]."])
+def test_metadata_that_is_none(path, data):
+    forge(path, ".metadata", data)
+    refused(path, r"a\.ckpt/\.metadata")
+
+
+def location(metadata: Metadata, **changes: Any) -> None:
+    index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == "model.w")
+    fields = {"relative_path": info.relative_path, "offset": info.offset, "length": info.length} | changes
+    metadata.storage_data[index] = _StorageInfo(**fields)
+
+
+def box(metadata: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    metadata.state_dict_metadata["model.w"].chunks[0] = chunk
+
+
+def drop_location(metadata: Metadata) -> None:
+    metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "model.w"}
+
+
+def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
+    """A box and what is stored for it at another place."""
+    box(metadata, offsets, (4, 3))
+    stored = {i.fqn: info for i, info in metadata.storage_data.items()}
+    metadata.storage_data = {
+        MetadataIndex("model.w", offsets): stored["model.w"],
+        MetadataIndex("model.b", (0,)): stored["model.b"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: location(m, relative_path="../secret"), r"'\.\./secret' is not a plain relative path"),
+        (lambda m: location(m, relative_path="/etc/passwd"), "'/etc/passwd' is not a plain relative path"),
+        (lambda m: location(m, relative_path="other.distcp"), "points at 'other.distcp', which the manifest"),
+        (lambda m: location(m, offset=10**9), "points outside of __0_0.distcp"),
+        (lambda m: location(m, length=-5), "points outside of __0_0.distcp"),
+        (lambda m: location(m, transform_descriptors=["zstd"]), "asks for a stream transform"),
+        (drop_location, r"model\.w has a part at \(0, 0\) that no file holds"),
+        (lambda m: box(m, (0, 0), (5, 3)), "part outside of it"),
+        (lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)"),
+        (lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape"),
+        (lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b"),
+        (lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8), "other tensors: model.b"),
+    ],
+)
+def test_metadata_that_describes_something_else(path, change, said):
+    metadata = metadata_of(path)
+    change(metadata)
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refused(path, rf"\.metadata: .*{said}")
+
+
+def forge_tensor(path, value):
+    """Have the data file hold ``value`` in the place of the tensor."""
+    with open(path / "evil", "wb") as stream:
+        torch.save(value, stream)
+    data = (path / "evil").read_bytes()
+    metadata = metadata_of(path)
+    location(metadata, relative_path="__0_0.distcp", offset=0, length=len(data))
+    forge(path, "__0_0.distcp", data + bytes(10**5))
+    forge(path, ".metadata", pickle.dumps(metadata))
+
+
+def test_hostile_data_file(path):
+    forge_tensor(path, {"x": Hostile()})
+    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp: model\.w can't be read: .*"):
+        load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
+
+
+def test_a_tensor_of_another_shape_in_the_file(path):
+    forge_tensor(path, torch.ones(100, 100))
+    with pytest.raises(CheckpointCorruptError, match=r"model\.w is not a torch\.float32 tensor of shape \(4, 3\)"):
+        load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
+
+
+def test_hostile_trainer_state(path):
+    torch.save({"x": Hostile()}, path / "evil")
+    forge(path, "trainer.pt", (path / "evil").read_bytes())
+    with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt was refused, nothing in it ran: .*\.ran"):
+        read_trainer_state(path)
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", ".", "a//b", "a\\b", "a\0b", "./a"])
+def test_file_names_that_leave_the_directory(path, name):
+    with pytest.raises(CheckpointCorruptError, match="is not a plain relative path"):
+        check_relative(name)
+    manifest = read_manifest(path)
+    entry = FileEntry(size=0, sha256="")
+    forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
+    (path / "manifest.json").write_text(forged.to_json())
+    assert not is_checkpoint(path)
+    refused(path, r"manifest\.json: file name .* is not a plain relative path")
+
+
+def test_a_link_or_a_pipe_among_the_files(path, tmp_path):
+    data = (path / "__0_0.distcp").read_bytes()
+    (tmp_path / "outside").write_bytes(data)
+    (path / "__0_0.distcp").unlink()
+    (path / "__0_0.distcp").symlink_to(tmp_path / "outside")
+    refused(path, "__0_0.distcp is not a regular file inside the checkpoint")
+    (path / "__0_0.distcp").unlink()
+    os.mkfifo(path / "__0_0.distcp")
+    refused(path, "__0_0.distcp is not a regular file inside the checkpoint")
+
+
+def test_a_manifest_that_was_edited(path):
+    fields = json.loads((path / "manifest.json").read_text())
+    fields["engine"] = "other"
+    (path / "manifest.json").write_text(json.dumps(fields))
+    assert not is_checkpoint(path)
+    refused(path, "digest does not match")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"format": 1}', "[" * 10**5, '{"format": "lightning_shard.checkpoint"}']
+)
+def test_a_manifest_that_is_none(path, text):
+    (path / "manifest.json").write_text(text)
+    assert not is_checkpoint(path)
+    refused(path, "manifest.json is not a checkpoint's manifest")
+
+
+def test_a_newer_form_asks_for_an_upgrade(path):
+    newer = dataclasses.replace(read_manifest(path), format_version=2)
+    (path / "manifest.json").write_text(newer.to_json())
+    with pytest.raises(CheckpointError, match="format version 2; this lightning_shard reads up to 1: upgrade"):
+        load_tensors(path, fresh())
+
+
+def test_fields_of_later_minor_versions_are_ignored(path):
+    fields = json.loads((path / "manifest.json").read_text())
+    del fields["digest"]
+    fields["note"] = "new"
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    fields["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(fields))
+    assert read_manifest(path).engine == "test"
+
+
+def test_manifest_says_what_wrote_it(path):
+    manifest = read_manifest(path)
+    assert (manifest.engine, manifest.policy, manifest.ledger) == ("test", "fp32", {"model.w": "float32"})
+    assert manifest.versions["torch"] == torch.__version__
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def flips(path: Path) -> list[tuple[str, int]]:
+    """Places to damage: the ends of each file, the middle and some between."""
+    places = []
+    for file in sorted(path.iterdir()):
+        size = file.stat().st_size
+        places += [(file.name, position) for position in sorted({0, 1, size // 3, size // 2, size - 2, size - 1})]
+    return places
+
+
+def test_every_flipped_byte_is_found_and_named(path):
+    for name, position in flips(path):
+        original = (path / name).read_bytes()
+        damaged = bytearray(original)
+        damaged[position] ^= 0x10
+        (path / name).write_bytes(damaged)
+        pattern = re.escape(name)
+        with pytest.raises(CheckpointError, match=pattern):
+            verify_files(path)
+        refused(path, pattern)
+        (path / name).write_bytes(original)
+    verify_files(path)
+    load_tensors(path, fresh())
+
+
+def test_a_truncated_or_missing_file_is_found_and_named(path):
+    for name in ("__0_0.distcp", ".metadata", "trainer.pt"):
+        original = (path / name).read_bytes()
+        (path / name).write_bytes(original[:-1])
+        refused(path, rf"{re.escape(name)} has {len(original) - 1} bytes, manifest\.json says {len(original)}")
+        (path / name).unlink()
+        refused(path, rf"{re.escape(name)} can't be read \(No such file or directory\)")
+        (path / name).write_bytes(original)
+
+
+def test_verify_can_be_left_out(path):
+    data = bytearray((path / "trainer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "trainer.pt").write_bytes(data)
+    tensors = fresh()
+    load_tensors(path, tensors, verify=False)
+    assert tensors["model.w"].eq(1).all()
+    with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt does not match its checksum"):
+        read_trainer_state(path)
+
+
+def load_error(path: str) -> str:
+    try:
+        load_tensors(path, fresh())
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_all_ranks_refuse_alike(path):
+    damaged = bytearray((path / "__0_0.distcp").read_bytes())
+    damaged[100] ^= 1
+    (path / "__0_0.distcp").write_bytes(damaged)
+    results = run_distributed(load_error, 2, str(path))
+    assert results[0] == results[1]
+    assert results[0].startswith("CheckpointCorruptError: ")
+    assert "__0_0.distcp does not match its checksum" in results[0]
+    (path / "manifest.json").unlink()
+    results = run_distributed(load_error, 2, str(path))
+    assert results[0] == results[1]
+    assert results[0].startswith("CheckpointNotFoundError: ")
+    assert "half-written" in results[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"callbacks": {"Mine": {"foo": Path("/x")}}}, r"callbacks/Mine/foo: pathlib\.PosixPath"),
+        ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.checkpoint\.hostile\.Hostile"),
+        ({"f": lambda: 0}, r"f: builtins\.function"),
+        ({"a": {Path("/x"): 1}}, r"a: key PosixPath\('/x'\) of type pathlib\.PosixPath"),
+    ],
+)
+def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, said):
+    with pytest.raises(CheckpointError, match=said):
+        check_trainer_state(state)
+    with pytest.raises(CheckpointError, match=said):
+        save(tmp_path / "a.ckpt", tensors={}, trainer_state=state, info=INFO)
+    assert os.listdir(tmp_path) == []
+
+
+def sharded_state_error() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        check_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
+    except CheckpointError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_part_of_a_sharded_tensor_is_no_state():
+    for result in run_distributed(sharded_state_error, 2):
+        assert "ema/w: torch.distributed.tensor.DTensor" in result
+
+
+def test_state_that_loads():
+    state = {"int": 1, "none": None, "tensor": torch.ones(2, dtype=torch.bfloat16), "tuple": (1, "a"), "b": b"x"}
+    check_trainer_state(state | {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_unpickler_would_have_run_it(path):
+    """The attack is real: torch's reader runs a hostile `.metadata`."""
+    forge(path, ".metadata", pickle.dumps(Hostile()))
+    with pytest.raises(BaseException):  # noqa: B017, PT011 torch raises a BaseException of its own
+        dcp.load(fresh(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert RAN
+    RAN.clear()

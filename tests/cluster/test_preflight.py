@@ -1,0 +1,183 @@
+"""The checks before the process group: the job against the Trainer's settings, and the ranks against each other."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import PrefixStore
+
+from lightning_shard import ConfigurationError
+from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
+from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.slurm import read_job
+from tests.cluster.test_slurm import BATCH, STEP
+from tests.harness import run_distributed
+
+
+def _check(environ: dict[str, str], **settings: Any) -> None:
+    launch = Launch(**{"nodes": 2, "devices": 2, "launcher": "slurm", "gpu": False, **settings})
+    check_launch(read_job(environ), launch, environ)
+
+
+TORCHRUN = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings"),
+    [
+        ({}, {}),
+        (STEP, {}),
+        (STEP | {"SLURM_GPUS_ON_NODE": "2"}, {"gpu": True}),
+        (TORCHRUN, {"launcher": "torchrun"}),
+        (TORCHRUN, {"launcher": "torchrun", "devices": 8}),
+        # A shell, and a batch script, in which Lightning starts the processes of one node.
+        (BATCH | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning", "nodes": 1}),
+        (BATCH, {"nodes": 1, "devices": 1}),
+        (BATCH, {"launcher": "torchrun", "nodes": 1, "devices": 8}),
+    ],
+)
+def test_launches_that_are_right(environ: dict[str, str], settings: dict[str, Any]) -> None:
+    _check(environ, **settings)
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "says"),
+    [
+        (STEP, {"nodes": 3}, r"num_nodes is 3, but SLURM runs this step on 2 nodes \(gpu\[01-02\]\).*--nodes=3"),
+        (STEP, {"devices": 4}, r"devices is 4, but SLURM runs 2 tasks on node 0.*--ntasks-per-node=4 .*devices: 2"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, "SLURM runs 1 task on node 1 of the step"),
+        (STEP, {"launcher": "torchrun"}, "each of them a torchrun that starts 2 processes.*--ntasks-per-node=1"),
+        (BATCH, {}, r"without srun.*3 others that nobody starts.*--nodes=2 --ntasks-per-node=2"),
+        (STEP | {"SLURM_JOB_NAME": "bash"}, {"launcher": "lightning"}, "its name is 'bash'.*--job-name=train"),
+        (STEP, {"launcher": "lightning"}, "each of its 4 tasks would start processes of its own"),
+        (
+            BATCH | {"SLURM_JOB_NAME": "interactive"},
+            {"launcher": "lightning"},
+            "named 'interactive'.*srun --nodes=2",
+        ),
+        (STEP | {"SLURM_GPUS_ON_NODE": "1"}, {"gpu": True}, "1 GPUs on this node.*--gpus-per-node=2"),
+    ],
+)
+def test_launches_that_are_wrong(environ: dict[str, str], settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        _check(environ, **settings)
+
+
+def _point(environ: dict[str, str], launcher: str = "slurm") -> dict[str, str]:
+    return meeting_point(read_job(environ), Launch(nodes=2, devices=2, launcher=launcher, gpu=False), environ)
+
+
+def test_steps_and_jobs_meet_at_places_of_their_own() -> None:
+    ports = set()
+    for job in range(100, 150):
+        for step in range(20):
+            ports.add(_point(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})["MASTER_PORT"])
+    assert len(ports) == 1000
+    assert all(15000 <= int(port) < 32000 for port in ports)
+    # The step's first node, not the job's.
+    assert _point(STEP | {"SLURM_STEP_NODELIST": "gpu02"})["MASTER_ADDR"] == "gpu02"
+    assert _point(STEP)["MASTER_ADDR"] == "gpu01"
+    # What the user or another launcher chose stays.
+    assert set(_point(STEP | {"MASTER_PORT": "29500"})) == {"MASTER_ADDR"}
+    assert _point(STEP, "torchrun") == _point({}) == {}
+
+
+def _place(port: int, rank: int, world_size: int, address: str = "127.0.0.1") -> Place:
+    return Place(address=address, port=port, rank=rank, world_size=world_size)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = None, silent: int = -1) -> Any:
+    """What each rank is told: "" or the error; the store is kept for as long as another rank may read it."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    box = [_free_port()]
+    torch.distributed.broadcast_object_list(box)
+    place = _place(box[0], rank, size)
+    store = connect(place, 20)
+    # Connecting takes one rank longer than another, which is not what is waited for below.
+    torch.distributed.barrier()
+    if rank == silent:
+        torch.distributed.barrier()
+        return "silent"
+    folder = None if folders is None else Path(folders.get(rank, "shared"))
+    told = ""
+    try:
+        seconds = 20 if silent < 0 else 3
+        compare(store, place, Facts(**{"node": f"node{rank}", **facts.get(rank, {})}), seconds, folder)
+        PrefixStore("default_pg", store).set(f"{rank}", "")  # it is usable afterwards
+    except ConfigurationError as error:
+        told = str(error)
+    torch.distributed.barrier()
+    return told
+
+
+def test_ranks_that_are_alike_pass() -> None:
+    same = {"versions": {"torch": "2.13"}, "settings": {"trainer.max_steps": "10"}}
+    assert run_distributed(_compare, 3, {0: same, 1: same, 2: same}, {}) == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            {
+                0: {"versions": {"torch": "2.13"}},
+                1: {"versions": {"torch": "2.12"}},
+                2: {"versions": {"torch": "2.13"}},
+            },
+            "torch differs between ranks: 2.13 on rank 0 (node0), 2.12 on rank 1 (node1). Install",
+        ),
+        (
+            {0: {"settings": {"trainer.max_steps": "10"}}},
+            "trainer.max_steps differs between ranks: 10 on rank 0 (node0), none on ranks 1 (node1), 2 (node2). All",
+        ),
+    ],
+)
+def test_what_differs_is_said_on_every_rank(facts: dict[int, dict[str, Any]], says: str) -> None:
+    told = run_distributed(_compare, 3, facts)
+    assert told[0].startswith(says)
+    assert told == [told[0]] * 3
+
+
+def test_a_rank_that_is_missing_is_named_on_the_others() -> None:
+    told = run_distributed(_compare, 3, {}, silent=1)
+    assert told[0].startswith("1 of 3 ranks did not connect in 3 s (init_timeout_seconds): 1. They")
+    assert told == [told[0], "silent", told[0]]
+
+
+def _alone(place: Place, seconds: float) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        connect(place, seconds)
+    return str(caught.value)
+
+
+def test_a_name_that_is_no_host() -> None:
+    told = _alone(_place(29501, 1, 2, address="nowhere.invalid"), 5)
+    assert told.startswith("[rank 1 on ")
+    assert "'nowhere.invalid' can't be resolved" in told
+    assert "MASTER_ADDR" in told
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        told = _alone(_place(port, 0, 2), 5)
+    assert f"port {port} can't be listened on" in told
+    assert "set MASTER_PORT to a free one" in told
+
+
+def test_nobody_answers() -> None:
+    told = _alone(_place(_free_port(), 1, 2), 1)
+    assert "rank 0 did not answer at 127.0.0.1:" in told
+    assert "in 1 s (init_timeout_seconds)" in told

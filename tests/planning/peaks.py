@@ -1,0 +1,161 @@
+"""The most bytes that live tensors of a real step hold, beside the peak that was predicted for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.planning import fake
+from lightning_shard.planning.trace import Step, trace_step
+from lightning_shard.planning.trace_optimizer import trace_optimizer
+from lightning_shard.planning.walk import peak, walk
+from lightning_shard.registry import build
+from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.strategies.precision import ShardPrecision
+from tests.models import loader, quiet_trainer
+from tests.planning.counts import MODELS
+
+
+def _storages() -> dict[int, Any]:
+    """All storages of all tensors that there are."""
+    gc.collect()
+    found = {}
+    for tensor in [o for o in gc.get_objects() if issubclass(type(o), Tensor)]:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.device.type == "cpu" and type(local) in (Tensor, torch.nn.Parameter):
+            storage = local.untyped_storage()
+            found[storage._cdata] = storage
+    return found
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes in storages, of whatever size they are at the time, but for those that were there before."""
+
+    def __init__(self, before: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.before = dict(before)
+        self.live: dict[int, Any] = {}
+        self.peak = 0
+        self.at = ""
+        for key, storage in _storages().items():
+            if key not in before:
+                self.live[key] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t is DTensor for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((result, args)):
+            if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if func is torch.ops.aten.split.Tensor and storage._cdata not in self.live:
+                    # gloo's reduce-scatter splits a copy of its input that it makes out of sight; NCCL's makes none.
+                    self.before[storage._cdata] = storage
+                if storage._cdata not in self.before:
+                    self.live[storage._cdata] = weakref.ref(storage)
+        total = 0
+        for key, reference in list(self.live.items()):
+            storage = reference()
+            if storage is None:
+                del self.live[key]
+            else:
+                total += storage.nbytes()
+        if total > self.peak:
+            self.peak, self.at = total, str(func)
+        return result
+
+
+class Watch(pl.Callback):
+    """Watches the second step, all micro-batches of it: the optimizer's state is there."""
+
+    def __init__(self, before: Mapping[int, Any], micro_batches: int) -> None:
+        self.before = before
+        self.micro_batches = micro_batches
+        self.mode: Any = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if index == self.micro_batches:
+            self.mode = Peak(self.before)
+            self.mode.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 2 * self.micro_batches - 1:
+            self.mode.__exit__(None, None, None)
+
+
+def in_precision(precision: str) -> dict[str, Any]:
+    """The Trainer's arguments; Lightning rewrites the flag "16-mixed" on a CPU."""
+    return {"plugins": [ShardPrecision("16-mixed")]} if precision == "16-mixed" else {"precision": precision}
+
+
+def at_once(configure: Callable[[], Any]) -> Callable[[], Any]:
+    """``configure_optimizers`` whose optimizer steps all tensors at once, as torch's do on GPUs."""
+
+    def configured() -> Any:
+        found = configure()
+        for group in (found["optimizer"] if isinstance(found, dict) else found).param_groups:
+            group["foreach"] = True
+        return found
+
+    return configured
+
+
+def peaks(
+    model: str, name: str, precision: str, checkpointing: Checkpointing, batch_size: int = 4, micro_batches: int = 1
+) -> tuple[int, int, str, str]:
+    """Counted and predicted peak of this rank, with what was going on at each."""
+    ranks = torch.distributed.get_world_size()
+    # So many that a rank has the batches of two steps in an epoch.
+    data = loader(batch_size, count=2 * micro_batches * batch_size * ranks)
+    batch = next(iter(data))
+    # Held, so that no later storage gets the place of one of them.
+    before = _storages()
+    strategy = build(name, activation_checkpointing=checkpointing)
+    watch = Watch(before, micro_batches)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        max_steps=2,
+        callbacks=[watch],
+        **in_precision(precision),
+        accumulate_grad_batches=micro_batches,
+    )
+    mode = fake.fake_mode()
+    with mode:
+        whole = MODELS[model]()
+        whole.configure_model()
+    fake.make_fake(whole, mode)
+    whole.__dict__["log"] = lambda *args, **kwargs: None
+    with mode:
+        optimizer = at_once(whole.configure_optimizers)()
+    optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
+    facts = strategy.model_facts(whole, groups=optimizer.param_groups)
+    run = PlannedRun(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
+    engine = strategy.planned_engine(whole, run)
+    found = trace_optimizer(whole, optimizer, mode)
+    step = Step(
+        loss=lambda b: whole.training_step(b, 0),
+        batch=batch,
+        units=strategy.find_units(whole),
+        checkpointing=checkpointing,
+    )
+    trace = trace_step(whole, step, strategy.policy, mode)
+    del optimizer
+    most = peak(walk(facts, engine, strategy.policy, found, trace, micro_batches=micro_batches))
+    predicted = most.account.device.total + most.account.host.total
+    module = MODELS[model]()
+    module.configure_optimizers = at_once(module.configure_optimizers)
+    trainer.fit(module, data)
+    kinds = " ".join(f"{k}={v}" for k, v in vars(most.account.device).items() if v)
+    return watch.mode.peak, predicted, watch.mode.at, f"{most.name}: {kinds}"

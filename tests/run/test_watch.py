@@ -1,0 +1,153 @@
+"""Ranks that watch each other: what one fails of is known to all, and ends those that are stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_shard.cluster.preflight import Place, connect
+from lightning_shard.cluster.watch import Watch
+from tests.cluster.test_preflight import _free_port
+from tests.harness import run_distributed
+
+
+def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box = [_free_port()]
+    dist.broadcast_object_list(box)
+    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
+    # Rank 0's store has to outlive the watch.
+    store = connect(place, 20)
+    dist.barrier()
+    exits: list[int] = []
+    told: dict[str, Any] = {"cause": None}
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        watch = Watch(place, lost_seconds, folder=folder, grace_seconds=3.5, exit_process=exits.append)
+        if not (case in ("silent", "connection") and rank == 2):
+            watch.start()
+        if case == "raises" and rank == 1:
+            told["cause"] = watch.failed(ValueError("no such token: 7"))
+        elif case == "connection" and rank != 2:
+            # What gloo says on the ranks that are left.
+            told["cause"] = watch.failed(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4567"))
+        elif case == "ends":
+            time.sleep(0.5 * rank)
+            watch.end()
+        else:
+            deadline = time.monotonic() + 45
+            while not exits and rank != 2 and time.monotonic() < deadline:
+                time.sleep(0.05)  # stuck, as in a collective
+            if case == "raises" and rank == 2:
+                # In time: what the failure of rank 1 makes of its own collective.
+                time.sleep(2)
+                told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
+        told["alive"] = watch._thread.is_alive()
+        dist.barrier()
+    told |= {"exits": exits, "printed": printed.getvalue()}
+    del store
+    return told
+
+
+def test_what_a_rank_raises_ends_the_others() -> None:
+    zero, one, two = run_distributed(_watched, 3, "raises")
+    assert (one["cause"], one["exits"]) == (None, [])
+    assert zero["exits"] == [1]
+    assert "] rank 1 on " in zero["printed"]
+    assert "failed: ValueError: no such token: 7" in zero["printed"]
+    assert "ends while it is here" in zero["printed"]
+    assert two["exits"] == []
+    # A thread that is in the store while the interpreter ends aborts the process.
+    assert not one["alive"]
+    assert not two["alive"]
+    assert "failed: ValueError: no such token: 7" in two["cause"]
+
+
+def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "failures" / "123"
+    zero, one, _ = run_distributed(_watched, 3, "silent", lost_seconds=3.0, folder=folder)
+    assert zero["exits"] == one["exits"] == [1]
+    for told in (zero, one):
+        assert "rank 2 on " in told["printed"]
+        assert "gave no sign of life: killed" in told["printed"]
+    # Both were stuck, and wrote what they could before they ended.
+    assert {path.name for path in folder.iterdir()} == {"collectives_0", "collectives_1", "rank_0.txt", "rank_1.txt"}
+    for rank, told in enumerate((zero, one)):
+        assert f"wrote {folder / f'rank_{rank}.txt'}" in told["printed"]
+        collectives, stacks = (folder / f"rank_{rank}.txt").read_text().split("\n\n", 1)
+        # The object's size, then the object; and the barrier.
+        last = [line for line in collectives.splitlines() if "gloo:" in line][-3:]
+        assert [line.split()[3] for line in last] == ["gloo:broadcast"] * 2 + ["gloo:barrier"]
+        assert all(f"from _watched at {__file__}:" in line for line in last)
+        assert "in _watched" in stacks
+        record = pickle.loads((folder / f"collectives_{rank}").read_bytes())
+        assert record["entries"][-1]["profiling_name"] == "gloo:barrier"
+
+
+def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
+    zero, one, _ = run_distributed(_watched, 3, "connection")
+    for told in (zero, one):
+        assert told["cause"].startswith("rank 2 on ")
+        assert "gave no sign of life" in told["cause"]
+        assert told["exits"] == []
+
+
+def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
+    for told in run_distributed(_watched, 3, "ends"):
+        assert (told["cause"], told["exits"], told["printed"], told["alive"]) == (None, [], "", False)
+
+
+def test_a_process_that_ends_in_the_middle_of_a_run_does_so_cleanly() -> None:
+    """Its thread is in the store most of the time, where the interpreter's end would abort it."""
+    code = f"""
+import pytest
+
+from lightning_shard.cluster import watch
+from lightning_shard.cluster.preflight import Place, connect
+watch.INTERVAL_SECONDS = 1e-4
+place = Place(address="127.0.0.1", port={_free_port()}, rank=0, world_size=1)
+store = connect(place, 20)
+watch.Watch(place, 60.0).start()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+LEAVING = """
+import atexit, sys
+from pathlib import Path
+import torch.distributed as dist
+
+def is_left():
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return dist.is_initialized() or any("gloo" in name for name in threads)
+
+atexit.register(lambda: print("there" if is_left() else "gone"))
+from lightning_shard.cluster.preflight import Place
+import pytest
+
+from lightning_shard.mesh import build_mesh
+from lightning_shard.strategies.watching import remember_place
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
+remember_place(Place(address="127.0.0.1", port=1, rank=0, world_size=1))
+if sys.argv[1] == "fails":
+    raise SyntaxError
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("ends", "gone"), ("fails", "there")])
+def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -> None:
+    """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
+    run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout) == (int(how == "fails"), f"{left}\n")

@@ -1,0 +1,353 @@
+"""ZeRO-Infinity: masters, slots and parameters in files, and the numbers, checkpoints and modules of the other engines.
+
+DeepSpeed puts into files what takes 1 MiB and more per rank, so that the models here are large enough for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
+from lightning_shard.engines.zero import swapping
+from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, Stage3Options
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.strategies.base import ShardStrategy
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from tests.compiled import NVME, need
+from tests.harness import run_distributed
+from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
+from tests.strategies.test_parity import differences
+
+STEPS = 8
+SAVED = 3
+NORM = {"gradient_clip_val": 0.05}
+VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+
+# 316000 elements per rank at 2 processes: one sub-group of more than 1 MiB of fp32, and with a limit of 270000
+# elements a second one, which is small and stays in memory.
+DEEP = {"width": 160, "depth": 4}
+# Two matrices of 526000 elements per rank: more than 1 MiB in bf16.
+WIDE = {"width": 592, "depth": 1}
+SWAPS = {"full": 0, "state": 1, "all": 1}
+"""Engine to its swapped sub-groups."""
+
+
+def strategy_of(engine: str, folder: str = "swap") -> ShardStrategy:
+    if engine == "full":
+        return ShardFSDPStrategy(aligned=True)
+    files: dict[str, Any] = {"device": "nvme", "nvme_path": folder}
+    if engine == "state":
+        return ShardDeepSpeedStrategy(
+            aligned=True,
+            stage=3,
+            offload_optimizer=OptimizerOffload(**files),
+            stage3=Stage3Options(sub_group_size=270_000),
+        )
+    return ShardDeepSpeedStrategy(
+        aligned=True,
+        stage=3,
+        offload_optimizer=OptimizerOffload(**files),
+        offload_parameters=ParameterOffload(max_in_cpu=0, **files),
+        # The copies that a save in the background writes from are in files too.
+        async_save=True,
+    )
+
+
+class Adapted(TinyLM):
+    """A large matrix is frozen, and so in a file without a master."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
+class Watch(pl.Callback):
+    """Keeps the losses' norms, what is in files while a fit runs, and the largest gradient."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.largest: list[float] = []
+        self.swapped = 0
+        self.parameters_in_files = 0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.largest.append(max(full_tensor(trainer, name, "gradient").abs().max().item() for name in names))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        if "grad_norm" in trainer.callback_metrics:
+            self.norms.append(trainer.callback_metrics["grad_norm"].item())
+        if isinstance(trainer.strategy, ShardDeepSpeedStrategy):
+            self.swapped = len(list(swapping.swapped(trainer.strategy._running.zero)))
+            pieces = [p.ds_tensor for p in module.parameters()]
+            self.parameters_in_files = sum(piece.final_location == swapping.IN_FILES for piece in pieces)
+
+
+def fit(
+    engine: str,
+    model: dict[str, Any],
+    *,
+    precision: str = "32-true",
+    steps: int = STEPS,
+    save: str | None = None,
+    resume: str | None = None,
+    swap: str = "swap",
+    kind: type[TinyLM] = TinyLM,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """One run; parameters and optimizer state come back whole."""
+    pl.seed_everything(1, verbose=False)
+    module, watch, final = kind(lr=1e-3, **model), Watch(), Final()
+    callbacks: list[pl.Callback] = [watch, final]
+    if save is not None:
+        callbacks.append(ModelCheckpoint(dirpath=save, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1))
+    trainer = quiet_trainer(
+        strategy=strategy_of(engine, swap),
+        plugins=[ShardPrecision(precision)],
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_checkpointing=save is not None,
+        **kwargs,
+    )
+    trainer.fit(module, loader(), ckpt_path=resume)
+    trainer.strategy.barrier()
+    return {
+        "parameters": final.parameters,
+        "optimizer": final.optimizer,
+        "losses": module.losses,
+        "norms": watch.norms,
+        "largest": watch.largest,
+        "swapped": watch.swapped,
+        "parameters_in_files": watch.parameters_in_files,
+        "left": sorted(str(path) for path in Path(swap).rglob("*")) if engine != "full" else [],
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], *, since: int = 0) -> None:
+    for part in ("parameters", "optimizer"):
+        assert differences(one[part], other[part]) == {}, part
+    assert all(value.dtype == torch.float32 for value in {**one["parameters"], **one["optimizer"]}.values())
+    for part in ("losses", "norms", "largest"):
+        assert one[part][since:] == other[part], part
+
+
+def compare(engine: str, model: dict[str, Any], **kwargs: Any) -> None:
+    runs = {name: fit(name, model, **kwargs) for name in ("full", engine)}
+    assert runs[engine]["swapped"] == SWAPS[engine]
+    # The two matrices; everything else is smaller than 1 MiB.
+    assert runs[engine]["parameters_in_files"] == (2 if engine == "all" else 0)
+    assert runs[engine]["left"] == []
+    assert len(runs["full"]["losses"]) == kwargs.get("steps", STEPS) * kwargs.get("accumulate_grad_batches", 1)
+    assert len(set(runs["full"]["losses"])) == len(runs["full"]["losses"])
+    if kwargs.get("gradient_clip_algorithm") == "value":
+        assert min(runs["full"]["largest"]) > kwargs["gradient_clip_val"]
+    elif "gradient_clip_val" in kwargs:
+        assert min(runs["full"]["norms"]) > kwargs["gradient_clip_val"]
+    assert_equal(runs["full"], runs[engine])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_kernel(request: pytest.FixtureRequest) -> None:
+    need(request, *NVME)
+
+
+def parity(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    for engine, model, kwargs in cases:
+        compare(engine, model, **kwargs)
+
+
+def test_files_give_the_numbers_of_fsdp() -> None:
+    cases = [
+        ("state", DEEP, {"precision": "32-true", "steps": 4, **NORM}),
+        ("all", WIDE, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "steps": 4, **NORM}),
+    ]
+    run_distributed(parity, 2, cases)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("clip", [{}, NORM, VALUE], ids=["unclipped", "norm", "value"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_files_give_the_numbers_of_fsdp_in_every_combination(precision: str, clip: dict[str, Any]) -> None:
+    cases = [
+        (engine, model, {"precision": precision, "steps": 20, **clip, **twice})
+        for engine, model in (("state", DEEP), ("all", WIDE))
+        for twice in ({}, {"accumulate_grad_batches": 2})
+    ]
+    run_distributed(parity, 2, cases, timeout=600)
+
+
+def resumes(precision: str, folder: str, engine: str, model: dict[str, Any]) -> None:
+    """The checkpoint of each of two engines goes on under the other and under itself."""
+    straight = {}
+    for name in ("full", engine):
+        straight[name] = fit(name, model, precision=precision, save=f"{folder}/{name}", **NORM)
+    for writer, reader in ((engine, engine), (engine, "full"), ("full", engine)):
+        path = f"{folder}/{writer}/step={SAVED}.ckpt"
+        assert_equal(straight[writer], fit(reader, model, precision=precision, resume=path, **NORM), since=SAVED)
+
+
+def test_a_checkpoint_from_files_goes_on_with_fsdp_and_back(tmp_path: Path) -> None:
+    run_distributed(resumes, 2, "bf16-mixed", str(tmp_path), "all", WIDE)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("engine", "model"), [("state", DEEP), ("all", WIDE)], ids=["state", "all"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_checkpoints_in_every_combination(tmp_path: Path, precision: str, engine: str, model: dict[str, Any]) -> None:
+    run_distributed(resumes, 2, precision, str(tmp_path), engine, model, timeout=600)
+
+
+def frozen_in_files(folder: str) -> None:
+    runs, losses = {}, []
+    for engine in ("full", "all"):
+        runs[engine] = fit(
+            engine, WIDE, precision="bf16-mixed", kind=Adapted, steps=4, save=f"{folder}/{engine}", **NORM
+        )
+    assert runs["all"]["parameters_in_files"] == 2
+    assert_equal(runs["full"], runs["all"])
+    assert not any(key.startswith("blocks.0.up.weight") for key in runs["all"]["optimizer"])
+    for writer, reader in (("full", "all"), ("all", "full"), ("all", "all")):
+        path = f"{folder}/{writer}/step={SAVED}.ckpt"
+        resumed = fit(reader, WIDE, precision="bf16-mixed", kind=Adapted, steps=4, resume=path, **NORM)
+        assert_equal(runs["full"], resumed, since=SAVED)
+        trainer = quiet_trainer(strategy=strategy_of(reader), precision="bf16-mixed")
+        module = Adapted(**WIDE, seed=8)
+        [result] = trainer.validate(module, loader(count=16, shuffle=False), ckpt_path=path, verbose=False)
+        losses.append(result["val_loss"])
+    assert losses == losses[:1] * 3
+
+
+def test_frozen_parameters_in_files(tmp_path: Path) -> None:
+    run_distributed(frozen_in_files, 2, str(tmp_path))
+
+
+class Change(pl.Callback):
+    """Sets a parameter, a slot and a gradient that are in files."""
+
+    NAME = "blocks.0.up.weight"
+
+    def __init__(self) -> None:
+        self.read: dict[str, torch.Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            for kind, factor in (("gradient", 0.5), ("exp_avg", 2.0), ("parameter", -1.0)):
+                value = full_tensor(trainer, self.NAME, kind)
+                set_full_tensor(trainer, self.NAME, factor * value, kind)
+                self.read[kind] = full_tensor(trainer, self.NAME, kind)
+                assert torch.equal(self.read[kind], factor * value)
+
+
+def changed(engine: str) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module, change, final = TinyLM(lr=1e-3, **WIDE), Change(), Final()
+    trainer = quiet_trainer(
+        strategy=strategy_of(engine), precision="bf16-mixed", max_steps=3, callbacks=[change, final]
+    )
+    trainer.fit(module, loader())
+    return {"parameters": final.parameters, "optimizer": final.optimizer, "losses": module.losses, "read": change.read}
+
+
+def change_in_both() -> None:
+    runs = [changed(engine) for engine in ("full", "all")]
+    for part in ("parameters", "optimizer", "read"):
+        assert differences(runs[0][part], runs[1][part]) == {}
+    assert runs[0]["losses"] == runs[1]["losses"]
+
+
+def test_full_tensors_in_files_are_read_and_changed() -> None:
+    run_distributed(change_in_both, 2)
+
+
+class Masters(pl.Callback):
+    """Whole masters at the start and the end of a fit."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.first = all_parameters(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.last = all_parameters(trainer)
+
+
+def one_module_after_the_other() -> None:
+    pl.seed_everything(1, verbose=False)
+    module = TinyLM(lr=1e-3, **WIDE)
+    masters, losses = [], []
+    for engine in ("all", "all", "state"):
+        # The second and third run begin with pieces whose files are gone by name.
+        watch = Masters()
+        trainer = quiet_trainer(strategy=strategy_of(engine), precision="bf16-mixed", max_steps=2, callbacks=[watch])
+        trainer.fit(module, loader())
+        masters.append(watch)
+        evaluation = quiet_trainer(strategy=strategy_of("all"), precision="bf16-mixed")
+        losses.append(evaluation.validate(module, loader(count=16, shuffle=False), verbose=False)[0]["val_loss"])
+        predicted = evaluation.predict(module, loader(count=16, shuffle=False))
+        assert sum(len(batch) for batch in predicted) == 8
+        trainer.strategy.barrier()
+        assert list(Path("swap").iterdir()) == []
+    for before, after in itertools.pairwise(masters):
+        assert differences(before.last, after.first) == {}
+        assert len(differences(after.first, after.last)) > 0
+    assert len(set(losses)) == len(losses)
+
+
+def test_a_module_goes_on_after_its_files_are_removed() -> None:
+    run_distributed(one_module_after_the_other, 2)
+
+
+def side_by_side() -> None:
+    """One run inside another, in the same folder; both take the steps of a run alone."""
+    alone = fit("all", WIDE, steps=2, swap="alone")
+
+    class Nested(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            self.folders = [path.name for path in Path("swap").iterdir()]
+
+    watch, final = Nested(), Final()
+    pl.seed_everything(1, verbose=False)
+    module = TinyLM(lr=1e-3, **WIDE)
+    Path("swap/lightning_shard-other/zero_stage_3/optimizer/rank0").mkdir(parents=True, exist_ok=True)
+    other = Path("swap/lightning_shard-other/zero_stage_3/optimizer/rank0/0_5.tensor.swp")
+    other.write_bytes(b"another run's")
+    trainer = quiet_trainer(strategy=strategy_of("all"), max_steps=2, callbacks=[watch, final])
+    trainer.fit(module, loader())
+    assert len(watch.folders) == 2
+    assert differences(alone["parameters"], final.parameters) == {}
+    trainer.strategy.barrier()
+    assert [path.name for path in Path("swap").iterdir()] == ["lightning_shard-other"]
+    assert other.read_bytes() == b"another run's"
+
+
+def test_runs_in_one_folder_do_not_touch_each_other() -> None:
+    run_distributed(side_by_side, 2)
+
+
+def test_pipelined_swapping_is_refused() -> None:
+    section = {"device": "nvme", "nvme_path": "swap", "pipeline_write": True}
+    with pytest.raises(ConfigurationError, match=r"offload_optimizer\.pipeline_write is true, but state in files"):
+        ShardDeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "offload_optimizer": section}})
+
+
+def unwritable() -> str:
+    if torch.distributed.get_rank() == 1:
+        Path("a_file").write_text("no directory")
+    torch.distributed.barrier()
+    module = TinyLM(**WIDE)
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(strategy=strategy_of("all", "a_file"), max_steps=1).fit(module, loader())
+    # Nothing was cut.
+    assert all(not hasattr(p, "ds_tensor") for p in module.parameters())
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
+    first, second = run_distributed(unwritable, 2)
+    assert first == second
+    assert "a_file', but files can't be written there" in first
