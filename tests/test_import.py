@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_shard.__file__).parent
 
 # From the bottom up; a module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "ranks", "memory", "mesh", "clipping"},
+    {"errors", "ranks", "memory", "mesh", "tensors"},
     {"precision", "checkpoint", "resume", "cluster"},
     {"engines"},
     {"meters", "migrate", "planning"},

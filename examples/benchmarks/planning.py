@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from examples.benchmarks import report
-from lightning_shard.checkpoint.flat_shard import boxes
 from lightning_shard.checkpoint.plan import Held, divide
+from lightning_shard.tensors.flat import boxes
 
 LAYOUTS = {"rows": "cut by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
 COLUMNS = {"layout": "", "ranks": "ranks", "boxes": "boxes", "seconds": "CPU seconds", "torch_seconds": "torch's"}

@@ -7,13 +7,12 @@
 - `layout`, `manifest` are what a directory looks like; `commit` puts one in place, replaces and removes it, `locks`
   tells what is being written from what was left behind.
 - `state`, `optimizer`, `trainer_state` give what is in it names that no engine changes; `stepped` says what optimizers
-  step, `flat_shard` lets flat memory stand for parts of tensors.
+  step.
 - `optimizer_saved`, `optimizer_load`, `optimizer_fill`: what was saved, how it fits live optimizers, giving it to them.
 - `writer`, `reader`, `metadata` are torch.distributed.checkpoint's files, read without trusting them.
 - `stored` is a checkpoint whose tensors are read one at a time, `forms` opens one of any form as that, `full`,
   `lightning_file` and `archive` write and read one stock Lightning file, `stock_fsdp` and `stock_deepspeed` read the
   directories of others, `export` writes safetensors, `inspect` tells what is in a checkpoint and whether it is whole.
-- `pretrained` fills modules from safetensors files, which `safetensors` reads in slices; `stand_ins` knows what an
-  engine holds in the place of a module's parameters.
-- `ranks` lets all ranks fail alike; `fit` compares what is asked for with what is there.
+- `pretrained` fills modules from safetensors files, which `safetensors` reads in slices.
+- `fit` compares what is asked for with what is there.
 """

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import model_key
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
-from lightning_shard.checkpoint.state import extra_state, fqns, model_aliases, model_tensors, reshard
-from lightning_shard.checkpoint.stepped import AnyOptimizer
+from lightning_shard.checkpoint.state import extra_state, model_aliases, model_tensors, reshard
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import fqns
 
 OPTIMIZER_STATES = "optimizer_states"
 EXTRA_STATE = "module_extra_state"
@@ -61,7 +61,7 @@ def training_state(
     trainer_state: Mapping[str, Any],
     info: CheckpointInfo,
     leave_out: Collection[str] = (),
-    masters: Mapping[str, Tensor | FlatTensor] | None = None,
+    masters: Mapping[str, LiveTensor] | None = None,
     equal_buffers: bool = False,
 ) -> State:
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.

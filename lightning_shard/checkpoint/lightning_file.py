@@ -17,10 +17,11 @@ from lightning_shard.checkpoint.archive import ArchivedTensor, materialize, read
 from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.layout import model_key, optimizer_key
 from lightning_shard.checkpoint.optimizer import hyperparameters
-from lightning_shard.checkpoint.state import fqns
-from lightning_shard.checkpoint.stepped import AnyOptimizer, groups_of
+from lightning_shard.checkpoint.stepped import groups_of
 from lightning_shard.checkpoint.stored import FULL, NOTES, Stored, StoredTensor
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from lightning_shard.tensors.flat import AnyOptimizer
+from lightning_shard.tensors.names import fqns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,19 +16,19 @@ from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint import manifest as manifests
 from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
 from lightning_shard.checkpoint.fit import Fit, LoadReport, compare, listed
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, regular_file
 from lightning_shard.checkpoint.manifest import Manifest
 from lightning_shard.checkpoint.metadata import add_names, read_metadata
 from lightning_shard.checkpoint.optimizer_fill import check_scalars, create_slots, load_groups, shared_scalars
 from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, plan_optimizers
 from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
-from lightning_shard.checkpoint.state import fqns, load_extra_state, model_aliases, model_tensors, reshard
-from lightning_shard.checkpoint.stepped import AnyOptimizer
+from lightning_shard.checkpoint.state import load_extra_state, model_aliases, model_tensors, reshard
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.under_way import settle
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import fqns
 
 _BLOCK = 1 << 22
 
@@ -75,7 +75,7 @@ def load_training_state(
     *,
     module: nn.Module,
     optimizers: Sequence[AnyOptimizer] = (),
-    masters: Mapping[str, Tensor | FlatTensor] | None = None,
+    masters: Mapping[str, LiveTensor] | None = None,
     strict: bool = True,
     group: torch.distributed.ProcessGroup | None = None,
     verify: bool = True,

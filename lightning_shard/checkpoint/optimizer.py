@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import optimizer_key
-from lightning_shard.checkpoint.state import Names
-from lightning_shard.checkpoint.stepped import AnyOptimizer, Stepped, groups_of, torch_optimizer
+from lightning_shard.checkpoint.stepped import Stepped, groups_of
 from lightning_shard.errors import CheckpointError
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, torch_optimizer
+from lightning_shard.tensors.names import Names
 
 # Non-tensor slots of one parameter, hyperparameters of one group: name to value.
 Values = dict[str, Any]
 
 
-def optimizer_tensors(optimizers: Sequence[AnyOptimizer], names: Names) -> dict[str, Tensor | FlatTensor]:
+def optimizer_tensors(optimizers: Sequence[AnyOptimizer], names: Names) -> dict[str, LiveTensor]:
     """``optimizer.<i>.<fqn>.<slot>`` to live tensor, or to what this rank's flat tensor has of it.
 
     Raises CheckpointError for a parameter that the module does not have, and for a slot of a sharded parameter that
     is neither a scalar nor of the parameter's shape: it can't be cut for other numbers of ranks.
     """
-    tensors: dict[str, Tensor | FlatTensor] = {}
+    tensors: dict[str, LiveTensor] = {}
     for index, part, slots in _slots(optimizers, names):
         for slot, value in slots.items():
             if isinstance(value, Tensor):

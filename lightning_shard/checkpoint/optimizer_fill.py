@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.optimizer_load import NewTensor, OptimizerPlan, SlotsPlan, unequal
 from lightning_shard.errors import CheckpointMismatchError
+from lightning_shard.tensors.flat import LiveTensor
 
 
 def shared_scalars(plan: OptimizerPlan) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def check_scalars(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> None:
         raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
 
 
-def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> dict[str, Tensor | FlatTensor]:
+def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
     """Give the optimizers exactly the saved slots; returns by key those that are to be filled from the files.
 
     A tensor that is there already with the right shape, dtype and placement is kept. Flat tensors are zero where no
@@ -50,7 +50,7 @@ def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> dict[str
     for optimizer in plan.optimizers:
         for tensor in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:
             del optimizer.state[tensor]
-    wanted: dict[str, Tensor | FlatTensor] = {}
+    wanted: dict[str, LiveTensor] = {}
     for slots in plan.slots:
         part = slots.part
         live = slots.optimizer.state.get(part.tensor, {})

@@ -15,8 +15,9 @@ from lightning_shard.checkpoint.layout import OPTIMIZER_PREFIX, optimizer_key, t
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry
 from lightning_shard.checkpoint.optimizer import Values, hyperparameters, uncut
 from lightning_shard.checkpoint.optimizer_saved import SavedOptimizer, entries_by_parameter, saved_names
-from lightning_shard.checkpoint.state import Names
-from lightning_shard.checkpoint.stepped import AnyOptimizer, Group, Stepped, groups_of, torch_optimizer
+from lightning_shard.checkpoint.stepped import Group, Stepped, groups_of
+from lightning_shard.tensors.flat import AnyOptimizer, torch_optimizer
+from lightning_shard.tensors.names import Names
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, model_key
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry
 from lightning_shard.checkpoint.optimizer import Values
-from lightning_shard.checkpoint.state import Names
+from lightning_shard.tensors.names import Names
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from lightning_shard.checkpoint import stand_ins
 from lightning_shard.checkpoint.fit import LoadReport, listed
 from lightning_shard.checkpoint.safetensors import Entry, SafetensorsReader
-from lightning_shard.checkpoint.state import Names, fqns, reshard
+from lightning_shard.checkpoint.state import reshard
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors import masters
+from lightning_shard.tensors.names import Names, fqns
 
 Rename = Mapping[str, str | None]
 
@@ -65,7 +66,7 @@ def load_pretrained(
         def prepare() -> tuple[Names, dict[str, Any], dict[str, Entry], LoadReport]:
             reshard(module)
             names = fqns(module)
-            live = stand_ins.in_place_of(names.tensors)
+            live = masters.live_tensors(names.tensors)
             entries = _renamed(reader.entries(path), rename or {})
             chosen, report = _match(path, live, names.aliases, entries, strict)
             _check_ties(path, live, names.aliases, entries, reader)
@@ -73,7 +74,7 @@ def load_pretrained(
 
         names, tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
         ranks.agree(f"reading {path}", lambda: fill(tensors, chosen, reader))
-    stand_ins.show(names.tensors[name] for name in chosen)
+    masters.publish(names.tensors[name] for name in chosen)
     return report
 
 

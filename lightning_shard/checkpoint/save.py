@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.collect import CheckpointInfo, State, training_state
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, FileEntry, dtype_name
 from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.plan import Plan, Plans, Values, live_values
-from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.checkpoint.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.writer import Written, encode_metadata, write_boxes, write_file
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 
 
 def save_training_state(
@@ -36,7 +35,7 @@ def save_training_state(
     trainer_state: Mapping[str, Any],
     info: CheckpointInfo,
     leave_out: Collection[str] = (),
-    masters: Mapping[str, Tensor | FlatTensor] | None = None,
+    masters: Mapping[str, LiveTensor] | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Save a module (wrapped or not), its optimizers and the rest of the run. All ranks call it.

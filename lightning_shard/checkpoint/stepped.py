@@ -6,92 +6,16 @@ DTensors) says which those are itself; of an optimizer over flat tensors its own
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
-from lightning_shard.checkpoint.state import Names
 from lightning_shard.errors import CheckpointError
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlatMember:
-    """Which part of a parameter lies where in this rank's flat tensor."""
-
-    fqn: str
-    """The parameter's name in the unwrapped module."""
-
-    shape: Sequence[int]
-    """The whole parameter's shape."""
-
-    offset: int = 0
-    """Where the part begins in the flat tensor, in elements."""
-
-    start: int = 0
-    """Where the part begins in the parameter's row-major order, in elements."""
-
-    length: int = 0
-    """Elements of the part; 0 where this rank's flat tensor has none of the parameter."""
-
-    stepped: bool = True
-    """False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlatGroup:
-    """A flat tensor that an optimizer steps, and the parameters whose parts lie in it.
-
-    Raises ValueError where a member does not fit.
-    """
-
-    flat: Tensor
-    """1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty."""
-
-    members: tuple[FlatMember, ...]
-    """The same names, shapes and order on every rank, whatever this rank holds of them."""
-
-    group: dict[str, Any]
-    """The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other
-    in its list of parameters."""
-
-    new_slot: Callable[[str], Tensor] | None = None
-    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory."""
-
-    def __post_init__(self) -> None:
-        if self.flat.ndim != 1:
-            raise ValueError(f"a flat tensor has one dimension, not shape {tuple(self.flat.shape)}")
-        if len({member.fqn for member in self.members}) != len(self.members):
-            raise ValueError(f"a name is there twice in a flat group: {[member.fqn for member in self.members]}")
-        for member in self.members:
-            numbers = (member.offset, member.start, member.length)
-            outside = member.offset + member.length > self.flat.numel()
-            if min(numbers) < 0 or outside or member.start + member.length > math.prod(member.shape):
-                raise ValueError(
-                    f"{member} does not fit: its parameter has {math.prod(member.shape)} elements, the flat tensor "
-                    f"{self.flat.numel()}"
-                )
-            if member.length and not member.stepped:
-                raise ValueError(f"{member} has elements in the flat tensor, so that it is stepped")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FlatOptimizer:
-    """An optimizer that steps flat tensors. Its ``param_groups[i]["params"]`` is never looked at."""
-
-    optimizer: Optimizer
-
-    groups: Sequence[FlatGroup]
-    """In the order of the parameter groups."""
-
-
-AnyOptimizer = Optimizer | FlatOptimizer
-"""What `save_training_state` and `load_training_state` take as an optimizer."""
+from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
+from lightning_shard.tensors.names import Names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,13 +49,13 @@ class Stepped:
         allowed = [()] if self.flat is not None else [(), self.shapes[fqn]]
         return shape if shape in allowed or not self.is_cut else None
 
-    def view(self, fqn: str, slot: Tensor) -> Tensor | FlatTensor:
+    def view(self, fqn: str, slot: Tensor) -> LiveTensor:
         """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
         if self.flat is None or slot.ndim == 0:
             return slot
         member = self.flat[fqn]
         data = slot.detach()[member.offset : member.offset + member.length]
-        return FlatTensor(member.shape, slot.dtype, [FlatPiece(data, member.start)])
+        return FlatTensor(member.shape, slot.dtype, [FlatSlice(data, member.start)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,11 +71,6 @@ class Group:
     def names(self) -> list[str]:
         """FQNs of the group's parameters, in the group's order."""
         return [fqn for part in self.stepped for fqn in part.names]
-
-
-def torch_optimizer(optimizer: AnyOptimizer) -> Optimizer:
-    """The optimizer that holds the state."""
-    return optimizer.optimizer if isinstance(optimizer, FlatOptimizer) else optimizer
 
 
 def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:

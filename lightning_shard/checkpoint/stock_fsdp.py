@@ -22,9 +22,9 @@ from lightning_shard.checkpoint.layout import DATA_SUFFIX, METADATA, FileEntry, 
 from lightning_shard.checkpoint.metadata import ForeignMetadata, parse_foreign_metadata
 from lightning_shard.checkpoint.optimizer import hyperparameters
 from lightning_shard.checkpoint.reader import CheckedReader, read_whole
-from lightning_shard.checkpoint.state import WRAPPED
 from lightning_shard.checkpoint.stored import Stored, StoredTensor
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.tensors.names import without_wrappers
 
 REST = "meta.pt"
 _MODEL = ("model", "state_dict")
@@ -59,7 +59,7 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Stored:
     for key, parts in metadata.paths.items():
         if key in metadata.items:
             if parts[0] in _MODEL:
-                _put(extra, [_clean(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
+                _put(extra, [without_wrappers(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
             continue
         name = _portable_key(parts)
         if name is None:
@@ -89,15 +89,11 @@ def _is_known(parts: tuple[str | int, ...]) -> bool:
 
 def _portable_key(parts: tuple[str | int, ...]) -> str | None:
     if parts[0] in _MODEL:
-        return model_key(_clean(str(parts[1]))) if len(parts) == 2 else None
+        return model_key(without_wrappers(str(parts[1]))) if len(parts) == 2 else None
     if parts[1] == "state":
         slot = ".".join(map(str, parts[3:]))
-        return optimizer_key(int(str(parts[0]).removeprefix(_OPTIMIZER)), _clean(str(parts[2])), slot)
+        return optimizer_key(int(str(parts[0]).removeprefix(_OPTIMIZER)), without_wrappers(str(parts[2])), slot)
     return None
-
-
-def _clean(fqn: str) -> str:
-    return ".".join(part for part in fqn.split(".") if part not in WRAPPED)
 
 
 def _stored(reader: CheckedReader, key: str) -> StoredTensor:
@@ -131,13 +127,14 @@ def _optimizers(directory: Path, metadata: ForeignMetadata) -> list[dict[str, An
             if parts[1] == "param_groups":
                 _put(groups, list(parts[2:]), read())
             else:
-                _put(slots, [_clean(str(parts[2])), *parts[3:]], read())
+                _put(slots, [without_wrappers(str(parts[2])), *parts[3:]], read())
         found = [groups[number] for number in sorted(groups)]
         described.append(
             {
                 "class": "unknown",
                 "groups": [
-                    {"params": [_clean(n) for n in group["params"]], **hyperparameters(group)} for group in found
+                    {"params": [without_wrappers(n) for n in group["params"]], **hyperparameters(group)}
+                    for group in found
                 ],
                 "slots": slots,
             }

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
-# What wrappers put around a module's own name.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+from lightning_shard.tensors.names import unwrapped_modules
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -209,9 +208,7 @@ def _grow_trackers(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules():
-        if isinstance(child, (Metric, MetricTracker)):
-            yield ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS), child
+    return ((fqn, child) for fqn, child in unwrapped_modules(module) if isinstance(child, (Metric, MetricTracker)))
 
 
 def _copy(value: Any, copies: dict[int, Tensor]) -> Any:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
-from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
@@ -26,6 +25,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.precision import ShardPrecision, low_memory_warning, translate
 from lightning_shard.strategies.stock_callbacks import refuse_callbacks
 from lightning_shard.strategies.transforming import TransformingStrategy
+from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
@@ -261,7 +261,7 @@ class ShardStrategy(TransformingStrategy):
         gradients = self._gradients(optimizer)
         norm: Tensor | None = None
         if self.log_grad_norm or (clip_val > 0 and algorithm == "norm"):
-            norm = gradient_norm(gradients, pieces=self._gradient_pieces)
+            norm = gradient_norm(gradients, sharded_over=self._gradient_pieces)
         if clip_val > 0 and algorithm == "norm":
             clip_by_norm(gradients, clip_val, norm=norm, error_if_nonfinite=self.error_if_nonfinite)
         elif clip_val > 0:

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_shard import _lightning
-from lightning_shard.checkpoint import stand_ins
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
@@ -42,6 +41,7 @@ from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cu
 from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
 from lightning_shard.strategies.deepspeed_stepping import SteppingStrategy
 from lightning_shard.strategies.precision import ShardPrecision
+from lightning_shard.tensors import masters
 
 
 class ShardDeepSpeedStrategy(SteppingStrategy):
@@ -252,7 +252,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
 
     def _stand_in(self, module: LightningModule) -> None:
         """Let who fills the module's parameters find what is stepped in their place."""
-        stand_ins.install(module, stand_ins.StandIns(tensors=self._model_tensors, show=self._after_reading_tensors))
+        masters.register(module, masters.Masters(tensors=self._model_tensors, publish=self._after_reading_tensors))
 
     def _cut(self, module: LightningModule, values: Values) -> None:
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
@@ -287,7 +287,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         self._stop_ledger()
         module = self.lightning_module
         if module is not None:
-            stand_ins.remove(module)
+            masters.forget(module)
         if self._running is not None and self._values is not None and not self._ended:
             self._values.leave(self._running, device=self.root_device, communicate=not self._failed)
             # What it stepped stays, so that a checkpoint can be saved after the fit too.

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatOptimizer
 from lightning_shard.engines.facts import EngineFacts, Sharding, zero_from
 from lightning_shard.engines.resident import Held
 from lightning_shard.engines.zero import cpu_adam, resident
@@ -20,6 +18,7 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.deepspeed_facts import hidden_size
 from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, LiveTensor
 
 
 class HoldingStrategy(ShardStrategy):
@@ -106,7 +105,7 @@ class HoldingStrategy(ShardStrategy):
             return super()._optimizer_states()
         return [FlatOptimizer(optimizer=self.optimizers[0], groups=self._running.groups)]
 
-    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+    def _model_tensors(self) -> Mapping[str, LiveTensor]:
         return {} if self._values is None else self._values.tensors(self._running)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

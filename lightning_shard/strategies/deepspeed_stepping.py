@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard.engines.whole import LiveTensor
 from lightning_shard.engines.zero import gradients
 from lightning_shard.engines.zero import running as zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.deepspeed_holding import HoldingStrategy
+from lightning_shard.tensors.flat import LiveTensor
 
 
 class SteppingStrategy(HoldingStrategy):

@@ -10,19 +10,17 @@ from typing import Any
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.collect import OPTIMIZER_STATES, CheckpointInfo, State, training_state
-from lightning_shard.checkpoint.flat_shard import FlatTensor
-from lightning_shard.checkpoint.state import fqns
-from lightning_shard.checkpoint.stepped import AnyOptimizer
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import fqns
 
 RUN_STATE = "lightning_shard"
 """Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
@@ -212,6 +210,6 @@ class SavingStrategy(ParallelStrategy):
         """The optimizers as checkpoints see them: torch's own over the module's parameters, or over flat tensors."""
         return self.optimizers
 
-    def _model_tensors(self) -> Mapping[str, Tensor | FlatTensor]:
+    def _model_tensors(self) -> Mapping[str, LiveTensor]:
         """FQN to live tensor, of those that are saved and read in the place of the module's own."""
         return {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.state import fqns
-from lightning_shard.engines.whole import LiveTensor, gather, scatter
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.connecting import ConnectedStrategy
-from lightning_shard.strategies.reading import canonical, own_or, slot_of
+from lightning_shard.tensors.flat import LiveTensor
+from lightning_shard.tensors.full import gather_full, optimizer_slot, scatter_full
+from lightning_shard.tensors.names import fqns
 
 
 class WholeTensorsStrategy(ConnectedStrategy):
@@ -17,7 +17,7 @@ class WholeTensorsStrategy(ConnectedStrategy):
     def full_tensor(self, fqn: str, kind: str = "parameter") -> Tensor | None:
         """See `lightning_shard.full_tensor`."""
         live = self._live(fqn, kind)
-        return None if live is None else gather(live, device=self.root_device)
+        return None if live is None else gather_full(live, device=self.root_device)
 
     def set_full_tensor(self, fqn: str, value: Tensor, kind: str = "parameter") -> None:
         """See `lightning_shard.set_full_tensor`."""
@@ -29,7 +29,7 @@ class WholeTensorsStrategy(ConnectedStrategy):
                 f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
                 "give the whole tensor."
             )
-        scatter(value, live)
+        scatter_full(value, live)
         if kind == "parameter":
             self._after_reading_tensors()
 
@@ -38,12 +38,12 @@ class WholeTensorsStrategy(ConnectedStrategy):
         if kind == "parameter":
             self._before_reading_parameters()
         names = fqns(self.lightning_module)
-        name = canonical(names, fqn)
+        name = names.canonical(fqn)
         if kind == "parameter":
-            return own_or(self._model_tensors(), names, name)
+            return self._model_tensors().get(name, names.tensors[name])
         if kind == "gradient":
             return self._live_gradient(name, names.tensors[name])
-        return slot_of(self._optimizer_states(), names.tensors[name], name, kind)
+        return optimizer_slot(self._optimizer_states(), names.tensors[name], name, kind)
 
     def _live_gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         return parameter.grad

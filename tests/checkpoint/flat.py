@@ -16,10 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.optimizer import optimizer_tensors
-from lightning_shard.checkpoint.state import fqns, model_tensors
-from lightning_shard.checkpoint.stepped import AnyOptimizer, FlatGroup, FlatMember, FlatOptimizer, torch_optimizer
+from lightning_shard.checkpoint.state import model_tensors
+from lightning_shard.tensors.flat import (
+    AnyOptimizer,
+    FlatGroup,
+    FlatMember,
+    FlatOptimizer,
+    FlatSlice,
+    FlatTensor,
+    torch_optimizer,
+)
+from lightning_shard.tensors.names import fqns
 
 FORMS = ("whole", "dtensor", "stage 1", "stage 3")
 
@@ -122,7 +130,7 @@ def masters_of(groups: list[FlatGroup]) -> dict[str, Tensor | FlatTensor]:
         member.fqn: FlatTensor(
             member.shape,
             group.flat.dtype,
-            [FlatPiece(group.flat.detach()[member.offset : member.offset + member.length], member.start)],
+            [FlatSlice(group.flat.detach()[member.offset : member.offset + member.length], member.start)],
         )
         for group in groups
         for member in group.members

@@ -24,13 +24,13 @@ from lightning_shard import registry
 from lightning_shard.checkpoint import commit, plan, writer
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.collect import CheckpointInfo, State
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
 from lightning_shard.checkpoint.manifest import is_checkpoint
 from lightning_shard.checkpoint.newest import find_checkpoints
 from lightning_shard.checkpoint.staging import HostBuffers
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.errors import CheckpointError
+from lightning_shard.tensors.flat import FlatSlice, FlatTensor
 from tests.harness import DistributedError, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 from tests.resume.test_resume import _assert_continues, _fit
@@ -260,7 +260,7 @@ def plans_of_saves(folder: str) -> list[int]:
     saver, rank, counts = Saver(), dist.get_rank(), []
 
     def flat(start: int, stop: int) -> FlatTensor:
-        return FlatTensor((10,), torch.float32, [FlatPiece(torch.arange(start, stop).float(), start)])
+        return FlatTensor((10,), torch.float32, [FlatSlice(torch.arange(start, stop).float(), start)])
 
     try:
         for number, border in enumerate([5, 5, 5, 7, 7]):

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
 from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
-from lightning_shard.checkpoint.state import fqns
-from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember, FlatOptimizer, torch_optimizer
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.strategies.ddp import ShardDDPStrategy
+from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
+from lightning_shard.tensors.names import fqns
 from tests.checkpoint.flat import FORMS, Net, Run, build, flat_with, masters_of, padding
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -428,7 +427,7 @@ class PartlyFlat(ShardDDPStrategy):
     def _model_tensors(self) -> dict[str, FlatTensor]:
         weight = self.lightning_module.head.weight
         start = weight.shape[1] * (len(weight) // 2) * self.global_rank
-        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatPiece(self.rows, start)])}
+        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatSlice(self.rows, start)])}
 
     def _after_reading_tensors(self) -> None:
         weight = self.lightning_module.head.weight.detach()

@@ -21,7 +21,8 @@ from lightning_shard.checkpoint.fit import LoadReport
 from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.optimizer import optimizer_tensors
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
-from lightning_shard.checkpoint.state import fqns, model_tensors
+from lightning_shard.checkpoint.state import model_tensors
+from lightning_shard.tensors.names import fqns
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 

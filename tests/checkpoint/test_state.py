@@ -19,9 +19,10 @@ from lightning_shard.checkpoint.fit import LoadReport
 from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
 from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
 from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
-from lightning_shard.checkpoint.state import extra_state, fqns, load_extra_state, model_tensors
+from lightning_shard.checkpoint.state import extra_state, load_extra_state, model_tensors
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.tensors.names import fqns
 from tests.harness import run_distributed
 
 INFO = CheckpointInfo(engine="test", policy="fp32")

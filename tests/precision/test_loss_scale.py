@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from lightning_shard.clipping import gradients_of
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.precision.loss_scale import (
     LARGEST,
@@ -24,6 +23,7 @@ from lightning_shard.precision.loss_scale import (
     state_to_dict,
     unscale,
 )
+from lightning_shard.tensors.clipping import gradients_of
 from tests.harness import run_distributed
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_shard.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from lightning_shard.errors import DataError
+from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, gradients_of
 from tests.harness import run_distributed
 
 SHAPES = [(7, 3), (5,), (1, 4), (2, 2, 2), (64, 33)]

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint.flat_shard import Box, FlatPiece, FlatTensor, boxes
 from lightning_shard.checkpoint.load import load_tensors, read_manifest
 from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.tensors.flat import Box, FlatSlice, FlatTensor, boxes
 
 INFO = CheckpointInfo(engine="test", policy="fp32")
 
@@ -69,7 +69,7 @@ def test_views_lie_in_the_flat_memory(case, data):
     shape, start, length = case
     before, after = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     flat = torch.zeros(before + length + after)
-    tensor = FlatTensor(shape, flat.dtype, [FlatPiece(flat[before : before + length], start)])
+    tensor = FlatTensor(shape, flat.dtype, [FlatSlice(flat[before : before + length], start)])
     values = torch.arange(1.0, math.prod(shape) + 1).view(shape)
     for chunk in tensor.__create_chunk_list__():
         slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -79,10 +79,10 @@ def test_views_lie_in_the_flat_memory(case, data):
     assert flat.tolist() == [0.0] * before + list(range(start + 1, start + length + 1)) + [0.0] * after
 
 
-def cut(tensor: torch.Tensor, bounds: list[int]) -> list[FlatPiece]:
+def cut(tensor: torch.Tensor, bounds: list[int]) -> list[FlatSlice]:
     """A copy of the tensor in pieces of memory of their own."""
     flat = tensor.flatten()
-    return [FlatPiece(flat[a:b].clone(), a) for a, b in itertools.pairwise([0, *bounds, flat.numel()])]
+    return [FlatSlice(flat[a:b].clone(), a) for a, b in itertools.pairwise([0, *bounds, flat.numel()])]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (9,), (5, 3), (3, 4, 2), (2, 1, 3, 3), (0, 4), (3, 0)])
@@ -105,7 +105,7 @@ def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shap
 def test_a_part_alone_is_filled(tmp_path):
     save(tmp_path / "a.ckpt", tensors={"model.w": torch.arange(20.0).view(4, 5)}, trainer_state={}, info=INFO)
     flat = torch.full((9,), -1.0)
-    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatPiece(flat[1:8], 8)])})
+    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatSlice(flat[1:8], 8)])})
     assert flat.tolist() == [-1.0, *range(8, 15), -1.0]
     load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
 
@@ -125,7 +125,7 @@ def test_another_shape_is_told(tmp_path):
     ],
 )
 def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, message):
-    tensor = FlatTensor(shape, torch.float32, [FlatPiece(torch.ones(length), start) for length, start in pieces])
+    tensor = FlatTensor(shape, torch.float32, [FlatSlice(torch.ones(length), start) for length, start in pieces])
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, info=INFO)
     assert list(tmp_path.iterdir()) == []
@@ -134,11 +134,11 @@ def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, me
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([FlatPiece(torch.ones(2, 2), 0)], r"1-D.*not of shape \(2, 2\)"),
-        ([FlatPiece(torch.ones(4)[::2], 0)], r"contiguous.*strides \(2,\)"),
-        ([FlatPiece(torch.ones(2, dtype=torch.float64), 0)], "flat torch.float32 tensor.*torch.float64"),
-        ([FlatPiece(torch.ones(3), 0), FlatPiece(torch.ones(2), 2)], "one begins at 2, the one before ends at 3"),
-        ([FlatPiece(torch.ones(3), 4)], r"\[4, 7\) are not all in a tensor of shape \(2, 3\)"),
+        ([FlatSlice(torch.ones(2, 2), 0)], r"1-D.*not of shape \(2, 2\)"),
+        ([FlatSlice(torch.ones(4)[::2], 0)], r"contiguous.*strides \(2,\)"),
+        ([FlatSlice(torch.ones(2, dtype=torch.float64), 0)], "flat torch.float32 tensor.*torch.float64"),
+        ([FlatSlice(torch.ones(3), 0), FlatSlice(torch.ones(2), 2)], "one begins at 2, the one before ends at 3"),
+        ([FlatSlice(torch.ones(3), 4)], r"\[4, 7\) are not all in a tensor of shape \(2, 3\)"),
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(pieces, message):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.stepped import FlatGroup
+from lightning_shard.tensors.flat import FlatGroup
 
 
 def replay(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:

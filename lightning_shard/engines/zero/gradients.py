@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
-from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember
 from lightning_shard.engines.zero import swapping
 from lightning_shard.engines.zero.layout import BF16, STAGE_3, STAGES_1_2, flats, kind
+from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor
 
 
 def held(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +79,7 @@ def forget(zero: Any) -> None:
                 flat.grad.zero_()
 
 
-def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]:
+def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatSlice]:
     """The pieces of a member in tensors that lie behind one another as the flat tensor does."""
     begin = 0
     for part in parts:
@@ -88,7 +87,7 @@ def _cut_out(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatPiece]
         high = min(begin + part.numel(), member.offset + member.length)
         if low < high:
             data = part.detach().view(-1)[low - begin : high - begin]
-            yield FlatPiece(data=data, start=member.start + low - member.offset)
+            yield FlatSlice(data=data, start=member.start + low - member.offset)
         begin += part.numel()
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
-from lightning_shard.checkpoint.stepped import FlatGroup, FlatMember
 from lightning_shard.engines.zero import swapping
+from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor
 
 STAGES_1_2 = "DeepSpeedZeroOptimizer"
 BF16 = "BF16_Optimizer"
@@ -123,7 +122,7 @@ def cut(parameter: Any) -> FlatTensor:
     """This rank's piece of a parameter that stage 3 has cut, in the dtype that forward sees."""
     start, length = own_range(parameter)
     data = swapping.piece(parameter).narrow(0, 0, length)
-    return FlatTensor(tuple(parameter.ds_shape), data.dtype, [FlatPiece(data=data, start=start)])
+    return FlatTensor(tuple(parameter.ds_shape), data.dtype, [FlatSlice(data=data, start=start)])
 
 
 def is_cut(parameter: Tensor) -> bool:
@@ -141,7 +140,7 @@ def pieces(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:
 def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     """FQN to what this rank steps of the parameter."""
     return {
-        member.fqn: FlatTensor(member.shape, part.dtype, [FlatPiece(data=part, start=member.start)])
+        member.fqn: FlatTensor(member.shape, part.dtype, [FlatSlice(data=part, start=member.start)])
         for member, part in pieces(groups)
     }
 

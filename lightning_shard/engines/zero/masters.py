@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.flat_shard import FlatPiece, FlatTensor
-from lightning_shard.checkpoint.stepped import FlatGroup
-from lightning_shard.engines.whole import gather
 from lightning_shard.engines.zero import layout, swapping
+from lightning_shard.tensors.flat import FlatGroup, FlatSlice, FlatTensor
+from lightning_shard.tensors.full import gather_full
 
 Kept = dict[str, tuple[Tensor, int]]
 """FQN to a 1-D part of the parameter and where it starts in its row-major order."""
@@ -94,7 +93,7 @@ def shares(kept: Kept, parameters: Mapping[str, nn.Parameter], *, rank: int, siz
 def flat(kept: Kept, parameters: Mapping[str, nn.Parameter]) -> dict[str, FlatTensor]:
     """The shares as parts of their parameters, in place."""
     return {
-        fqn: FlatTensor(layout.true_shape(parameters[fqn]), values.dtype, [FlatPiece(values, start)])
+        fqn: FlatTensor(layout.true_shape(parameters[fqn]), values.dtype, [FlatSlice(values, start)])
         for fqn, (values, start) in kept.items()
     }
 
@@ -108,4 +107,4 @@ def show(kept: Kept, parameters: Mapping[str, nn.Parameter], *, device: torch.de
         if layout.is_cut(parameter):
             swapping.piece(parameter)[: values.numel()].copy_(values)
         else:
-            parameter.copy_(gather(whole[fqn], device=device))
+            parameter.copy_(gather_full(whole[fqn], device=device))

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.stepped import FlatGroup
-from lightning_shard.engines.whole import gather
 from lightning_shard.engines.zero import gradients, layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.flat import FlatGroup
+from lightning_shard.tensors.full import gather_full
 
 
 class StepRoot(nn.Module):
@@ -231,7 +231,7 @@ def refresh(running: ZeroEngine) -> None:
 def make_whole(running: ZeroEngine, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
     """Give parameters that are not cut the masters' whole values, on the host. All ranks call it, stages 1 and 2."""
     for fqn, live in layout.masters(running.groups).items():
-        parameters[fqn].data = gather(live, device=device).cpu()
+        parameters[fqn].data = gather_full(live, device=device).cpu()
 
 
 def stop(running: ZeroEngine) -> None:

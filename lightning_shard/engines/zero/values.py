@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.flat_shard import FlatTensor
 from lightning_shard.engines.zero import layout, masters
 from lightning_shard.engines.zero import running as zero
+from lightning_shard.tensors.flat import LiveTensor
 
 _MASTERS = "_shard_zero_masters"
 """Where a module that stage 3 has cut keeps this rank's masters between runs."""
@@ -64,7 +64,7 @@ class Values:
         self._frozen = masters.shares(self._kept, rest, rank=rank, size=size)
         self._kept = {}
 
-    def tensors(self, running: zero.ZeroEngine | None) -> Mapping[str, Tensor | FlatTensor]:
+    def tensors(self, running: zero.ZeroEngine | None) -> Mapping[str, LiveTensor]:
         """FQN to the live tensor, where that is not the module's own."""
         if self._rounded is not None:
             return self._rounded.values()

@@ -2,7 +2,7 @@
 
 The norm is ``sqrt(sum(g ** 2))`` with squares and sums in fp64, rounded once to fp32; the coefficient is torch's,
 ``clamp(max_norm / (norm + 1e-6), max=1)`` (``torch.nn.utils.clip_grads_with_norm_``). In fp64 the order of the
-sum, and so the way the gradients are cut, changes the result by less than an fp32 spacing: every engine and
+sum, and so the way the gradients are sharded, changes the result by less than an fp32 spacing: every engine and
 every rank gets the same fp32 number and so the same coefficient.
 """
 
@@ -21,7 +21,7 @@ from lightning_shard.errors import DataError
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that there are."""
+    """The gradients of those parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -30,23 +30,22 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _cut_axes(grad: Tensor, pieces: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """Process groups over whose ranks a gradient is cut, one per sharded mesh axis, with the mesh's device type.
+def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
+    """Process groups over whose ranks a gradient is sharded, one per mesh axis, with the mesh's device type.
 
-    Empty if it is whole.
+    There are none if it is full.
     """
     if not isinstance(grad, DTensor):
-        if pieces is None:
+        if sharded_over is None:
             return ()
-        return tuple(
-            (pieces.get_group(axis), pieces.device_type) for axis in range(pieces.ndim) if pieces.size(axis) > 1
-        )
-    axes = []
+        axes = [axis for axis in range(sharded_over.ndim) if sharded_over.size(axis) > 1]
+        return tuple((sharded_over.get_group(axis), sharded_over.device_type) for axis in axes)
+    found = []
     for axis, placement in enumerate(grad.placements):
         assert not isinstance(placement, Partial), "a gradient was read before its reduction ended"
         if isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1:
-            axes.append((grad.device_mesh.get_group(axis), grad.device_mesh.device_type))
-    return tuple(axes)
+            found.append((grad.device_mesh.get_group(axis), grad.device_mesh.device_type))
+    return tuple(found)
 
 
 def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
@@ -56,19 +55,19 @@ def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def gradient_norm(gradients: Iterable[Tensor], *, pieces: DeviceMesh | None = None) -> Tensor:
+def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
     """Total 2-norm of ``gradients``; the same fp32 0-d tensor on every rank.
 
     All ranks call it with the gradients of the same parameters: DTensors sharded and replicated over any mesh, or
-    plain tensors that are whole and equal on all ranks.
+    plain tensors that are full and the same on all ranks.
 
     Args:
         gradients: fp32, bf16 or fp16.
-        pieces: a mesh over whose ranks the plain tensors are disjoint pieces, as ZeRO's flat partitions are.
+        sharded_over: a mesh over whose ranks the plain tensors are disjoint shards, as ZeRO's flat partitions are.
     """
     by_axes: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[Tensor]] = defaultdict(list)
     for grad in gradients:
-        by_axes[_cut_axes(grad, pieces)].append(_local(grad))
+        by_axes[_shard_axes(grad, sharded_over)].append(_local(grad))
     if not by_axes:
         return torch.zeros(())
     total: Tensor | None = None
@@ -95,18 +94,18 @@ def clip_by_norm(
     max_norm: float,
     *,
     norm: Tensor | None = None,
-    pieces: DeviceMesh | None = None,
+    sharded_over: DeviceMesh | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before.
 
-    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``pieces``: as there.
+    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``sharded_over``: as there.
 
     Raises:
-        DataError: the norm is inf or NaN and ``error_if_nonfinite`` is set; raised on every rank alike, before any
+        DataError: the norm is inf or NaN and ``error_if_nonfinite`` is set; raised on every rank, before any
             gradient was changed.
     """
-    norm = gradient_norm(gradients, pieces=pieces) if norm is None else norm
+    norm = gradient_norm(gradients, sharded_over=sharded_over) if norm is None else norm
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "

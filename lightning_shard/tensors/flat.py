@@ -1,0 +1,233 @@
+"""Tensors whose slices lie in flat memory, and optimizers that step such memory.
+
+An engine that flattens and concatenates parameters and divides them over the ranks (ZeRO) leaves each rank contiguous
+row-major slices of some of them. Such a slice is a handful of axis-aligned boxes, and boxes are what
+torch.distributed.checkpoint stores; each box is contiguous in the slice, so that a view of the flat memory is the box's
+tensor: checkpoints read and write it in place, without gathering or copying.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """An axis-aligned part of a tensor that is contiguous in the tensor's row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    start: int
+    """Where it begins in the slice that it is a part of, in elements."""
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, length: int) -> list[Box]:
+    """Elements ``[start, start + length)`` of a tensor's row-major order as boxes, in that order.
+
+    There are at most ``2 * len(shape) - 1`` of them (one for a scalar): the rest of a begun row, full rows, the
+    beginning of one more; and the same in each of the two rows that are not full. An empty slice has no box.
+
+    Raises ValueError for a slice that is not inside the tensor.
+    """
+    if start < 0 or length < 0 or start + length > math.prod(shape):
+        raise ValueError(f"elements [{start}, {start + length}) are not all in a tensor of shape {tuple(shape)}")
+    found: list[Box] = []
+    _append_boxes(tuple(shape), start, start + length, (), start, found)
+    return found
+
+
+def _append_boxes(
+    shape: tuple[int, ...], begin: int, end: int, prefix: tuple[int, ...], origin: int, found: list[Box]
+) -> None:
+    """Append the boxes of ``[begin, end)`` of the sub-tensor at ``prefix``; the slice begins at ``origin`` in it."""
+    if begin == end:
+        return
+    if not shape:
+        found.append(Box(offsets=prefix, sizes=(1,) * len(prefix), start=begin - origin))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # the rows in [first, last) are full
+    if first > last:  # inside one row
+        _append_boxes(shape[1:], begin - last * row, end - last * row, (*prefix, last), origin - last * row, found)
+        return
+    if begin < first * row:
+        before = (first - 1) * row
+        _append_boxes(shape[1:], begin - before, row, (*prefix, first - 1), origin - before, found)
+    if first < last:
+        offsets = (*prefix, first, *(0 for _ in shape[1:]))
+        sizes = (*(1 for _ in prefix), last - first, *shape[1:])
+        found.append(Box(offsets=offsets, sizes=sizes, start=first * row - origin))
+    if last * row < end:
+        _append_boxes(shape[1:], 0, end - last * row, (*prefix, last), origin - last * row, found)
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """Live flat memory that is a contiguous row-major slice of a tensor."""
+
+    data: Tensor
+    """1-D, contiguous; loading a checkpoint writes to it."""
+
+    start: int
+    """Where the slice begins in the tensor, in elements of its row-major order."""
+
+
+class FlatTensor:
+    """This rank's slices of a tensor of ``shape``; there may be none.
+
+    It has torch's checkpointable protocol (``torch/distributed/_checkpointable.py``), so that checkpoints take it as a
+    tensor. Every rank makes one, with the same shape and dtype; together the ranks have all elements, and slices that
+    several ranks have are the same ones.
+
+    Raises ValueError for slices of another dtype, and for ones that are not 1-D, overlap or leave the tensor.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._boxes: list[Box] = []
+        self._views: dict[tuple[int, ...], Tensor] = {}
+        end = 0
+        for part in sorted(slices, key=lambda part: part.start):
+            data = part.data.detach()
+            if data.ndim != 1 or not data.is_contiguous() or data.dtype != dtype:
+                raise ValueError(
+                    f"a slice of a flat {dtype} tensor is 1-D, contiguous and of that dtype, not of shape "
+                    f"{tuple(data.shape)}, strides {data.stride()} and {data.dtype}"
+                )
+            if part.start < end:
+                raise ValueError(f"the slices overlap: one begins at {part.start}, the one before ends at {end}")
+            for box in boxes(self.shape, part.start, data.numel()):
+                self._boxes.append(box)
+                self._views[box.offsets] = data[box.start : box.start + box.length].view(box.sizes)
+            end = part.start + data.numel()
+        if self.shape.numel() == 0:
+            # No slice has elements of such a tensor, but a checkpoint has the tensor: any rank can write it.
+            origin = (0,) * len(self.shape)
+            self._boxes = [Box(offsets=origin, sizes=tuple(self.shape), start=0)]
+            self._views = {origin: torch.empty(self.shape, dtype=dtype)}
+
+    def __repr__(self) -> str:
+        elements = sum(box.length for box in self._boxes)
+        return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"
+
+    def size(self) -> torch.Size:
+        """The full tensor's shape."""
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._views[tuple(index.offset)]
+
+
+LiveTensor = Tensor | FlatTensor
+"""What this rank has of a tensor: a plain tensor (full, the same on all ranks), a DTensor, or slices in flat memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatMember:
+    """Which slice of a parameter lies where in this rank's flat tensor."""
+
+    fqn: str
+
+    shape: Sequence[int]
+    """The full parameter's shape."""
+
+    offset: int = 0
+    """Where the slice begins in the flat tensor, in elements."""
+
+    start: int = 0
+    """Where the slice begins in the parameter's row-major order, in elements."""
+
+    length: int = 0
+    """Elements of the slice; 0 where this rank's flat tensor has none of the parameter."""
+
+    stepped: bool = True
+    """False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatGroup:
+    """A flat tensor that an optimizer steps, and the parameters whose slices lie in it.
+
+    Raises ValueError where a member does not fit.
+    """
+
+    flat: Tensor
+    """1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty."""
+
+    members: tuple[FlatMember, ...]
+    """The same names, shapes and order on every rank, whatever slices this rank has."""
+
+    group: dict[str, Any]
+    """The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other
+    in its list of parameters."""
+
+    new_slot: Callable[[str], Tensor] | None = None
+    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory."""
+
+    def __post_init__(self) -> None:
+        if self.flat.ndim != 1:
+            raise ValueError(f"a flat tensor has one dimension, not shape {tuple(self.flat.shape)}")
+        if len({member.fqn for member in self.members}) != len(self.members):
+            raise ValueError(f"a name is there twice in a flat group: {[member.fqn for member in self.members]}")
+        for member in self.members:
+            numbers = (member.offset, member.start, member.length)
+            outside = member.offset + member.length > self.flat.numel()
+            if min(numbers) < 0 or outside or member.start + member.length > math.prod(member.shape):
+                raise ValueError(
+                    f"{member} does not fit: its parameter has {math.prod(member.shape)} elements, the flat tensor "
+                    f"{self.flat.numel()}"
+                )
+            if member.length and not member.stepped:
+                raise ValueError(f"{member} has elements in the flat tensor, so that it is stepped")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatOptimizer:
+    """An optimizer that steps flat tensors. Its ``param_groups[i]["params"]`` is never looked at."""
+
+    optimizer: Optimizer
+
+    groups: Sequence[FlatGroup]
+    """In the order of the parameter groups."""
+
+
+AnyOptimizer = Optimizer | FlatOptimizer
+"""An optimizer that steps a module's parameters (plain, or DTensors), or flat tensors with slices of them."""
+
+
+def torch_optimizer(optimizer: AnyOptimizer) -> Optimizer:
+    """The optimizer that has the state."""
+    return optimizer.optimizer if isinstance(optimizer, FlatOptimizer) else optimizer

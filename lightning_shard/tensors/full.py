@@ -1,0 +1,88 @@
+"""Full tensors gathered from what each rank has of them, and scattered back, whichever way an engine shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
+
+
+@torch.no_grad()
+def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
+    """A copy of the full tensor on every rank, bit by bit. All ranks call it.
+
+    Args:
+        live: what this rank has of it.
+        device: where collectives run, and where the copy of a `FlatTensor` is made.
+    """
+    if isinstance(live, DTensor):
+        # An offloaded shard is on the host, where the mesh may have no backend.
+        moved: DTensor = live.detach().to(live.device_mesh.device_type)  # type: ignore[assignment]
+        return moved.full_tensor().clone()
+    if isinstance(live, Tensor):
+        return live.detach().clone()
+    full = torch.zeros(live.shape, dtype=live.dtype, device=device)
+    for index, part in _boxes(live):
+        full[index] = part.to(device)
+    # Each element is on one rank, and the others have zeros: as bytes, so that a sum keeps every bit.
+    if full.numel() > 0:
+        dist.all_reduce(full.reshape(-1).view(torch.uint8))
+    return full
+
+
+@torch.no_grad()
+def scatter_full(value: Tensor, live: LiveTensor) -> None:
+    """Write a full tensor, the same on all ranks, into what this rank has of it. No communication.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if tuple(value.shape) != tuple(live.shape):
+        raise ValueError(f"the value has shape {tuple(value.shape)}, the tensor {tuple(live.shape)}")
+    if isinstance(live, DTensor):
+        moved = value.to(live.device_mesh.device_type, live.dtype)
+        sharded = distribute_tensor(moved, live.device_mesh, live.placements, src_data_rank=None)
+        live.to_local().copy_(sharded.to_local())
+    elif isinstance(live, Tensor):
+        live.copy_(value)
+    else:
+        for index, part in _boxes(live):
+            part.copy_(value[index])
+
+
+def _boxes(live: FlatTensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    for chunk in live.__create_chunk_list__():
+        index = tuple(slice(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        yield index, live.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+
+
+def optimizer_slot(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: str, slot: str) -> LiveTensor | None:
+    """The state that an optimizer keeps of a parameter in ``slot`` ("exp_avg"); None where no optimizer has it."""
+    for optimizer in optimizers:
+        found = _flat_slot(optimizer, fqn, slot) if isinstance(optimizer, FlatOptimizer) else None
+        if isinstance(optimizer, Optimizer) and parameter in optimizer.state:
+            found = optimizer.state[parameter].get(slot)
+        if found is not None:
+            return found if isinstance(found, Tensor | FlatTensor) else torch.as_tensor(found)
+    return None
+
+
+def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | None:
+    for group in optimizer.groups:
+        for member in group.members:
+            if member.fqn != fqn or not member.stepped:
+                continue
+            value = optimizer.optimizer.state.get(group.flat, {}).get(slot)
+            if value is not None and isinstance(value, Tensor) and value.shape == group.flat.shape:
+                part = value.detach().narrow(0, member.offset, member.length)
+                return FlatTensor(member.shape, value.dtype, [FlatSlice(part, member.start)])
+            if value is not None:
+                return torch.as_tensor(value)
+    return None

@@ -1,0 +1,59 @@
+"""The master weights of a module's parameters, found from the parameters themselves while an engine runs.
+
+Code that has nothing but a part of a module (pretrained weights for an encoder) fills the tensors that the optimizer
+steps, and then lets the module see the new values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_shard.tensors.flat import LiveTensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Masters:
+    """The master weights of one module."""
+
+    tensors: Callable[[], Mapping[str, LiveTensor]]
+    """FQN to live tensor, of the parameters that have masters beside them."""
+
+    publish: Callable[[], None]
+    """Let the module's next forward see values that were written into them. All ranks call it."""
+
+
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and masters
+
+
+def register(module: nn.Module, masters: Masters) -> None:
+    """Have `live_tensors` find the parameters of ``module`` in ``masters``, until `forget`."""
+    for fqn, parameter in module.named_parameters():
+        _found[parameter] = fqn, masters
+
+
+def forget(module: nn.Module) -> None:
+    """Undo `register`."""
+    for parameter in module.parameters():
+        _found.pop(parameter, None)
+
+
+def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
+    """The master of each tensor that has one, or else the tensor itself, under the same name."""
+    by_owner: dict[Masters, Mapping[str, LiveTensor]] = {}
+    found: dict[str, LiveTensor] = {}
+    for name, tensor in tensors.items():
+        fqn, owner = _found.get(tensor, ("", None))
+        if owner is not None and owner not in by_owner:
+            by_owner[owner] = owner.tensors()
+        found[name] = tensor if owner is None else by_owner[owner].get(fqn, tensor)
+    return found
+
+
+def publish(tensors: Iterable[Tensor]) -> None:
+    """Let the modules of ``tensors`` see what was written into their masters. All ranks call it with the same ones."""
+    for owner in dict.fromkeys(_found[tensor][1] for tensor in tensors if tensor in _found):
+        owner.publish()

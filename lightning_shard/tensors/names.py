@@ -1,0 +1,115 @@
+"""The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lightning_shard.errors import ConfigurationError
+
+# The attributes under which wrappers hold what they wrap; no user's module has these names.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The names of a module's parameters and persistent buffers."""
+
+    tensors: Mapping[str, Tensor]
+    """FQN to live tensor, each tensor once, in the order in which the module registers them."""
+
+    aliases: Mapping[str, str]
+    """FQN of a tied name to the FQN of the same tensor in ``tensors``."""
+
+    identities: Mapping[int, str]
+    """``id`` of a live tensor to its FQN."""
+
+    prefixes: Mapping[str, str]
+    """Prefix of each module's names in ``state_dict()`` (``""`` or with a dot at its end) to that without wrappers."""
+
+    def of(self, tensor: Tensor) -> str | None:
+        """FQN of a live tensor; None if the module does not have it."""
+        return self.identities.get(id(tensor))
+
+    def canonical(self, fqn: str) -> str:
+        """The name under which the module registers the parameter or buffer ``fqn`` first.
+
+        Raises:
+            ConfigurationError: there is none, with the nearest names.
+        """
+        name = self.aliases.get(fqn, fqn)
+        if name not in self.tensors:
+            near = difflib.get_close_matches(fqn, self.tensors, n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigurationError(f"the module has no parameter {fqn!r}.{hint}")
+        return name
+
+    def unwrapped(self, key: str) -> str:
+        """The name without wrappers of a key of the module's ``state_dict()``, tensors and extra state alike."""
+        owner = key.rpartition(".")[0]
+        while owner and f"{owner}." not in self.prefixes:
+            owner = owner.rpartition(".")[0]
+        start = f"{owner}." if owner else ""
+        return self.prefixes[start] + key.removeprefix(start)
+
+
+def fqns(module: nn.Module) -> Names:
+    """The names of the parameters and persistent buffers of ``module``, wrapped or not.
+
+    DistributedDataParallel, ``torch.compile``, activation-checkpoint and FSDP wrappers leave no trace in a name. A
+    tensor with several names goes by the one that is registered first; the others are aliases.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    prefixes: dict[str, str] = {}
+    for key, prefix, owner in _modules(module, "", ""):
+        prefixes[key] = prefix
+        for name, tensor in _own_tensors(owner):
+            fqn = prefix + name
+            canonical = first.setdefault(id(tensor), fqn)
+            if canonical == fqn:
+                tensors[fqn] = tensor
+            else:
+                aliases[fqn] = canonical
+    return Names(tensors=tensors, aliases=aliases, identities=first, prefixes=prefixes)
+
+
+def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``module.named_modules()``, each module once, with names from which wrappers' are left out."""
+    seen: set[int] = set()
+    for _, prefix, part in _modules(module, "", ""):
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield prefix.removesuffix("."), part
+
+
+def without_wrappers(fqn: str) -> str:
+    """A name without the parts that wrappers put into it, where there is no module to ask."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
+
+
+def _modules(module: nn.Module, key: str, prefix: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """Each module under each of its names, in registration order: prefix in ``state_dict()``, prefix of FQNs."""
+    yield key, prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            wraps = _is_wrapper_name(module, name)
+            yield from _modules(child, f"{key}{name}.", prefix if wraps else f"{prefix}{name}.")
+
+
+def _is_wrapper_name(parent: nn.Module, name: str) -> bool:
+    return name in _WRAPPED or (name == "module" and isinstance(parent, (DistributedDataParallel, DataParallel)))
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
