@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import close_pools
+from tests.harness import ROOT, close_pools
 from tests.slurm.cluster import why_not
 
 GROUPS = ("matrix", "soak", "slurm", "gpu")
+ID_LENGTH = 60
 
 _LEFT_OUT = pytest.StashKey[dict[str, tuple[int, str]]]()
 _RAN = pytest.StashKey["Counter[str]"]()
@@ -55,6 +56,31 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = set(_required(config)) - set(GROUPS)
     if unknown:
         raise pytest.UsageError(f"--require-groups: no group named {sorted(unknown)}; there are {list(GROUPS)}")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str:
+    """What a value is called in the id of a case whose test gives it no name: a report has to say what failed."""
+    text = _named(val)
+    if "<lambda>" in text:
+        raise pytest.UsageError(f"{argname}: the cases need ids, since a lambda does not say what it does")
+    if val is None or isinstance(val, bool | int | float):
+        text = f"{argname}={text}"
+    return text if len(text) <= ID_LENGTH else f"{text[: ID_LENGTH - 3]}..."
+
+
+def _named(value: object, nested: bool = False) -> str:
+    """The value in one line, as one writes it."""
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        keys = [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
+        values = value.values() if isinstance(value, dict) else value
+        text = ",".join(key + _named(each, nested=True) for key, each in zip(keys, values, strict=True)) or str(value)
+        return f"({text})" if nested and value else text
+    if isinstance(value, torch.Tensor):
+        return f"{_named(value.dtype)}{list(value.shape)}"
+    text = repr(value) if isinstance(value, bytes | BaseException) else getattr(value, "__name__", str(value))
+    if isinstance(value, torch.nn.Module) or " at 0x" in text:
+        return type(value).__name__
+    return " ".join(text.replace(f"{ROOT}/", "").removeprefix("torch.").replace("\\", "").split())
 
 
 # Ahead of pytest's own deselection by `-m`, which would drop tests without a word about their group.

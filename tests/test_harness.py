@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import pytest_make_parametrize_id
 from tests.harness import ROOT, DistributedError, run_distributed
 
 # Well below the 60 s and more that a hang would take; a busy machine needs seconds to notice a dead peer.
@@ -232,3 +233,28 @@ def test_a_required_group_must_run(tmp_path: Path, marks: str, required: str, st
     run = _pytest(tmp_path, "-m", marks, f"--require-groups={required}")
     assert run.returncode == status, run.stdout + run.stderr
     assert (f"`{required}` was required and ran no test" in run.stdout) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        pytest.param(None, "case=None", id="None"),
+        pytest.param(True, "case=True", id="bool"),
+        pytest.param(torch.bfloat16, "bfloat16", id="dtype"),
+        pytest.param(torch.ones(2, 3), "float32[2, 3]", id="tensor"),
+        pytest.param(torch.nn.Linear(1, 1), "Linear", id="module"),
+        pytest.param(object(), "object", id="address"),
+        pytest.param(os.getpid, "getpid", id="function"),
+        pytest.param({"a": {"b": [1, "c"]}, "d": {}}, "a=(b=(1,c)),d={}", id="dict"),
+        pytest.param(ROOT / "configs/base.yaml", "configs/base.yaml", id="path"),
+        pytest.param("w of\n  shape \\(2,\\)", "w of shape (2,)", id="pattern"),
+        pytest.param("x" * 61, "x" * 57 + "...", id="long"),
+    ],
+)
+def test_a_case_is_named_by_its_value(value: object, name: str) -> None:
+    assert pytest_make_parametrize_id(value, "case") == name
+
+
+def test_a_lambda_needs_an_id() -> None:
+    with pytest.raises(pytest.UsageError, match="case: the cases need ids"):
+        pytest_make_parametrize_id({"f": lambda: 0}, "case")

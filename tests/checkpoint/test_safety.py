@@ -142,18 +142,42 @@ def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: location(m, relative_path="../secret"), r"'\.\./secret' is not a plain relative path"),
-        (lambda m: location(m, relative_path="/etc/passwd"), "'/etc/passwd' is not a plain relative path"),
-        (lambda m: location(m, relative_path="other.distcp"), "points at 'other.distcp', which the manifest"),
-        (lambda m: location(m, offset=10**9), "points outside of __0_0.distcp"),
-        (lambda m: location(m, length=-5), "points outside of __0_0.distcp"),
-        (lambda m: location(m, transform_descriptors=["zstd"]), "asks for a stream transform"),
-        (drop_location, r"model\.w has a part at \(0, 0\) that no file holds"),
-        (lambda m: box(m, (0, 0), (5, 3)), "part outside of it"),
-        (lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)"),
-        (lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape"),
-        (lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b"),
-        (lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8), "other tensors: model.b"),
+        pytest.param(
+            lambda m: location(m, relative_path="../secret"),
+            r"'\.\./secret' is not a plain relative path",
+            id="a path upwards",
+        ),
+        pytest.param(
+            lambda m: location(m, relative_path="/etc/passwd"),
+            "'/etc/passwd' is not a plain relative path",
+            id="an absolute path",
+        ),
+        pytest.param(
+            lambda m: location(m, relative_path="other.distcp"),
+            "points at 'other.distcp', which the manifest",
+            id="a file that the manifest lacks",
+        ),
+        pytest.param(
+            lambda m: location(m, offset=10**9), "points outside of __0_0.distcp", id="an offset past the end"
+        ),
+        pytest.param(lambda m: location(m, length=-5), "points outside of __0_0.distcp", id="a negative length"),
+        pytest.param(
+            lambda m: location(m, transform_descriptors=["zstd"]),
+            "asks for a stream transform",
+            id="a stream transform",
+        ),
+        pytest.param(drop_location, r"model\.w has a part at \(0, 0\) that no file holds", id="a part in no file"),
+        pytest.param(lambda m: box(m, (0, 0), (5, 3)), "part outside of it", id="a box too large"),
+        pytest.param(lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)", id="a box too small"),
+        pytest.param(lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape", id="a negative offset"),
+        pytest.param(
+            lambda m: m.state_dict_metadata.pop("model.b"), "describe other tensors: model.b", id="a tensor left out"
+        ),
+        pytest.param(
+            lambda m: setattr(m.state_dict_metadata["model.b"].properties, "dtype", torch.int8),
+            "other tensors: model.b",
+            id="another dtype",
+        ),
     ],
 )
 def test_metadata_that_describes_something_else(path, change, said):
@@ -330,7 +354,7 @@ def test_all_ranks_refuse_alike(path):
     [
         ({"callbacks": {"Mine": {"foo": Path("/x")}}}, r"callbacks/Mine/foo: pathlib\.PosixPath"),
         ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.checkpoint\.hostile\.Hostile"),
-        ({"f": lambda: 0}, r"f: builtins\.function"),
+        pytest.param({"f": lambda: 0}, r"f: builtins\.function", id="lambda"),
         ({"a": {Path("/x"): 1}}, r"a: key PosixPath\('/x'\) of type pathlib\.PosixPath"),
     ],
 )

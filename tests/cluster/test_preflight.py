@@ -39,6 +39,7 @@ TORCHRUN = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(
         (BATCH, {"nodes": 1, "devices": 1}),
         (BATCH, {"launcher": "torchrun", "nodes": 1, "devices": 8}),
     ],
+    ids=["no job", "srun", "srun, GPUs", "torchrun", "torchrun, 8 devices", "shell", "script", "script, torchrun"],
 )
 def test_launches_that_are_right(environ: dict[str, str], settings: dict[str, Any]) -> None:
     _check(environ, **settings)

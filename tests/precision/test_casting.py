@@ -173,7 +173,7 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("norm", "shape"), NORMS)
+@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=["1d", "1d, sequences", "2d", "instance", "without weights"])
 def test_running_statistics_meet_fp32(norm: nn.Module, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for parameter in norm.parameters():

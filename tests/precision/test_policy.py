@@ -223,6 +223,7 @@ class OwnScaler(torch.amp.GradScaler):
         torch.amp.GradScaler("cpu", growth_interval=7),
         OwnScaler("cpu"),
     ],
+    ids=["init_scale", "growth_interval", "subclass"],
 )
 def test_an_own_scaler_is_refused(scaler: torch.amp.GradScaler) -> None:
     name = type(scaler).__name__

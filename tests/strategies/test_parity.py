@@ -251,7 +251,9 @@ SAMPLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case["precision"])
+@pytest.mark.parametrize(
+    "case", SAMPLE, ids=["32, norm", "32, value, tied", "bf16, norm, loaded in bf16", "bf16, value, boundary"]
+)
 def test_engines_agree_bitwise(case: dict[str, Any]) -> None:
     check_case(**case)
 
