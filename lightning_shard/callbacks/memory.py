@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.advice import advice
 from lightning_shard.meters.live import StepMeter, account, most
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
 from lightning_shard.meters.summary import size_text
@@ -159,5 +158,5 @@ class MemoryCallback(Callback):
         elif held is not None:
             found = most(found, account(held()))
         text = memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
-        sharding = getattr(trainer.strategy, "sharding", None)
-        return text if sharding is None else f"{text}\n{advice(found, sharding())}"
+        memory_advice = getattr(trainer.strategy, "memory_advice", None)
+        return text if memory_advice is None else f"{text}\n{memory_advice(found)}"

@@ -11,7 +11,6 @@ from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.plan_advice import recommendation
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.commands.plan_run import Planner
-from lightning_shard.engines.facts import Shards
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.planning import picture, report
@@ -141,7 +140,7 @@ def _hybrid(planner: Planner, row: Row) -> list[str]:
     strategy, nodes = planner.inputs.strategy, planner.nodes
     engine = planner.engine(strategy, nodes)
     slow = row.time is not None and row.time.bound == "the links between nodes"
-    if not slow or not isinstance(engine, Shards) or engine.replicate > 1 or nodes.nodes == 1 or nodes.devices == 1:
+    if not slow or not engine.can_become_hybrid or nodes.nodes == 1 or nodes.devices == 1:
         return []
     name = "shard_fsdp_hybrid" + (ALIGNED_SUFFIX if strategy.aligned else "")
     other = registry.build(name)

@@ -4,118 +4,156 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 Offload = Literal["none", "cpu", "nvme"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a run holds its states."""
+class _Replicated:
+    """What holds of engines that keep all states in full on every rank."""
 
-    engine: str
-    """"ddp", "fsdp" or "deepspeed"."""
+    advised_presets: ClassVar[str] = "shard_fsdp"
+    """What the names of the presets begin with that are advised against a lack of memory."""
 
-    ranks: int
-    """All ranks of the run."""
+    sharded: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard."""
 
-    pieces: int
-    """Over how many ranks what is cut is cut."""
+    shards: ClassVar[int] = 1
+    """Over how many ranks these are sharded."""
 
-    cut: frozenset[str]
-    """Kinds of which a rank has a piece."""
+    offloaded: ClassVar[frozenset[str]] = frozenset()
+    """Kinds that are resident in host memory or on NVMe."""
 
-    on_host: frozenset[str] = frozenset()
-    """Kinds that are offloaded."""
-
-    checkpointing: bool = False
-    """Whether activations are recomputed."""
-
-    aligned: bool = False
+    can_become_hybrid: ClassVar[bool] = False
+    """Whether the same engine can shard inside each node and replicate across nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """Every rank holds everything: ``ShardDDPStrategy``."""
+class TorchDDPFacts(_Replicated):
+    """torch's DistributedDataParallel."""
 
     ranks: int
-    composable: bool = True
-    """Whether FSDP2's machinery replicates, and not torch's DistributedDataParallel."""
-
-    gradients_in_buckets: bool = False
-    """``gradient_as_bucket_view`` of torch's DDP."""
-
-    at_boundary: bool = True
+    gradient_as_bucket_view: bool = False
+    reduce_at_boundary: bool = True
     """Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shards:
-    """FSDP2: ``ShardFSDPStrategy``."""
+class ReplicateFacts(_Replicated):
+    """torch's FSDP2-based ``replicate``."""
+
+    ranks: int
+    reduce_at_boundary: bool = True
+    """As `TorchDDPFacts`'s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPFacts:
+    """FSDP2 on a mesh of ``replicate`` x ``shard`` processes."""
+
+    advised_presets: ClassVar[str] = "shard_fsdp"
+    sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
 
     replicate: int
     """Copies of the model."""
 
     shard: int
-    """Pieces of a copy."""
+    """Ranks that a copy is sharded over."""
 
     reshard_after_forward: bool | int = True
     cpu_offload: bool = False
     backward_prefetch: int = 0
-    at_boundary: bool = False
-    """Whether accumulated gradients are reduced once, and so wait whole."""
+    reduce_at_boundary: bool = False
+    """Whether accumulated gradients are reduced once, and so wait for that unsharded."""
 
     @property
     def ranks(self) -> int:
         """Processes."""
         return self.replicate * self.shard
 
+    @property
+    def shards(self) -> int:
+        """Over how many ranks `sharded` kinds are sharded."""
+        return self.shard
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Kinds that are resident in host memory."""
+        return self.sharded if self.cpu_offload else frozenset()
+
+    @property
+    def can_become_hybrid(self) -> bool:
+        """Whether this is full sharding, over all ranks."""
+        return self.replicate == 1
+
 
 @dataclass(frozen=True, kw_only=True)
-class Zero:
-    """DeepSpeed: ``ShardDeepSpeedStrategy``. Sizes are elements, as in DeepSpeed's configuration."""
+class DeepSpeedFacts:
+    """DeepSpeed ZeRO. Fields are named as its configuration's keys without ``stage3_``; sizes are in elements."""
+
+    advised_presets: ClassVar[str] = "shard_deepspeed"
+    can_become_hybrid: ClassVar[bool] = False
 
     ranks: int
     stage: int
-    optimizer: Offload = "none"
-    """Where optimizer state and masters wait; "none": on the device."""
-
-    parameters: Offload = "none"
-    """Where parameter shards wait; "none": on the device."""
-
-    reduce_bucket: int = 500_000_000
-    overlap_comm: bool = False
-    contiguous_gradients: bool = True
     accumulate: torch.dtype = torch.float32
     """Dtype in which gradients are summed."""
 
-    prefetch_bucket: int = 50_000_000
-    persistence_threshold: int = 100_000
+    optimizer_device: Offload = "none"
+    """Where master weights, optimizer state and their gradients are resident; "none": on the device."""
+
+    param_device: Offload = "none"
+    """Where parameter shards are resident; "none": on the device."""
+
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = False
+    contiguous_gradients: bool = True
+    prefetch_bucket_size: int = 50_000_000
+    param_persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
-    max_live: int = 1_000_000_000
+    max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
-    sub_group: int = 1_000_000_000
-    optimizer_buffers: int = 4
-    parameter_buffers: int = 5
-    parameter_buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
-    hpz: int = 1
-    on_host: bool = False
-    """Whether the device is the host's CPU, which uses what waits in host memory where it lies."""
+    sub_group_size: int = 1_000_000_000
+    zero_hpz_partition_size: int = 1
+    optimizer_buffer_count: int = 4
+    param_buffer_count: int = 5
+    param_buffer_size: int = 100_000_000
+    param_max_in_cpu: int = 1_000_000_000
+    device_is_cpu: bool = False
+    """Whether forward computes in host memory, and so on offloaded parameters without a copy."""
 
     @property
-    def uses_shards(self) -> bool:
-        """Whether forward sees stage 3's shards themselves: of one process, they are whole."""
-        return self.ranks == 1 and (self.parameters == "none" or self.on_host)
+    def sharded(self) -> frozenset[str]:
+        """Kinds of which a rank keeps a shard: each stage shards one more."""
+        kinds = ["masters", "optimizer", "gradients", "parameters"]
+        return frozenset(kinds[: self.stage + 1] if self.stage else [])
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks `sharded` kinds are sharded."""
+        return self.ranks
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Kinds that are resident in host memory or on NVMe."""
+        stepped = {"masters", "optimizer", "gradients"} if self.optimizer_device != "none" else set()
+        return frozenset(stepped | ({"parameters"} if self.param_device != "none" else set()))
+
+    @property
+    def forward_uses_shards(self) -> bool:
+        """Whether forward reads stage 3's shards without gathering them: with one process a shard is all there is."""
+        return self.ranks == 1 and (self.param_device == "none" or self.device_is_cpu)
 
 
-EngineFacts = Replicas | Shards | Zero
+EngineFacts = TorchDDPFacts | ReplicateFacts | FSDPFacts | DeepSpeedFacts
 
 
-def zero_from(config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda") -> Zero:
-    """The settings that matter for bytes, from a whole DeepSpeed configuration (`deepspeed_config`).
+def deepspeed_facts(
+    config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype, device_type: str = "cuda"
+) -> DeepSpeedFacts:
+    """The settings that matter for bytes, from a full DeepSpeed configuration (`deepspeed_config`).
 
     Args:
         config: with "auto" resolved; DeepSpeed's defaults hold for what it does not say.
@@ -125,24 +163,9 @@ def zero_from(config: Mapping[str, Any], *, ranks: int, accumulate: torch.dtype,
     """
     zero = config["zero_optimization"]
     stage = int(zero["stage"])
-    optimizer, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
-    known: dict[str, Any] = {
-        "reduce_bucket": zero.get("reduce_bucket_size"),
-        "overlap_comm": zero.get("overlap_comm", stage == 3),
-        "contiguous_gradients": zero.get("contiguous_gradients"),
-        "prefetch_bucket": zero.get("stage3_prefetch_bucket_size"),
-        "persistence_threshold": zero.get("stage3_param_persistence_threshold"),
-        "model_persistence_threshold": zero.get("stage3_model_persistence_threshold"),
-        "max_live": zero.get("stage3_max_live_parameters"),
-        "max_reuse_distance": zero.get("stage3_max_reuse_distance"),
-        "sub_group": zero.get("sub_group_size"),
-        "optimizer": optimizer.get("device"),
-        "optimizer_buffers": optimizer.get("buffer_count"),
-        "parameters": parameters.get("device"),
-        "parameter_buffers": parameters.get("buffer_count"),
-        "parameter_buffer_size": parameters.get("buffer_size"),
-        "max_in_cpu": parameters.get("max_in_cpu"),
-        "hpz": zero.get("zero_hpz_partition_size"),
-    }
-    given = {key: value for key, value in known.items() if value is not None}
-    return Zero(ranks=ranks, stage=stage, accumulate=accumulate, on_host=device_type == "cpu", **given)
+    said = {"overlap_comm": stage == 3, **{key.removeprefix("stage3_"): value for key, value in zero.items()}}
+    for short, section in (("optimizer", "offload_optimizer"), ("param", "offload_param")):
+        said |= {f"{short}_{key}": value for key, value in (zero.get(section) or {}).items()}
+    read = DeepSpeedFacts.__dataclass_fields__.keys() - {"ranks", "stage", "accumulate", "device_is_cpu"}
+    given: dict[str, Any] = {key: value for key, value in said.items() if key in read and value is not None}
+    return DeepSpeedFacts(ranks=ranks, stage=stage, accumulate=accumulate, device_is_cpu=device_type == "cpu", **given)

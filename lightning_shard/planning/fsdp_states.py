@@ -12,22 +12,24 @@ from math import prod
 
 import torch
 
-from lightning_shard.engines.facts import Replicas, Shards
+from lightning_shard.engines.facts import FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 from lightning_shard.planning.moments import Moments, optimizer_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
-def as_shards(engine: Replicas | Shards) -> Shards:
+def as_shards(engine: ReplicateFacts | FSDPFacts) -> FSDPFacts:
     """An engine on FSDP2's machinery, seen as shards.
 
     ``replicate`` is FSDP2 in one piece, which stays gathered from forward to backward: a copy in the compute dtype,
     even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
     """
-    if isinstance(engine, Shards):
+    if isinstance(engine, FSDPFacts):
         return engine
-    return Shards(replicate=engine.ranks, shard=1, reshard_after_forward=False, at_boundary=engine.at_boundary)
+    return FSDPFacts(
+        replicate=engine.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=engine.reduce_at_boundary
+    )
 
 
 def shard_elements(shape: Sequence[int], pieces: int) -> int:
@@ -51,7 +53,12 @@ def _reduced(parameter: ParameterFacts) -> bool:
 
 
 def replica_moments(
-    model: ModelFacts, engine: Replicas, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
+    model: ModelFacts,
+    engine: TorchDDPFacts | ReplicateFacts,
+    policy: PrecisionPolicy,
+    optimizer: OptimizerFacts,
+    *,
+    micro_batches: int,
 ) -> Moments:
     """Every rank holds everything."""
     trainable = model.trainable
@@ -61,16 +68,18 @@ def replica_moments(
         optimizer=optimizer_bytes(((p.numel, policy.master) for p in trainable), optimizer),
         buffers=model.buffer_bytes,
     )
-    if engine.composable:
+    if isinstance(engine, ReplicateFacts):
         return _around(resting, gradients, model, as_shards(engine), policy, micro_batches)
     # DDP makes its buckets when it is built, and copies gradients in and out of them unless they lie there.
-    resting = replace(resting, communication=0 if engine.gradients_in_buckets else gradients)
+    resting = replace(resting, communication=0 if engine.gradient_as_bucket_view else gradients)
     waiting = gradients if micro_batches > 1 else 0
     # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
-    aside = 0 if engine.at_boundary else waiting
+    aside = 0 if engine.reduce_at_boundary else waiting
     return Moments(
         # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
-        forward=MemoryAccount(device=replace(resting, gradients=gradients if engine.gradients_in_buckets else waiting)),
+        forward=MemoryAccount(
+            device=replace(resting, gradients=gradients if engine.gradient_as_bucket_view else waiting)
+        ),
         backward=MemoryAccount(device=replace(resting, gradients=gradients + aside)),
         step=MemoryAccount(device=replace(resting, gradients=gradients)),
         waiting=waiting,
@@ -78,7 +87,7 @@ def replica_moments(
 
 
 def shard_moments(
-    model: ModelFacts, engine: Shards, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
+    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
 ) -> Moments:
     """Parameters, gradients and optimizer state are cut, each along its first dimension."""
     master = policy.master
@@ -97,7 +106,12 @@ def shard_moments(
 
 
 def _around(
-    resting: KindBytes, gradients: int, model: ModelFacts, engine: Shards, policy: PrecisionPolicy, micro_batches: int
+    resting: KindBytes,
+    gradients: int,
+    model: ModelFacts,
+    engine: FSDPFacts,
+    policy: PrecisionPolicy,
+    micro_batches: int,
 ) -> Moments:
     """The points of a step on FSDP2's machinery, around what rests between steps.
 
@@ -123,7 +137,7 @@ def _around(
     raw = max(raw_bytes(members, policy.compute) for members in [root, *units])
     waiting = 0
     if micro_batches > 1:
-        waiting = raw_bytes(model.parameters, policy.reduce) if engine.at_boundary else gradients
+        waiting = raw_bytes(model.parameters, policy.reduce) if engine.reduce_at_boundary else gradients
     kinds = replace(resting, gathered=root_whole + gathered)
     return Moments(
         # The strategy drops the last step's gradients ahead of forward.
@@ -146,12 +160,12 @@ def raw_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
     return sum(p.numel * dtype.itemsize for p in parameters if _reduced(p))
 
 
-def _offloaded(moments: Moments, model: ModelFacts, engine: Shards, master: torch.dtype) -> Moments:
+def _offloaded(moments: Moments, model: ModelFacts, engine: FSDPFacts, master: torch.dtype) -> Moments:
     """What is kept lies on the host, but for parameters that FSDP leaves alone and gradients that are whole."""
     alone = [p for p in model.parameters if p.whole]
     stays = sum(p.numel * p.stepped_in(master).itemsize for p in alone)
     kept, waiting = moments.step.device.gradients, moments.waiting
-    whole = waiting if engine.at_boundary else 0
+    whole = waiting if engine.reduce_at_boundary else 0
 
     def moved(account: MemoryAccount, on_device: int, on_host: int) -> MemoryAccount:
         device = account.device

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from lightning_shard.engines.facts import Zero
+from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 
@@ -79,11 +79,11 @@ def seen_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> in
     return sum(p.numel * p.seen_in(compute).itemsize for p in parameters)
 
 
-def reduction_copies(model: ModelFacts, engine: Zero, per_element: int) -> tuple[int, int]:
+def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
     """Bytes of the copies that the reduction of a bucket makes, and those of them that are made after backward alone.
 
     What fits into one bucket is reduced when all of it is there.
     """
     numel = sum(p.numel for p in model.trainable)
-    copies = min(numel, engine.reduce_bucket) * per_element
-    return copies, copies if numel <= engine.reduce_bucket else 0
+    copies = min(numel, engine.reduce_bucket_size) * per_element
+    return copies, copies if numel <= engine.reduce_bucket_size else 0

@@ -7,7 +7,7 @@ keeps besides is read off torch's and DeepSpeed's sources, which the modules of 
 
 from __future__ import annotations
 
-from lightning_shard.engines.facts import EngineFacts, Replicas, Shards
+from lightning_shard.engines.facts import EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fsdp_states import replica_moments, shard_moments
@@ -34,9 +34,9 @@ def predict(
         micro_batches: how many are summed for a step.
     """
     optimizer = optimizer or OptimizerFacts()
-    if isinstance(engine, Replicas):
+    if isinstance(engine, TorchDDPFacts | ReplicateFacts):
         return replica_moments(model, engine, policy, optimizer, micro_batches=micro_batches)
-    if isinstance(engine, Shards):
+    if isinstance(engine, FSDPFacts):
         return shard_moments(model, engine, policy, optimizer, micro_batches=micro_batches)
     return zero_moments(model, engine, policy, optimizer, micro_batches=micro_batches)
 

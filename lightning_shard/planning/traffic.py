@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_shard.engines.facts import EngineFacts, Replicas, Shards, Zero
+from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts
 from lightning_shard.planning.fsdp_states import gathered_bytes, reduced_bytes
 from lightning_shard.planning.zero3_states import persistent_parameters
@@ -82,11 +82,11 @@ def collectives(
     model: ModelFacts, engine: EngineFacts, policy: PrecisionPolicy, *, micro_batches: int = 1
 ) -> list[Collective]:
     """What one optimizer step sends; norms, losses and buffers are left out, which are small."""
-    if isinstance(engine, Replicas):
-        times = 1 if engine.at_boundary else micro_batches
+    if isinstance(engine, TorchDDPFacts | ReplicateFacts):
+        times = 1 if engine.reduce_at_boundary else micro_batches
         gradients = _bytes(model.trainable, policy.reduce) * times
         found = [_over_all("all-reduce", "gradients", engine.ranks, gradients)]
-    elif isinstance(engine, Shards):
+    elif isinstance(engine, FSDPFacts):
         found = _fsdp(model, engine, policy, micro_batches)
     else:
         found = _zero(model, engine, policy, micro_batches)
@@ -101,12 +101,12 @@ def _over_all(kind: str, what: str, ranks: int, payload: int) -> Collective:
     return Collective(kind=kind, what=what, axis="all", ranks=ranks, stride=1, payload=payload)
 
 
-def _fsdp(model: ModelFacts, engine: Shards, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
+def _fsdp(model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
     size = engine.shard
     units = {name: gathered_bytes(members, size, policy.compute) for name, members in model.units.items()}
     below = sum(units.values()) - units[""]
     reduced = sum(reduced_bytes(members, size, policy.reduce) for members in model.units.values())
-    times = 1 if engine.at_boundary else micro_batches
+    times = 1 if engine.reduce_at_boundary else micro_batches
 
     def over_shard(kind: str, what: str, payload: int, ranks: int = size) -> Collective:
         return Collective(kind=kind, what=what, axis="shard", ranks=ranks, stride=1, payload=payload)
@@ -133,7 +133,7 @@ def _fsdp(model: ModelFacts, engine: Shards, policy: PrecisionPolicy, micro_batc
     return found
 
 
-def _zero(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
+def _zero(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
     ranks, trainable = engine.ranks, model.trainable
     times = micro_batches if engine.stage >= 2 else 1
     gradients = _bytes(trainable, policy.reduce) * times
@@ -151,8 +151,8 @@ def _zero(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, micro_batche
     again = Collective(
         kind="all-gather",
         what="parameters, backward",
-        axis="all" if engine.hpz <= 1 else "hpZ",
-        ranks=ranks if engine.hpz <= 1 else engine.hpz,
+        axis="all" if engine.zero_hpz_partition_size <= 1 else "hpZ",
+        ranks=ranks if engine.zero_hpz_partition_size <= 1 else engine.zero_hpz_partition_size,
         stride=1,
         payload=gathered * micro_batches,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_shard.engines.facts import EngineFacts, Replicas, Shards, Zero
+from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.fsdp_states import as_shards, gathered_bytes, raw_bytes, reduced_bytes, shard_elements
@@ -38,15 +38,15 @@ def walk(
 ) -> list[Point]:
     """Every part of the micro-batch of a step that needs most, and the optimizer's step."""
     moments = predict(model, engine, policy, optimizer, micro_batches=micro_batches)
-    if isinstance(engine, Zero):
+    if isinstance(engine, DeepSpeedFacts):
         points = list(_zero(model, engine, moments, trace, policy))
-    elif isinstance(engine, Replicas) and not engine.composable:
+    elif isinstance(engine, TorchDDPFacts):
         points = list(_ddp(model, engine, moments, trace, policy))
     else:
         shards = as_shards(engine)
         units = _Units(model, shards, moments, trace, policy)
         points = list(units.points())
-        if micro_batches > 2 and shards.at_boundary:
+        if micro_batches > 2 and shards.reduce_at_boundary:
             # Those between the first and the last, which give nothing back.
             points = [*units.points(reduces=False), *points]
     return [*points, _step_point(moments, optimizer, trace)]
@@ -83,19 +83,19 @@ def _elements(model: ModelFacts, pieces: int = 1) -> dict[str, int]:
 
 
 def _ddp(
-    model: ModelFacts, engine: Replicas, moments: Moments, trace: Trace, policy: PrecisionPolicy
+    model: ModelFacts, engine: TorchDDPFacts, moments: Moments, trace: Trace, policy: PrecisionPolicy
 ) -> Iterator[Point]:
     """Gradients are made whole, and stay."""
     elements = _elements(model)
     base = replace(moments.step, device=replace(moments.step.device, gradients=0))
     done: tuple[str, ...] = ()
     # Gradients that lie in buckets, and those that are added to sums, are nothing more.
-    in_place = engine.gradients_in_buckets or (engine.at_boundary and moments.waiting > 0)
+    in_place = engine.gradient_as_bucket_view or (engine.reduce_at_boundary and moments.waiting > 0)
     for segment in trace.segments:
         kept = moments.forward.device.gradients
         if segment.phase == "backward" and not in_place:
             kept = moments.waiting + sum(elements[name] for name in done) * policy.master.itemsize + segment.gradients
-        elif segment.phase == "backward" and engine.gradients_in_buckets and not engine.at_boundary:
+        elif segment.phase == "backward" and engine.gradient_as_bucket_view and not engine.reduce_at_boundary:
             kept += moments.waiting
         if in_place:
             segment = replace(segment, together=segment.activations, gradients=0)
@@ -120,7 +120,7 @@ class _Units:
     """FSDP2: units are gathered, freed and reduced one after the other, in the order of the trace."""
 
     def __init__(
-        self, model: ModelFacts, engine: Shards, moments: Moments, trace: Trace, policy: PrecisionPolicy
+        self, model: ModelFacts, engine: FSDPFacts, moments: Moments, trace: Trace, policy: PrecisionPolicy
     ) -> None:
         size = engine.shard
         self.engine, self.moments, self.trace, self.policy = engine, moments, trace, policy
@@ -184,7 +184,7 @@ class _Units:
         """Reduced gradients, those of earlier micro-batches among them, and gradients that wait whole on the device."""
         reduced = sum(self.elements[name] for name in done) * self.policy.master.itemsize
         whole = 0
-        if self.engine.at_boundary and self.moments.waiting:
+        if self.engine.reduce_at_boundary and self.moments.waiting:
             whole = sum(size for name, size in self.waiting.items() if name not in done)
         else:
             reduced = max(reduced, self.moments.waiting)
@@ -216,7 +216,9 @@ class _Units:
         return Point(name=f"reduction of {name or 'the root'}", account=account)
 
 
-def _zero(model: ModelFacts, engine: Zero, moments: Moments, trace: Trace, policy: PrecisionPolicy) -> Iterator[Point]:
+def _zero(
+    model: ModelFacts, engine: DeepSpeedFacts, moments: Moments, trace: Trace, policy: PrecisionPolicy
+) -> Iterator[Point]:
     """DeepSpeed takes gradients one by one, so that only those that it keeps are there besides activations."""
     elements = _elements(model)
     total = max(1, sum(elements.values()))
@@ -250,7 +252,7 @@ def _zero(model: ModelFacts, engine: Zero, moments: Moments, trace: Trace, polic
     yield Point(name="end of backward", account=replace(backward, device=end))
 
 
-def _zero_gradients(engine: Zero, moments: Moments, reached: int, total: int) -> dict[str, int]:
+def _zero_gradients(engine: DeepSpeedFacts, moments: Moments, reached: int, total: int) -> dict[str, int]:
     """Gradients and communication of the device in backward, when those of ``reached`` elements may be there."""
     before, after = moments.forward.device.gradients, moments.backward.device.gradients - moments.made
     communication = moments.backward.device.communication - moments.at_end
@@ -258,5 +260,5 @@ def _zero_gradients(engine: Zero, moments: Moments, reached: int, total: int) ->
         # They grow from what is there before the first to what there is after the last.
         return {"gradients": before + int((after - before) * reached / total), "communication": communication}
     # Stage 2 makes its partition when the first bucket is full, stage 3 for the whole run.
-    full = reached > engine.reduce_bucket
+    full = reached > engine.reduce_bucket_size
     return {"gradients": after if full else before, "communication": communication}

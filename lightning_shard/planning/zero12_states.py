@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from lightning_shard.engines.facts import Zero
+from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 from lightning_shard.planning.moments import Moments, reduction_copies, seen_bytes
@@ -22,7 +22,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 
 
 def stages_1_2(
-    model: ModelFacts, engine: Zero, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
+    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
 ) -> Moments:
     """Masters and state are cut, one flat partition for each of the optimizer's groups; parameters are whole."""
     compute, master = policy.compute, policy.master
@@ -35,7 +35,7 @@ def stages_1_2(
         + sum(optimizer.uncut.values()),
     )
     device = KindBytes(parameters=parameters, buffers=model.buffer_bytes)
-    offload = engine.optimizer != "none"
+    offload = engine.optimizer_device != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
         return _bf16_optimizer(device + kept, flat, model, policy, micro_batches)
     gradients = _gradients(model, engine, policy, flat)
@@ -154,13 +154,13 @@ class _Gradients:
     """Of the largest, as backward makes it."""
 
 
-def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _Flat) -> _Gradients:
+def _gradients(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, flat: _Flat) -> _Gradients:
     compute, sums = policy.compute, engine.accumulate
     separate = compute != sums
     compact = separate and sums == torch.float32
     in_bucket = sums if separate and engine.stage == 1 else compute
-    buckets = engine.reduce_bucket * in_bucket.itemsize * (2 if engine.overlap_comm else 1)
-    buckets = buckets if engine.contiguous_gradients or engine.optimizer != "none" else 0
+    buckets = engine.reduce_bucket_size * in_bucket.itemsize * (2 if engine.overlap_comm else 1)
+    buckets = buckets if engine.contiguous_gradients or engine.optimizer_device != "none" else 0
     numel = [p.numel for p in model.trainable]
     converted = policy.reduce.itemsize if policy.reduce != in_bucket else 0
     copies, at_end = reduction_copies(model, engine, in_bucket.itemsize + converted)
@@ -172,7 +172,8 @@ def _gradients(model: ModelFacts, engine: Zero, policy: PrecisionPolicy, flat: _
         own=own,
         everything=everything,
         # Parameters of the partition get theirs when the copies are gone, a flat partition is added to from them.
-        moved=min(everything, engine.reduce_bucket * in_bucket.itemsize) - (own if compact else max(0, own - copies)),
+        moved=min(everything, engine.reduce_bucket_size * in_bucket.itemsize)
+        - (own if compact else max(0, own - copies)),
         buckets=buckets,
         copies=copies,
         # Stage 1 reduces at the boundary, after backward.

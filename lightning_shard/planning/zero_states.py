@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_shard.engines.facts import Zero
+from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.moments import Moments, optimizer_bytes, seen_bytes
@@ -22,7 +22,7 @@ ALLREDUCE_BUCKET = 500_000_000
 
 
 def zero_moments(
-    model: ModelFacts, engine: Zero, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
+    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
 ) -> Moments:
     """The moments of the rank that holds most."""
     if engine.stage == 0:
@@ -34,7 +34,7 @@ def zero_moments(
     )
 
 
-def _kept_frozen(model: ModelFacts, engine: Zero, policy: PrecisionPolicy) -> MemoryAccount:
+def _kept_frozen(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy) -> MemoryAccount:
     """This rank's share of frozen parameters that the cast rounded: it is kept on the host for checkpoints."""
     total = 0
     for p in model.parameters:
@@ -45,7 +45,7 @@ def _kept_frozen(model: ModelFacts, engine: Zero, policy: PrecisionPolicy) -> Me
 
 
 def _stage_0(
-    model: ModelFacts, engine: Zero, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
+    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
 ) -> Moments:
     """Everything whole; gradients are flattened into buckets at the boundary."""
     numel = sum(p.numel for p in model.trainable)

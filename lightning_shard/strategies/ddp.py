@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_shard import _lightning
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import ddp, fsdp
-from lightning_shard.engines.facts import Replicas
+from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
 from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -160,13 +160,14 @@ class ShardDDPStrategy(ComposableStrategy):
                 "DistributedDataParallel. Remove it, or use precision '32-true'."
             )
 
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Replicas:
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts | ReplicateFacts:
         """See the parent's."""
-        return Replicas(
+        if self.policy.compute.itemsize != 4 or ddp.needs_composable(module):
+            return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._syncs_at_boundary)
+        return TorchDDPFacts(
             ranks=run.ranks,
-            composable=self.policy.compute.itemsize != 4 or ddp.needs_composable(module),
-            gradients_in_buckets=self._ddp_options.gradient_as_bucket_view,
-            at_boundary=self._syncs_at_boundary,
+            gradient_as_bucket_view=self._ddp_options.gradient_as_bucket_view,
+            reduce_at_boundary=self._syncs_at_boundary,
         )
 
     def _sharding_options(self) -> fsdp.ShardingOptions:

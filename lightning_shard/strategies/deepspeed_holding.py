@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.engines.facts import EngineFacts, Sharding, zero_from
+from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.resident import Held
 from lightning_shard.engines.zero import cpu_adam, resident
-from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts, deepspeed_config, effective
+from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts, deepspeed_config
 from lightning_shard.engines.zero.running import ZeroEngine
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.strategies.base import ShardStrategy
@@ -64,23 +63,10 @@ class HoldingStrategy(ShardStrategy):
             number_of_parameters=sum(p.numel() for p in module.parameters()),
         )
         config = deepspeed_config(self._fields, facts)
-        return zero_from(config, ranks=run.ranks, accumulate=self.policy.accumulate, device_type=run.device_type)
+        return deepspeed_facts(config, ranks=run.ranks, accumulate=self.policy.accumulate, device_type=run.device_type)
 
     def _engine_facts(self) -> EngineFacts:
-        return zero_from(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
-
-    def sharding(self) -> Sharding:
-        """See the parent's; each stage cuts one kind more."""
-        asked = effective(self._fields)
-        kinds = ["masters", "optimizer", "gradients", "parameters"]
-        stepping = kinds[:3] if asked.optimizer_device != "none" else []
-        parameters = kinds[3:] if asked.parameter_device != "none" else []
-        return replace(
-            super().sharding(),
-            pieces=self.world_size,
-            cut=frozenset(kinds[: self._stage + 1] if self._stage else []),
-            on_host=frozenset(stepping + parameters),
-        )
+        return deepspeed_facts(self._config, ranks=self.world_size, accumulate=self.policy.accumulate)
 
     # Checkpoints
 

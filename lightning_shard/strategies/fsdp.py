@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -10,7 +9,7 @@ from torch import nn
 
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines import fsdp
-from lightning_shard.engines.facts import Sharding, Shards
+from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError, MeshError
@@ -127,26 +126,16 @@ class ShardFSDPStrategy(ComposableStrategy):
     def _sharding_options(self) -> fsdp.ShardingOptions:
         return self._options
 
-    def sharding(self) -> Sharding:
-        """See the parent's; parameters, gradients and optimizer state are cut alike."""
-        states = frozenset({"parameters", "gradients", "optimizer"})
-        return replace(
-            super().sharding(),
-            pieces=self._mesh_shape()[1],
-            cut=states,
-            on_host=states if self._options.cpu_offload else frozenset(),
-        )
-
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> Shards:
+    def planned_engine(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
         """See the parent's."""
         replicate, shard = resolve_mesh(self.mesh_config, world_size=run.ranks, processes_per_node=run.per_node)
-        return Shards(
+        return FSDPFacts(
             replicate=replicate,
             shard=shard,
             reshard_after_forward=self._options.reshard_after_forward,
             cpu_offload=self._options.cpu_offload,
             backward_prefetch=self._options.backward_prefetch,
-            at_boundary=self._syncs_at_boundary,
+            reduce_at_boundary=self._syncs_at_boundary,
         )
 
     def find_units(self, module: nn.Module) -> list[Unit]:

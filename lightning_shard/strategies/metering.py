@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import _lightning
-from lightning_shard.engines.facts import EngineFacts, Sharding
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.resident import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.live import StepMeter, account
@@ -72,10 +72,6 @@ class MeteredStrategy(PlannedStrategy):
         per_node = self.num_processes
         run = PlannedRun(ranks=self.world_size, per_node=per_node, device_type=self.root_device.type)
         return self.planned_engine(self._metered(), run)
-
-    def sharding(self) -> Sharding:
-        """How the run holds its states."""
-        return Sharding(engine=self.engine, ranks=self.world_size, pieces=1, cut=frozenset(), aligned=self.aligned)
 
     def _before_sharding(self, trainer: Trainer) -> None:
         """Let callbacks see the module of a fit while its parameters are whole, or on the meta device."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard.engines import compiling
-from lightning_shard.engines.facts import Sharding
 from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.memory import MemoryAccount
+from lightning_shard.meters.advice import advice
 from lightning_shard.strategies.running import RunningStrategy
 
 
@@ -25,9 +25,10 @@ class TransformingStrategy(RunningStrategy):
     _compiled: compiling.Compiled | None = None
     """What was compiled before the first step, until that is over."""
 
-    def sharding(self) -> Sharding:
-        """How the run holds its states, and whether it recomputes activations."""
-        return replace(super().sharding(), checkpointing=self.activation_checkpointing is not None)
+    def memory_advice(self, account: MemoryAccount) -> str:
+        """What would need less of a device than ``account``, in lines to read. No communication."""
+        checkpointing = self.activation_checkpointing is not None
+        return advice(account, self._engine_facts(), aligned=self.aligned, checkpointing=checkpointing)
 
     def on_train_start(self) -> None:
         """Look at the compiler before the first step; see also the parent's."""

@@ -20,7 +20,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.engines.facts import Sharding
+from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.advice import suggestions
 from lightning_shard.meters.flops import FlopCount
@@ -78,22 +78,19 @@ ACCOUNT = MemoryAccount(device=KindBytes(parameters=400, gradients=400, optimize
 
 
 def test_what_would_hold_less_is_arithmetic() -> None:
-    everything = Sharding(engine="ddp", ranks=4, pieces=1, cut=frozenset(), aligned=True)
-    found = {each.text.removeprefix("strategy: "): each.saves for each in suggestions(ACCOUNT, everything)}
+    everything = suggestions(ACCOUNT, TorchDDPFacts(ranks=4), aligned=True)
+    found = {each.text.removeprefix("strategy: "): each.saves for each in everything}
     assert found["shard_fsdp_aligned"] == 1200
     assert found["shard_fsdp_offload_aligned"] == 1600
     assert found["half the batch size, with accumulate_grad_batches doubled"] == 50
-    texts = [each.text for each in suggestions(ACCOUNT, everything)]
+    texts = [each.text for each in everything]
     assert texts[0] == "strategy: shard_fsdp_offload_aligned"
     assert "activation_checkpointing: units (at most, less what one unit keeps)" in texts
-    cut = Sharding(engine="fsdp", ranks=4, pieces=4, cut=frozenset({"parameters", "gradients", "optimizer"}))
-    found = {each.text: each.saves for each in suggestions(ACCOUNT, cut)}
+    found = {each.text: each.saves for each in suggestions(ACCOUNT, FSDPFacts(replicate=1, shard=4))}
     assert found["activation_checkpointing: units (at most, less what one unit keeps)"] == 100
     assert "strategy: shard_fsdp" not in found
-    stepped = Sharding(
-        engine="deepspeed", ranks=4, pieces=4, cut=frozenset({"masters", "optimizer"}), checkpointing=True
-    )
-    found = {each.text: each.saves for each in suggestions(ACCOUNT, stepped)}
+    stage_1 = suggestions(ACCOUNT, DeepSpeedFacts(ranks=4, stage=1), checkpointing=True)
+    found = {each.text: each.saves for each in stage_1}
     # Of the gradients three quarters, of gradients and parameters, of all.
     assert found["strategy: shard_deepspeed_stage_2"] == 300
     assert found["strategy: shard_deepspeed_stage_3"] == 600
