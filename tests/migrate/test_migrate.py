@@ -29,7 +29,7 @@ FILES = ROOT / "tests" / "migrate" / "files"
 ACCELERATE = sorted((FILES / "accelerate").glob("*.yaml"))
 LIGHTNING = sorted(path for path in (FILES / "lightning").glob("*.yaml") if path.stem != "base")
 DEEPSPEED = [
-    *sorted((ROOT / "tests" / "engines" / "deepspeed_files").glob("*.json")),
+    *sorted((ROOT / "tests/engines/zero/config/files").glob("*.json")),
     *sorted((FILES / "deepspeed").glob("*.json")),
 ]
 BASE = FILES / "lightning" / "base.yaml"

@@ -19,7 +19,7 @@ from tests.harness import ROOT, run_distributed
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 FILES = ROOT / "tests" / "migrate" / "files"
-DEEPSPEED_FILES = ROOT / "tests" / "engines" / "deepspeed_files"
+DEEPSPEED_FILES = ROOT / "tests/engines/zero/config/files"
 BASE = FILES / "lightning" / "base.yaml"
 OWN = FILES / "own"
 # The files are of GPUs, and some of several nodes.

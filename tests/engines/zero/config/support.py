@@ -1,0 +1,59 @@
+"""The facts of a run that the tests of DeepSpeed's configuration share, and what is accepted and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime import config as library
+
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    RunFacts,
+    check_fields,
+    deepspeed_config,
+    dump_config,
+)
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.policy import policy_from
+
+FILES = Path(__file__).parent / "files"
+ZERO = "zero_optimization"
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.05}
+
+
+def run_facts(precision: str = "bf16-mixed", *, aligned: bool = False, **others: Any) -> RunFacts:
+    facts = RunFacts(
+        world_size=1,
+        device_type="cpu",
+        policy=policy_from(precision, aligned=aligned),
+        aligned=aligned,
+        micro_batch_size=2,
+        optimizer=ADAMW,
+        total_steps=500,
+        warmup_steps=50,
+        hidden_size=64,
+        number_of_parameters=10_000,
+    )
+    return replace(facts, **others)
+
+
+def accepted(config: dict[str, Any]) -> library.DeepSpeedConfig:
+    """What DeepSpeed makes of it, in one process without a group: it raises on anything it does not take."""
+    return library.DeepSpeedConfig(json.loads(dump_config(config)))
+
+
+def refusal(config: Mapping[str, Any] | str, *, aligned: bool = False, **typed: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        check_fields(DeepSpeedFields(config=config, **typed), aligned)
+    return str(caught.value)
+
+
+def contradiction(config: Mapping[str, Any], facts: RunFacts) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        deepspeed_config(DeepSpeedFields(config=dict(config)), facts)
+    return str(caught.value)

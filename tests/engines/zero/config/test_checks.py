@@ -1,0 +1,180 @@
+"""The contract, the precision and the loss scale: which settings of a DeepSpeed file go with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import config as library
+
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    OptimizerOffload,
+    check_fields,
+    check_policy,
+    deepspeed_config,
+    loss_scaling_from,
+    merging,
+)
+from lightning_shard.engines.zero.config.checks import CONTRACT
+from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.precision.loss_scale import LossScaling
+from lightning_shard.precision.policy import PRECISIONS, policy_from, short
+from tests.engines.zero.config.support import ZERO, accepted, contradiction, refusal, run_facts
+
+
+@pytest.mark.parametrize("path", sorted(CONTRACT))
+def test_settings_that_break_the_contract_are_named(path: str) -> None:
+    breaking = {
+        "communication_data_type": "bf16",
+        "data_types.grad_accum_dtype": "bf16",
+        "data_types.buffer_dtype": "bf16",
+        f"{ZERO}.zenflow": {"topk_ratio": 0.1},
+        "gradient_predivide_factor": 2.0,
+        "gradient_allreduce_op": "sum",
+    }.get(path, True)
+    allowed, rule = CONTRACT[path]
+    config: dict[str, Any] = {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    merging.put(config, path, breaking)
+    if path == "gradient_allreduce_op":
+        # DeepSpeed itself has no sum in stage 3.
+        merging.put(config, f"{ZERO}.stage", 2)
+    text = refusal(config, aligned=True)
+    assert f"{path} is {breaking!r} under aligned, but the contract is: {rule}." in text
+    check_fields(DeepSpeedFields(config=config), aligned=False)
+    for value in allowed:
+        merging.put(config, path, value)
+        check_fields(DeepSpeedFields(config=config), aligned=True)
+
+
+def test_the_contract_is_pinned_not_left_to_defaults() -> None:
+    config = deepspeed_config(DeepSpeedFields(stage=3), run_facts(aligned=True))
+    assert config[ZERO]["ignore_unused_parameters"] is True
+    assert config[ZERO]["memory_efficient_linear"] is False
+    assert config[ZERO]["round_robin_gradients"] is False
+    assert config["bf16"]["check_grad_overflow"] is False
+    assert config["bf16"]["bf16_master_weights_and_grads"] is False
+    assert (config["communication_data_type"], config["data_types"]["grad_accum_dtype"]) == ("fp32", "fp32")
+    assert config["gradient_predivide_factor"] == 1.0
+    # A plain name leaves DeepSpeed its defaults.
+    assert "memory_efficient_linear" not in deepspeed_config(DeepSpeedFields(stage=3), run_facts())[ZERO]
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bool, aligned: bool) -> None:
+    offloaded = OptimizerOffload() if offload and stage else None
+    fields = DeepSpeedFields(stage=stage, offload_optimizer=offloaded)
+    check_fields(fields, aligned)
+    facts = run_facts(precision, aligned=aligned)
+    policy = facts.policy
+    if (stage == 0 and aligned and precision != "32-true") or (
+        precision == "16-true" and not aligned and stage and not offload
+    ):
+        named = "shard_ddp_aligned" if aligned else "shard_deepspeed_stage_2_offload"
+        with pytest.raises(PrecisionError, match=named):
+            deepspeed_config(fields, facts)
+        return
+    taken = accepted(deepspeed_config(fields, facts))
+    cast_beforehand = stage == 0 and policy.is_low_memory
+    assert taken.float16_config.enabled == (policy.compute == torch.float16 and not cast_beforehand)
+    assert taken.bfloat16_config.enabled == (policy.compute == torch.bfloat16 and not cast_beforehand)
+    assert taken.communication_data_type == policy.reduce
+    if stage:
+        assert taken.grad_accum_dtype == short(policy.accumulate)
+    else:
+        assert taken.grad_accum_dtype is None
+    low = policy.is_low_memory and stage > 0
+    assert taken.bfloat16_config.bf16_master_weights_and_grads == (low and policy.master == torch.bfloat16)
+    assert taken.bfloat16_config.bf16_optimizer_states == (low and policy.master == torch.bfloat16)
+    assert taken.float16_config.fp16_master_weights_and_grads == (low and policy.master == torch.float16)
+    # Never DeepSpeed's own scale, and never its own clipping, whose default is 1.0.
+    assert taken.float16_config.loss_scale == (1.0 if taken.float16_config.enabled else 0)
+    assert taken.gradient_clipping == 0.0
+    assert taken.zero_allow_untested_optimizer is True
+    assert taken.zero_force_ds_cpu_optimizer is False
+    explicit = {"zero_force_ds_cpu_optimizer": True, ZERO: {"stage": stage, "ignore_unused_parameters": False}}
+    taken = accepted(deepspeed_config(replace(fields, config=explicit), facts))
+    assert taken.zero_force_ds_cpu_optimizer is True
+    assert taken.zero_config.ignore_unused_parameters is False
+
+
+def test_a_precision_is_refused_before_the_run_is_known() -> None:
+    with pytest.raises(PrecisionError, match="stage 0 under aligned"):
+        check_policy(DeepSpeedFields(stage=0), policy_from("bf16-mixed", aligned=True), aligned=True)
+    check_policy(DeepSpeedFields(stage=0), policy_from("32-true", aligned=True), aligned=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "text"),
+    [
+        (
+            {"fp16": {"enabled": True}},
+            "bf16-mixed",
+            "fp16.enabled is true, but the Trainer's precision computes in bf16",
+        ),
+        ({"bf16": {"enabled": False}}, "bf16-mixed", "bf16.enabled is false, but the Trainer's precision computes in"),
+        (
+            {"bf16": {"enabled": "true"}},
+            "32-true",
+            "bf16.enabled is true, but the Trainer's precision computes in fp32",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True}},
+            "bf16-mixed",
+            "keeps masters in fp32: 16-bit masters are precision 'bf16-true'",
+        ),
+        ({"data_types": {"param_dtype": "half"}}, "bf16-mixed", "data_types.param_dtype is 'fp16', but the Trainer's"),
+        (
+            {"data_types": {"grad_accum_dtype": "fp32"}, ZERO: {"stage": 0}},
+            "bf16-mixed",
+            "grad_accum_dtype is 'fp32', but stage 0 sums gradients in bf16 only",
+        ),
+    ],
+)
+def test_a_precision_that_contradicts_the_trainer(config: dict[str, Any], precision: str, text: str) -> None:
+    assert text in contradiction(config, run_facts(precision))
+
+
+# ---- the loss scale
+
+
+def test_loss_scales() -> None:
+    assert loss_scaling_from(None) is loss_scaling_from({"fp16": {"enabled": "auto"}}) is None
+    assert loss_scaling_from({"fp16": {"enabled": False, "loss_scale": 128}}) is None
+    given = {"loss_scale": "0", "initial_scale_power": 12, "loss_scale_window": "5e2", "hysteresis": 1}
+    assert loss_scaling_from({"fp16": {**given, "min_loss_scale": 2}}) == LossScaling(
+        initial=4096, growth_interval=500, hysteresis=1, minimum=2
+    )
+    # DeepSpeed's own defaults, where a section says something and leaves something out.
+    own = library.DeepSpeedConfig({"train_batch_size": 1}).float16_config
+    assert loss_scaling_from({"fp16": {"loss_scale": 0}}) == LossScaling(
+        initial=own.initial_dynamic_scale(),
+        growth_interval=own.loss_scale_window,
+        hysteresis=own.hysteresis,
+        minimum=own.min_loss_scale,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fp16", "text"),
+    [
+        ({"loss_scale": 128}, "fp16.loss_scale to 0 and fp16.initial_scale_power to 7, to begin at 128"),
+        ({"loss_scale": 1}, "fp16.initial_scale_power to 0, to begin at 1"),
+        ({"consecutive_hysteresis": True}, "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis"),
+        ({"min_loss_scale": 3}, "The fp16 section (min_loss_scale 3) can't be used: loss_scale.minimum is 3.0"),
+        ({"initial_scale_power": 200}, "The fp16 section (initial_scale_power 200) can't be used"),
+        ({"hysteresis": 0}, "loss_scale.hysteresis is 0, but must be 1 or more"),
+    ],
+)
+def test_loss_scales_without_an_equal(fp16: dict[str, Any], text: str) -> None:
+    assert text in refusal({"fp16": {"enabled": True, **fp16}})
+    with pytest.raises(ConfigurationError):
+        loss_scaling_from({"fp16": fp16})

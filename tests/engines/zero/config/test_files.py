@@ -1,0 +1,114 @@
+"""DeepSpeed files as people have them: what is read from them, and that DeepSpeed takes what is made of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    check_fields,
+    deepspeed_config,
+    dump_config,
+    effective,
+    loss_scaling_from,
+)
+from lightning_shard.precision.loss_scale import LossScaling
+from tests.engines.zero.config.support import FILES, ZERO, accepted, run_facts
+
+
+def test_a_zero_2_file_with_auto_values() -> None:
+    fields = DeepSpeedFields(config=str(FILES / "zero2_fp16_auto.json"))
+    check_fields(fields, aligned=True)
+    assert loss_scaling_from(fields.config) == LossScaling(initial=65536, growth_interval=1000, hysteresis=2)
+    facts = run_facts("16-mixed", world_size=4, accumulate_grad_batches=3, gradient_clip_val=1.0)
+    config = deepspeed_config(fields, facts)
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (24, 2)
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (3, 0.0)
+    assert config["optimizer"]["params"] == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.05}
+    assert config["scheduler"]["params"] == {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 50,
+        "total_num_steps": 500,
+    }
+    assert config["fp16"] == {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": False}
+    assert "bf16" not in config
+    # What a file says outright stays, larger than the model or not.
+    assert config[ZERO]["reduce_bucket_size"] == config[ZERO]["allgather_bucket_size"] == 200_000_000
+    assert "auto" not in dump_config(config)
+
+
+def test_a_zero_3_file_with_offload() -> None:
+    fields = DeepSpeedFields(stage=3, config=str(FILES / "zero3_offload.json"))
+    check_fields(fields, aligned=True)
+    zero = deepspeed_config(fields, run_facts())[ZERO]
+    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    # Hugging Face's formulas for a hidden size of 64.
+    assert zero["reduce_bucket_size"] == 4096
+    assert zero["stage3_prefetch_bucket_size"] == 3686
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert zero["sub_group_size"] == 1_000_000_000
+    assert type(zero["sub_group_size"]) is int
+
+
+def test_an_nvme_file_with_old_names() -> None:
+    fields = DeepSpeedFields(config=str(FILES / "zero3_nvme.json"))
+    check_fields(fields, aligned=False)
+    asked = effective(fields)
+    assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "nvme", "nvme")
+    config = deepspeed_config(fields, run_facts())
+    assert config["aio"]["intra_op_parallelism"] == 1
+    assert "thread_count" not in config["aio"]
+    assert config[ZERO]["stage3_gather_16bit_weights_on_model_save"] is True
+    assert "stage3_gather_fp16_weights_on_model_save" not in config[ZERO]
+
+
+def test_a_file_whose_values_are_strings() -> None:
+    fields = DeepSpeedFields(config=str(FILES / "zero1_strings.json"))
+    check_fields(fields, aligned=True)
+    facts = run_facts(
+        world_size=2, micro_batch_size=4, accumulate_grad_batches=2, gradient_clip_val=1.0, optimizer=None
+    )
+    config = deepspeed_config(fields, facts)
+    assert config["bf16"]["enabled"] is True
+    assert config["optimizer"] == {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "torch_adam": True}}
+    assert config[ZERO]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert (config[ZERO]["stage"], config[ZERO]["reduce_bucket_size"]) == (1, 500_000_000)
+    assert config[ZERO]["overlap_comm"] is False
+    assert config["activation_checkpointing"]["partition_activations"] is False
+    assert config["flops_profiler"]["enabled"] is False
+    # Infinity, for never, is nothing that JSON has; a section of a removed feature that is off asks for nothing.
+    assert not {"steps_per_print", "amp", "bfloat16", "cpu_offload"} & {*config, *config[ZERO]}
+    # Sections of DeepSpeed's own logging pass as they are.
+    assert config["wandb"] == {"enabled": False, "project": "my_project"}
+    assert config["comms_logger"] == {"enabled": False, "verbose": False, "prof_all": True}
+    assert config["tensorboard"]["job_name"] == "train_bert"
+
+
+def test_a_file_of_stage_0() -> None:
+    fields = DeepSpeedFields(config=str(FILES / "zero0_plain.json"))
+    check_fields(fields, aligned=True)
+    facts = run_facts(
+        "32-true", aligned=True, world_size=2, micro_batch_size=None, gradient_clip_val=0.5, optimizer={"lr": 0.1}
+    )
+    config = deepspeed_config(fields, facts)
+    assert config[ZERO]["stage"] == 0
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert "elasticity" not in config
+    assert config["scheduler"] == {"type": "CosineAnnealingLR", "params": {"T_max": 100}}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("*.json")))
+def test_deepspeed_takes_every_file(name: str) -> None:
+    content = json.loads((FILES / name).read_text())
+    given = {k: v for k, v in content.items() if "batch" not in k and "gradient" not in k and k != "optimizer"}
+    before = json.dumps(given)
+    fields = DeepSpeedFields(config=given)
+    precision = "32-true" if name == "zero0_plain.json" else "bf16-mixed"
+    taken = accepted(deepspeed_config(fields, run_facts(precision)))
+    assert taken.train_batch_size == 2
+    assert taken.zero_optimization_stage == int(name[4])
+    assert json.dumps(given) == before

@@ -1,0 +1,193 @@
+"""Values and keys of a DeepSpeed file: what is understood, and what is refused with the nearest key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    check_fields,
+    deepspeed_config,
+    keys,
+    reading,
+)
+from tests.engines.zero.config.support import ZERO, refusal, run_facts
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_whole_numbers_are_understood_as_text_and_as_floats(number: int) -> None:
+    problems: list[str] = []
+    forms: list[Any] = [number, str(number), f" {number}"]
+    if number < 2**53:
+        forms += [float(number), str(float(number)), repr(float(number)).replace("e", "E")]
+    assert all(reading.understood(form, "int", "key", problems) == number for form in forms)
+    assert all(type(reading.understood(form, "int", "key", problems)) is int for form in forms)
+    assert problems == []
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_are_understood_as_text(number: float) -> None:
+    problems: list[str] = []
+    assert reading.understood(repr(number), "float", "key", problems) == number
+    assert problems == []
+
+
+@given(st.text(max_size=6) | st.none() | st.booleans() | st.integers() | st.floats() | st.lists(st.integers()))
+def test_what_is_no_flag_is_never_read_as_one(value: Any) -> None:
+    problems: list[str] = []
+    read = reading.understood(value, "bool", "some.key", problems)
+    word = str(value).strip().lower()
+    expected = {"true": True, "false": False, "auto": "auto"}.get(word) if isinstance(value, str | bool) else None
+    if isinstance(value, int | float) and value in (0, 1):
+        expected = bool(value)
+    assert read == expected
+    assert bool(problems) == (expected is None)
+    assert all(problem.startswith("some.key is ") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes', but must be true or false"),
+        ({"fp16": {"enabled": 2}}, "fp16.enabled is 2, but must be true or false"),
+        ({"fp16": {"hysteresis": 1.5}}, "fp16.hysteresis is 1.5, but must be a whole number"),
+        ({ZERO: {"reduce_bucket_size": True}}, f"{ZERO}.reduce_bucket_size is True, but must be a number"),
+        ({ZERO: {"reduce_bucket_size": "5e-1"}}, f"{ZERO}.reduce_bucket_size is '5e-1', but must be a whole number"),
+        ({ZERO: {"reduce_bucket_size": "big"}}, f"{ZERO}.reduce_bucket_size is 'big', but must be a number"),
+        ({ZERO: {"reduce_bucket_size": 0}}, f"{ZERO}.reduce_bucket_size is 0, but DeepSpeed's rule is: Input should"),
+        ({ZERO: {"stage": 4}}, f"{ZERO}.stage is 4, but DeepSpeed's rule is: Input should be"),
+        ({ZERO: {"stage": "two"}}, f"{ZERO}.stage is 'two', but must be a number"),
+        ({ZERO: 2}, f"{ZERO} is 2, but must be a mapping of keys"),
+        ({ZERO: {"stage": 3, "compute_grad_norm": False}}, "compute_grad_norm=false is supported only with ZeRO Stage"),
+        (
+            {ZERO: {"offload_optimizer": {"device": "gpu"}}},
+            f"{ZERO}.offload_optimizer.device is 'gpu', but DeepSpeed's",
+        ),
+        ({ZERO: {"offload_optimizer": "cpu"}}, f"{ZERO}.offload_optimizer is 'cpu', but must be a mapping of keys"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1, but must be 0 or more"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan, but must be a number"),
+        ({"train_batch_size": "0"}, "train_batch_size is 0, but must be 1 or more"),
+        ({"communication_data_type": "int8"}, "communication_data_type is 'int8', but must be one of fp32, bf16, fp16"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype is 'fp8', but must be one of fp32"),
+        ({"optimizer": {"params": {}}}, "optimizer.type is None, but must name one"),
+        ({"scheduler": {"type": "auto"}}, "scheduler.type is 'auto', but must name one"),
+        ({"optimizer": {"type": "AdamV"}}, "optimizer.type is 'AdamV', which neither DeepSpeed nor torch has"),
+        (
+            {"scheduler": {"type": "WarmupDecay"}},
+            "which neither DeepSpeed nor torch has: the nearest is 'WarmupDecayLR'",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params is [], but must be a mapping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "params.lr is 'fast', but must be a number"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}},
+            "params.betas is 0.9, but must be 'auto' or a list",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}},
+            "clipping is the Trainer's: set gradient_cl",
+        ),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is None, but this type needs it: write a value"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto"}}},
+            "cycle_min_lr is 'auto', but this type",
+        ),
+        (
+            {"scheduler": {"type": "StepLR", "params": {"gamma": 0.5}}},
+            "params.step_size is None, but this type needs it",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, "but must be 'log' or 'linear'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "is 0, but must be 1 or more"),
+        ({1: 2}, "1 is no key of DeepSpeed's"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "bf16 is given twice, as {'enabled': True} and"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is false, but the strategy sets it"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last is true, but the Trainer has its own dataloader"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile is true, but DeepCompile needs"),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast is true, but floating inputs are cast"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal is true, but checkpoints are this"),
+    ],
+)
+def test_values_that_can_not_be_used(config: dict[str, Any], text: str) -> None:
+    assert text in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation is no key of DeepSpeed's: the nearest is 'zero_optimization'"),
+        ({"fp16": {"enabeld": True}}, "fp16.enabeld is no key of DeepSpeed's: the nearest is 'enabled'"),
+        ({ZERO: {"max_live_params": 1}}, "max_live_params is no key of DeepSpeed's: the nearest is 'stage3_max_live_p"),
+        (
+            {ZERO: {"offload_param": {"devise": "cpu"}}},
+            f"{ZERO}.offload_param.devise is no key of DeepSpeed's: the near",
+        ),
+        (
+            {ZERO: {"zenflow": {"topk": 1}}},
+            f"{ZERO}.zenflow.topk is no key of DeepSpeed's: the nearest is 'topk_ratio'",
+        ),
+        ({"aio": {"blocks": 1}}, "aio.blocks is no key of DeepSpeed's: the nearest is 'block_size'"),
+        ({"checkpoint": {"writer": {"kind": "fast"}}}, "checkpoint.writer.kind is no key of DeepSpeed's: "),
+        ({"timers": {"throughput": {"on": True}}}, "timers.throughput.on is no key of DeepSpeed's: known are enabled"),
+        ({"activation_checkpointing": {"partitioned_activations": True}}, "the nearest is 'partition_activations'"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "the nearest is 'grad_accum_dtype'"),
+        ({"comms_logger": {"enable": True}}, "comms_logger.enable is no key of DeepSpeed's: the nearest is 'enabled'"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 0}}}, "the nearest is 'weight_decay'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "the nearest is 'warmup_num_steps'"),
+        ({"optimizer": {"type": "SGD", "params": {"momntum": 0.9}}}, "the nearest is 'momentum'"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(config: dict[str, Any], text: str) -> None:
+    assert text in refusal(config)
+
+
+def test_all_problems_are_in_one_error() -> None:
+    text = refusal({"fp16": {"enabeld": 1}, ZERO: {"stage": 3, "overlap_comm": "maybe"}, "gradient_clip": 1}, stage=2)
+    assert text.startswith("The DeepSpeed configuration can't be used, in 4 places:\n  - ")
+    for part in ("fp16.enabeld", "overlap_comm is 'maybe'", "gradient_clip is no key", "stage is 2, but config's"):
+        assert part in text
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather"])
+def test_mics_is_named_as_removed(key: str) -> None:
+    text = refusal({ZERO: {"stage": 3, key: 4}})
+    assert f"{ZERO}.{key} is 4, but DeepSpeed 0.19 removed MiCS: use shard_fsdp_hybrid" in text
+    # -1 and false were the values of a file that did not use it.
+    check_fields(DeepSpeedFields(config={ZERO: {"mics_shard_size": -1, key: False}}), aligned=True)
+
+
+@pytest.mark.parametrize("key", [*keys.REMOVED, *keys.FOREIGN])
+def test_sections_without_a_place_here_are_refused_unless_they_are_off(key: str) -> None:
+    assert f"{key} can't be used: " in refusal({key: {"enabled": True}})
+    for off in (None, False, {}, {"enabled": False}, {"enabled": "false", "other": 1}, {"enabled": "auto"}):
+        fields = DeepSpeedFields(config={key: off})
+        check_fields(fields, aligned=True)
+        assert key not in deepspeed_config(fields, run_facts())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_parallel_size", 1), ("data_parallel_size", 1), ("tensor_parallel", {"autotp_size": 1})],
+)
+def test_axes_of_size_1_are_no_axes(key: str, value: Any) -> None:
+    check_fields(DeepSpeedFields(config={key: value}), aligned=True)
+    larger = {"autotp_size": 2} if isinstance(value, dict) else 2
+    assert f"{key} can't be used: " in refusal({key: larger})
+
+
+def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.json"
+    assert f"config is {str(missing)!r}, but there is no such file" in refusal(str(missing))
+    for content, text in (
+        ("{fp16: 1}", "which is not JSON: Expecting property name"),
+        ("[1]", "which holds a list, but must hold a mapping"),
+        ('{"fp16": {}, "fp16": {}}', "config has the key 'fp16' twice. Remove one"),
+    ):
+        path = tmp_path / "ds.json"
+        path.write_text(content)
+        assert text in refusal(str(path))
+    assert "config is 3, but must be the path" in refusal(3)  # type: ignore[arg-type]

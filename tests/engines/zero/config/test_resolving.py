@@ -1,0 +1,246 @@
+"""A DeepSpeed file meets the run: values that contradict it, and those that "auto" takes from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import config as library
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    OptimizerOffload,
+    ParameterOffload,
+    Stage3Options,
+    ZeroBuckets,
+    check_fields,
+    deepspeed_config,
+    dump_config,
+)
+from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER
+from lightning_shard.errors import ConfigurationError
+from tests.engines.zero.config.support import ADAMW, FILES, ZERO, accepted, contradiction, run_facts
+
+
+def test_every_contradiction_is_in_one_error() -> None:
+    config = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_max_lr": 0.2}},
+        ZERO: {"stage": 3, "zero_hpz_partition_size": 3},
+    }
+    facts = run_facts(world_size=2, optimizer={**ADAMW, "type": "AdamW"})
+    text = contradiction(config, facts)
+    for line in (
+        "train_batch_size is 64, but that of the run, 2 per process x 1 accumulated x 2 processes, is 4",
+        "train_micro_batch_size_per_gpu is 8, but the dataloader's batch size is 2",
+        "gradient_accumulation_steps is 4, but the Trainer's accumulate_grad_batches is 1",
+        "gradient_clipping is 1, but the Trainer's gradient_clip_val is not set: set Trainer(gradient_clip_val=1)",
+        "fp16.enabled is true, but the Trainer's precision computes in bf16",
+        "optimizer.type is 'SGD', but configure_optimizers returns AdamW",
+        "optimizer.params.lr is 0.5, but the optimizer's is 0.001",
+        "optimizer.params.weight_decay is 0.01, but the optimizer's is 0.05",
+        "scheduler.params.total_num_steps is 10, but the Trainer's number of optimizer steps is 500",
+        "scheduler.params.warmup_max_lr is 0.2, but the optimizer's learning rate is 0.001",
+        f"{ZERO}.zero_hpz_partition_size is 3, but must divide the 2 processes of the run",
+    ):
+        assert f"\n  - {line}" in text
+    assert ", in 11 places:" in text
+
+
+def test_values_that_agree_with_the_run_pass() -> None:
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
+    }
+    facts = run_facts(
+        world_size=2, accumulate_grad_batches=3, gradient_clip_val=1.0, optimizer={**ADAMW, "type": "DeepSpeedCPUAdam"}
+    )
+    assert deepspeed_config(DeepSpeedFields(config=config), facts)["train_batch_size"] == 12
+
+
+@pytest.mark.parametrize(
+    ("clip", "value", "algorithm", "text"),
+    [
+        (1.0, 0.5, "norm", "gradient_clipping is 1, but the Trainer's gradient_clip_val is 0.5: make them equal"),
+        (0, 0.5, "norm", "gradient_clipping is 0, but the Trainer's gradient_clip_val is 0.5: make them equal"),
+        (1.0, None, "norm", "is not set: set Trainer(gradient_clip_val=1)"),
+        (0.5, 0.5, "value", "gradient_clipping is 0.5, which is by norm, but the Trainer's gradient_clip_algorithm is"),
+        ("auto", 0.5, "value", None),
+        (0.0, None, "norm", None),
+        (0.5, 0.5, "norm", None),
+    ],
+)
+def test_clipping_is_the_trainers(clip: Any, value: float | None, algorithm: str, text: str | None) -> None:
+    facts = run_facts(gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+    if text is None:
+        fields = DeepSpeedFields(config={"gradient_clipping": clip})
+        assert deepspeed_config(fields, facts)["gradient_clipping"] == 0.0
+    else:
+        assert text in contradiction({"gradient_clipping": clip}, facts)
+
+
+@given(
+    micro=st.none() | st.integers(1, 64),
+    accumulate=st.integers(1, 16),
+    world=st.integers(1, 64),
+    given_micro=st.none() | st.integers(1, 64),
+)
+def test_the_batch_keys_always_multiply(
+    micro: int | None, accumulate: int, world: int, given_micro: int | None
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": given_micro, "train_batch_size": "auto"}
+    fields = DeepSpeedFields(config=config)
+    facts = run_facts(micro_batch_size=micro, accumulate_grad_batches=accumulate, world_size=world)
+    if None not in (micro, given_micro) and micro != given_micro:
+        assert f"is {given_micro}, but the dataloader's batch size is {micro}" in contradiction(config, facts)
+        return
+    result = deepspeed_config(fields, facts)
+    assert result["train_micro_batch_size_per_gpu"] == (micro or given_micro or 1)
+    assert result["gradient_accumulation_steps"] == accumulate
+    assert result["train_batch_size"] == result["train_micro_batch_size_per_gpu"] * accumulate * world
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "text"),
+    [
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+            {"optimizer": None},
+            "lr is 'auto', but no learning",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            {"total_steps": None},
+            "total_num_steps is 'auto', but the Trainer's number of optimizer steps is not known: write a number",
+        ),
+    ],
+)
+def test_auto_values_that_nobody_knows(config: dict[str, Any], facts: dict[str, Any], text: str) -> None:
+    assert text in contradiction(config, run_facts(**facts))
+
+
+@pytest.mark.parametrize(("known", "expected"), [(None, 1), (0, 1), (1, 1), (7, 7)])
+def test_warm_up_steps(known: int | None, expected: int) -> None:
+    # DeepSpeed takes no warm-up of 0 steps.
+    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(warmup_steps=known))
+    assert result["scheduler"]["params"] == {"warmup_num_steps": expected}
+
+
+def test_hyperparameters_fall_back_to_each_other() -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    }
+    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(optimizer=None, warmup_steps=5))
+    # What no one knows is the optimizer's own default.
+    assert result["optimizer"]["params"] == {"lr": 0.25}
+    assert result["scheduler"]["params"] == {"warmup_max_lr": 0.25, "warmup_num_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("precision", "aligned", "given", "expected"),
+    [
+        ("bf16-mixed", False, {}, {}),
+        ("bf16-mixed", True, {}, {"torch_adam": True}),
+        ("bf16-mixed", True, {"bias_correction": True}, {"torch_adam": True}),
+        ("bf16-mixed", True, {"bias_correction": False}, {"bias_correction": False}),
+        ("bf16-mixed", True, {"torch_adam": False}, {"torch_adam": False}),
+        ("bf16-true", False, {}, {"fp32_optimizer_states": False}),
+        ("bf16-true", False, {"torch_adam": True}, {"torch_adam": True}),
+        ("bf16-true", True, {}, {"torch_adam": True}),
+    ],
+)
+def test_which_adam_deepspeed_builds(
+    precision: str, aligned: bool, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = {"optimizer": {"type": "Adam", "params": {"lr": 0.5, **given}}}
+    result = deepspeed_config(DeepSpeedFields(config=config), run_facts(precision, aligned=aligned, optimizer=None))
+    assert result["optimizer"]["params"] == {"lr": 0.5, **expected}
+
+
+def test_buffers_are_no_larger_than_the_model() -> None:
+    nvme = ParameterOffload(device="nvme", nvme_path="/x")
+    fields = DeepSpeedFields(stage=3, offload_parameters=nvme)
+    zero = deepspeed_config(fields, run_facts())[ZERO]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == zero["offload_param"]["buffer_size"] == 10_000
+    zero = deepspeed_config(fields, run_facts(number_of_parameters=10**12))[ZERO]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == BUCKET
+    assert zero["offload_param"]["buffer_size"] == NVME_BUFFER
+    assert deepspeed_config(fields, run_facts(number_of_parameters=None))[ZERO] == zero
+    own = library.DeepSpeedConfig({"train_batch_size": 1, ZERO: {"offload_param": {"device": "cpu"}}}).zero_config
+    assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET
+    assert own.offload_param.buffer_size == NVME_BUFFER
+
+
+def test_auto_buckets_without_a_hidden_size_are_the_defaults() -> None:
+    stage3 = Stage3Options(prefetch_bucket_size="auto", param_persistence_threshold="auto")
+    fields = DeepSpeedFields(stage=3, buckets=ZeroBuckets(reduce="auto"), stage3=stage3)
+    zero = deepspeed_config(fields, run_facts(hidden_size=None))[ZERO]
+    assert zero["reduce_bucket_size"] == 10_000
+    assert not {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"} & set(zero)
+
+
+def test_pinned_memory_is_left_out_on_a_cpu() -> None:
+    fields = DeepSpeedFields(stage=3, offload_optimizer=OptimizerOffload(), offload_parameters=ParameterOffload())
+    for device, expected in (("cpu", False), ("cuda", None)):
+        zero = deepspeed_config(fields, run_facts(device_type=device))[ZERO]
+        assert zero["offload_optimizer"].get("pin_memory") is zero["offload_param"].get("pin_memory") is expected
+
+
+def test_the_engine_says_who_counts_micro_batches() -> None:
+    for managed in (True, False):
+        config = deepspeed_config(DeepSpeedFields(), run_facts(), managed_accumulation=managed)
+        assert accepted(config).managed_gradient_accumulation is managed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overlap_needs_stage_2_where_the_strategy_counts(stage: Any) -> None:
+    fields = DeepSpeedFields(stage=stage, buckets=ZeroBuckets(overlap_comm=True))
+    assert deepspeed_config(fields, run_facts())[ZERO]["overlap_comm"] is True
+    if stage >= 2:
+        assert deepspeed_config(fields, run_facts(), managed_accumulation=False)[ZERO]["overlap_comm"] is True
+    else:
+        with pytest.raises(ConfigurationError, match=f"overlap_comm is true with stage {stage}, but where"):
+            deepspeed_config(fields, run_facts(), managed_accumulation=False)
+
+
+def test_the_result_is_the_same_in_every_call_and_any_order() -> None:
+    content = json.loads((FILES / "zero3_offload.json").read_text())
+    texts = set()
+    for order in itertools.islice(itertools.permutations(content), 20):
+        config = {key: content[key] for key in order}
+        texts.add(dump_config(deepspeed_config(DeepSpeedFields(config=config), run_facts())))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tmp_path: Path) -> None:
+    facts = run_facts("32-true" if stage == 0 else "bf16-mixed", aligned=aligned)
+    config = deepspeed_config(DeepSpeedFields(stage=stage), facts)
+    path = tmp_path / "ds.json"
+    path.write_text(dump_config(config))
+    again = DeepSpeedFields(config=str(path))
+    check_fields(again, aligned)
+    assert deepspeed_config(again, facts) == config
+
+
+def test_a_value_that_json_does_not_have() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "maximize": torch.float32}}}
+    assert "it holds a value that JSON does not have" in contradiction(config, run_facts(optimizer=None))
