@@ -1,0 +1,97 @@
+"""DeepSpeed's files: the Trainer's values and the strategy's, mistakes and removed features."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_shard import registry
+from tests.harness import ROOT
+from tests.migrate.support import FILES, arguments
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+DEEPSPEED = [
+    *sorted((ROOT / "tests/engines/zero/config/files").glob("*.json")),
+    *sorted((FILES / "deepspeed").glob("*.json")),
+]
+
+
+# DeepSpeed
+
+
+@pytest.mark.parametrize("path", DEEPSPEED, ids=lambda path: path.stem)
+def test_every_deepspeed_file(path: Path, migrated: Callable[..., dict[str, Any]]) -> None:
+    stage = json.loads(path.read_text())["zero_optimization"]
+    stage = int(stage["stage"]) if isinstance(stage, dict) else 0
+    result = migrated(path)
+    assert arguments(result)["stage"] == stage
+    for name in [name for name in registry.PRESETS if not name.endswith("_aligned")]:
+        if "stage_0" not in name and not (stage < 3 and "nvme" in name):
+            strategy = migrated(path, "--to", name, "--lossy")["trainer"]["strategy"]
+            kind = strategy if isinstance(strategy, str) else strategy["class_path"]
+            assert name.split("_")[1] in kind.lower()
+
+
+def test_deepspeed_values_of_the_trainer(migrated: Callable[..., dict[str, Any]]) -> None:
+    content = {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_prefetch_bucket_size": 1000},
+        "fp16": {"enabled": True, "initial_scale_power": 12, "hysteresis": 1},
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 3,
+        "communication_data_type": "FP16",
+        "train_micro_batch_size_per_gpu": 4,
+        "aio": {"thread_count": 2},
+    }
+    result = migrated(content)
+    section = result["trainer"]
+    assert (section["gradient_clip_val"], section["accumulate_grad_batches"]) == (0.5, 3)
+    assert section["plugins"] == [
+        {
+            "class_path": "lightning_shard.ShardPrecision",
+            "init_args": {
+                "precision": "16-mixed",
+                "loss_scale": {"initial": 4096.0, "growth_interval": 1000, "hysteresis": 1, "minimum": 1.0},
+            },
+        }
+    ]
+    assert "precision" not in section
+    assert arguments(result) == {
+        "stage": 3,
+        "zero_plus_plus": {"hpz_partition_size": 2},
+        "communication_data_type": "fp16",
+        "stage3": {"prefetch_bucket_size": 1000},
+        "config": {"train_micro_batch_size_per_gpu": 4, "aio": {"intra_op_parallelism": 2}},
+    }
+    for_fsdp = migrated({**content, "zero_optimization": {"stage": 3}}, "--to", "shard_fsdp", "--lossy")
+    assert for_fsdp["trainer"]["plugins"][0]["init_args"]["reduce"] == "fp16"
+
+
+def test_deepspeed_mistakes_and_removed_features(refused: Callable[..., str]) -> None:
+    message = refused({"zero_optimization": {"stage": 2, "overlap_com": True}, "bf16": {"enabled": "yes"}})
+    assert "zero_optimization.overlap_com is no key of DeepSpeed's: the nearest is 'overlap_comm'" in message
+    assert "bf16.enabled is 'yes', but must be true or false" in message
+    both = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    assert "both true" in refused(both)
+    removed = {
+        "zero_optimization": {"stage": 3, "mics_shard_size": 4},
+        "fp16": {"enabled": True, "loss_scale": 128.0},
+        "curriculum_learning": {"enabled": True},
+        "dataloader_drop_last": True,
+    }
+    message = refused(removed)
+    assert "4 fields have no equal" in message
+    assert "Nearest: shard_fsdp_hybrid" in message
+
+
+def test_only_what_differs_from_a_default_is_lost(refused: Callable[..., str]) -> None:
+    defaults = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
+    message = refused({"zero_optimization": {**defaults, **both, "reduce_bucket_size": 7}}, "--to", "shard_fsdp")
+    assert message.count("\n  - ") == 1
+    assert "reduce_bucket_size: 7" in message

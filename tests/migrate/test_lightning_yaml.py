@@ -1,0 +1,154 @@
+"""Stock Lightning's files: every name and argument of its strategies is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_shard import registry
+from lightning_shard.migrate import stock_fields
+from tests.migrate.support import BASE, FILES, arguments, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+LIGHTNING = sorted(path for path in (FILES / "lightning").glob("*.yaml") if path.stem != "base")
+
+
+# Stock Lightning
+
+
+@pytest.mark.parametrize("path", LIGHTNING, ids=lambda path: path.stem)
+def test_every_lightning_file_carries_the_rest_over(path: Path, migrated: Callable[..., dict[str, Any]]) -> None:
+    before, after = yaml.safe_load(BASE.read_text()), migrated(BASE, path, "--lossy")
+    assert list(after)[:4] == ["seed_everything", "trainer", "model", "data"]
+    for key in ("seed_everything", "model", "data"):
+        assert _contains(after[key], before[key])
+    assert _contains(after["trainer"], {key: value for key, value in before["trainer"].items() if key != "callbacks"})
+    assert "shard" in str(after["trainer"]["strategy"])
+
+
+def _contains(after: Any, before: Any) -> bool:
+    """Whether everything that was there still is; a file laid over another may have more."""
+    if isinstance(before, dict):
+        return all(key in after and _contains(after[key], value) for key, value in before.items())
+    return bool(after == before)
+
+
+def test_every_stock_name_is_known() -> None:
+    stock = {name for name in StrategyRegistry if name not in registry.PRESETS}
+    # Of other devices.
+    stock -= {name for name in stock if re.match("xla|single_xla|single_tpu|hpu", name)}
+    assert stock <= set(stock_fields.NAMES), stock - set(stock_fields.NAMES)
+
+
+@pytest.mark.parametrize("kind", stock_fields.FIELDS)
+def test_every_stock_argument_is_known(kind: str) -> None:
+    import inspect
+
+    from lightning.pytorch import strategies
+
+    signature = inspect.signature(getattr(strategies, kind)).parameters.values()
+    named = {p.name for p in signature if p.kind is not p.VAR_KEYWORD}
+    assert named <= set(stock_fields.FIELDS[kind])
+    if not any(p.kind is p.VAR_KEYWORD for p in signature):
+        assert named == set(stock_fields.FIELDS[kind])
+    # What the others pass on.
+    engine = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}.get(kind)
+    if engine is not None:
+        assert set(inspect.signature(engine).parameters) - {"module"} <= set(stock_fields.FIELDS[kind])
+
+
+@pytest.mark.parametrize("name", stock_fields.NAMES)
+def test_every_stock_name(name: str, migrated: Callable[..., dict[str, Any]]) -> None:
+    result = migrated(trainer(name))
+    expected = {
+        "auto": "shard_ddp",
+        "ddp": "shard_ddp",
+        "fsdp": "shard_fsdp",
+        "fsdp_cpu_offload": "shard_fsdp_offload",
+        "deepspeed": "shard_deepspeed_stage_2",
+    }.get(name, f"shard_{name}")
+    if name.startswith("deepspeed") and "nvme" not in name:
+        assert result["trainer"]["strategy"] == expected
+    unused = "unused_parameters_true" in name
+    assert arguments(result).get("find_unused_parameters", False) is unused
+    start = next((word for word in ("spawn", "fork") if word in name), "fork" if "notebook" in name else "popen")
+    assert arguments(result).get("start_method", "popen") == start
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        ("deepspeed_stage_3", "bf16-true", "bf16-mixed"),
+        ("deepspeed_stage_3", "16-true", "16-mixed"),
+        ("deepspeed_stage_3", "bf16", "bf16-mixed"),
+        ("fsdp", "bf16-true", "bf16-true"),
+        ("ddp", 32, "32-true"),
+        ("ddp", "16", "16-mixed"),
+    ],
+)
+def test_precision_means_the_same_masters(
+    strategy: str, precision: Any, expected: str, migrated: Callable[..., dict[str, Any]]
+) -> None:
+    assert migrated(trainer(strategy, precision=precision))["trainer"]["precision"] == expected
+
+
+def test_stock_fsdp_class(migrated: Callable[..., dict[str, Any]]) -> None:
+    result = migrated(BASE, FILES / "lightning" / "fsdp_class.yaml")
+    assert arguments(result) == {
+        "mesh": {"replicate": 2, "shard": 1},
+        "units": ["Block"],
+        "forward_prefetch": 1,
+        "timeout_seconds": 1200.0,
+        "activation_checkpointing": ["Block"],
+    }
+    [callback] = result["trainer"]["callbacks"]
+    assert callback["init_args"] == {"monitor": "val_perplexity", "filename": "{epoch}-{step}.full"}
+
+
+def test_stock_deepspeed_class(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    path = "lightning.pytorch.strategies.DeepSpeedStrategy"
+    result = migrated(trainer(path, {"offload_optimizer": True, "partition_activations": False, "single_submit": True}))
+    assert arguments(result) == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "config": {"aio": {"single_submit": True}},
+    }
+    assert "deepspeed.checkpointing.configure" in refused(trainer(path, {"cpu_checkpointing": True}))
+    message = refused(trainer(path, {"config": {"zero_optimization": {"stage": 1}}, "stage": 3, "stagee": 1}))
+    assert "beside config, where Lightning does not read them" in message
+    assert "stagee is no key of DeepSpeedStrategy: the nearest is 'stage'" in message
+    assert "the loss scale is dynamic" in refused(trainer(path, {"loss_scale": 64.0})).lower()
+
+
+def test_ddp_options_of_32_true_alone(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    path = "pytorch_lightning.strategies.DDPStrategy"
+    content = trainer(path, {"static_graph": True, "broadcast_buffers": False})
+    assert arguments(migrated(content)) == {"static_graph": True, "broadcast_buffers": False}
+    content["trainer"]["precision"] = "bf16-mixed"
+    assert refused(content).count("for 32-true") == 2
+
+
+def test_stock_mistakes_in_one_message(refused: Callable[..., str]) -> None:
+    content = trainer(
+        "lightning.pytorch.strategies.FSDPStrategy",
+        {"sharding_strategy": "FULL", "cpu_ofload": True, "timeout": "soon", "device_mesh": [2, 1]},
+        max_epohs=3,
+        precision="bf17",
+    )
+    message = refused({**content, "trianer": {}})
+    expected = ["trianer", "max_epohs", "'FULL'", "cpu_ofload", "'soon'", "bf17", "6 things are wrong"]
+    assert all(part in message for part in expected), message
+    assert "goes with sharding_strategy HYBRID_SHARD" in refused(trainer("FSDPStrategy", {"device_mesh": [2, 1]}))
+    assert "the nearest is 'shard_fsdp'" in refused(trainer("shard_fspd"))
+    assert "nothing is known here" in refused(trainer("my.OwnStrategy"))
+    assert "precision: 64" in refused(trainer("ddp", precision=64))

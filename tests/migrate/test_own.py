@@ -1,0 +1,147 @@
+"""From one engine of this package to another: what each setting becomes, and what is named as lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_shard import registry
+from lightning_shard.migrate import accelerate_fields, equivalents, own, stock_fields, together
+from lightning_shard.migrate.fields import Field
+from tests.migrate.support import arguments, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+# Between the engines of this package
+
+
+EVERYTHING = {
+    "aligned": True,
+    "cpu_offload": True,
+    "units": ["Block"],
+    "activation_checkpointing": "units",
+    "forward_prefetch": 2,
+    "reshard_after_forward": 2,
+    "mesh": {"replicate": 1, "shard": "auto"},
+    "timeout_seconds": 60.0,
+    "preemption": {"requeue": False},
+}
+
+
+def test_from_fsdp_to_deepspeed(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    content = trainer("lightning_shard.ShardFSDPStrategy", EVERYTHING, precision="bf16-mixed")
+    message = refused(content, "--to", "shard_deepspeed_stage_3")
+    assert message.count("\n  - ") == 2
+    assert "units: [Block]" in message
+    assert "forward_prefetch: 2" in message
+    result = migrated(content, "--to", "shard_deepspeed_stage_3", "--lossy")
+    assert arguments(result) == {
+        "stage": 3,
+        "aligned": True,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_parameters": {"device": "cpu"},
+        "activation_checkpointing": ["Block"],
+        "zero_plus_plus": {"hpz_partition_size": 2},
+        "timeout_seconds": 60.0,
+        "preemption": {"requeue": False},
+    }
+    assert result["trainer"]["precision"] == "bf16-mixed"
+    # Nothing is gathered in stage 2, and parameters stay on the device.
+    assert refused(content, "--to", "shard_deepspeed_stage_2").count("\n  - ") == 1
+
+
+def test_from_deepspeed_to_fsdp(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    own = "lightning_shard.ShardDeepSpeedStrategy"
+    arguments_given = {
+        "stage": 3,
+        "offload_optimizer": {},
+        "offload_parameters": {"device": "cpu"},
+        "zero_plus_plus": {"hpz_partition_size": 2},
+        "activation_checkpointing": 2,
+        "communication_data_type": "bf16",
+    }
+    content = trainer(own, arguments_given, precision="bf16-mixed", num_nodes=2)
+    result = migrated(content, "--to", "shard_fsdp")
+    assert arguments(result) == {
+        "reshard_after_forward": 2,
+        "cpu_offload": True,
+        "activation_checkpointing": 2,
+    }
+    [plugin] = result["trainer"]["plugins"]
+    assert plugin["init_args"] == {"precision": "bf16-mixed", "reduce": "bf16"}
+    half = trainer(own, {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert "together, or nothing" in refused(half, "--to", "shard_fsdp")
+    assert migrated(half, "--to", "shard_fsdp_offload")["trainer"]["strategy"] == "shard_fsdp_offload"
+
+
+def test_hybrid_is_never_lost_unseen(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    content = trainer("shard_fsdp_hybrid_aligned")
+    for name in ("shard_deepspeed_stage_3", "shard_deepspeed_stage_1"):
+        assert "0.19 removed MiCS" in refused(content, "--to", name)
+    # What the name leaves open is the source's.
+    assert migrated(content, "--to", "shard_fsdp")["trainer"]["strategy"] == "shard_fsdp_hybrid_aligned"
+
+
+def test_accumulation_that_rounds_otherwise_is_named(
+    capsys: pytest.CaptureFixture[str], migrated: Callable[..., dict[str, Any]]
+) -> None:
+    content = trainer("shard_deepspeed_stage_1", accumulate_grad_batches=4)
+    migrated(content, "--to", "shard_fsdp")
+    assert "reduced after each micro-batch, and were once at the boundary" in capsys.readouterr().out
+    migrated(content, "--to", "shard_ddp")
+    assert "other fp32 roundings" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in registry.PRESETS if "stage_0_aligned" not in name])
+def test_a_name_is_itself(name: str, migrated: Callable[..., dict[str, Any]]) -> None:
+    assert migrated(trainer(name))["trainer"]["strategy"] == name
+    assert migrated(trainer("shard_ddp"), "--to", name)["trainer"]["strategy"] == name
+
+
+def test_every_argument_of_every_strategy_is_known() -> None:
+    import inspect
+
+    import lightning_shard
+
+    for kind, engine in own.OWN_ENGINES.items():
+        signature = set(inspect.signature(getattr(lightning_shard, kind)).parameters)
+        assert signature == {name.partition(".")[0] for name in own.arguments_of(engine)}
+
+
+def test_every_deepspeed_field_is_known() -> None:
+    from lightning_shard.engines.zero.config.merging import KEYS
+
+    assert set(KEYS) <= set(own.arguments_of("deepspeed"))
+
+
+def test_every_setting_of_the_tables_has_an_answer() -> None:
+    tables: list[dict[str, Field]] = [
+        dict(table)
+        for table in (
+            accelerate_fields.TOP,
+            accelerate_fields.FSDP,
+            accelerate_fields.DEEPSPEED,
+            accelerate_fields.PARALLELISM,
+            accelerate_fields.DYNAMO,
+            *stock_fields.FIELDS.values(),
+        )
+    ]
+    for table in tables:
+        for described in table.values():
+            name = described.name
+            assert not name or name in equivalents.TABLE or name in together.SPECIAL or name.startswith("config.")
+
+
+def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
+    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
+) -> None:
+    asked = {"compile": True, "activation_checkpointing": "selective"}
+    content = trainer("lightning_shard.ShardFSDPStrategy", asked)
+    assert arguments(migrated(content, "--to", "shard_ddp")) == asked
+    assert arguments(migrated(content, "--to", "shard_deepspeed_stage_2")) == {"stage": 2, **asked}
+    message = refused(content, "--to", "shard_deepspeed_stage_3")
+    assert message.count("\n  - ") == 1
+    assert "compile: true. Stage 3 gathers inside of the blocks" in message
