@@ -6,7 +6,6 @@ equal YAML.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
 
 ALIGNED_SUFFIX = "_aligned"
 
@@ -191,9 +191,8 @@ def find(name: str) -> Preset:
 def unknown_name(name: str) -> str:
     """Message for a name that neither this package nor Lightning knows: the nearest ones and the list."""
     lightning = [other for other in StrategyRegistry if other not in PRESETS]
-    near = difflib.get_close_matches(name.lower(), [*PRESETS, *lightning], n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"there is no strategy {name!r}.{hint}\nStrategies of lightning_shard: {', '.join(PRESETS)}. "
+        f"there is no strategy {name!r}.{did_you_mean(name, [*PRESETS, *lightning])}\n"
+        f"Strategies of lightning_shard: {', '.join(PRESETS)}. "
         "Lightning's own (auto, ddp, fsdp, ...) are allowed too."
     )

@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_shard.__file__).parent
 
 # From the bottom up; a module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "ranks", "memory", "mesh", "tensors"},
+    {"errors", "text", "ranks", "memory", "mesh", "tensors"},
     {"precision", "checkpoint", "resume", "cluster"},
     {"engines"},
     {"meters", "migrate", "planning"},
@@ -107,7 +107,7 @@ for module in sorted(set(sys.modules) - before):
 """
     added = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {name for name in added if not name.startswith("lightning_shard")} <= {"yaml"}
-    assert set(added) == {"lightning_shard", "lightning_shard.errors", "lightning_shard.registry"}
+    assert set(added) == {"lightning_shard", *(f"lightning_shard.{name}" for name in ("errors", "registry", "text"))}
 
 
 def test_strategies_import_neither_deepspeed_nor_transformers() -> None:

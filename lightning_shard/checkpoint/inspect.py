@@ -8,7 +8,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.metadata import read_metadata
 from lightning_shard.checkpoint.stored import Stored
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.text import columns
 
 _BLOCK = 1 << 22
 
@@ -59,7 +60,7 @@ def _ledger(ledger: Mapping[str, Any]) -> list[str]:
     for row in ledger["tensors"]:
         table.append([row["what"], str(row["count"]), *(row["dtypes"].get(stage, "-") for stage in stages)])
     reduced = ", ".join(ledger.get("reduction", [])) or "no collective"
-    return [*aligned(table), f"gradients reduced in: {reduced}", ""]
+    return [columns(table), f"gradients reduced in: {reduced}", ""]
 
 
 def _tensors(stored: Stored) -> list[str]:
@@ -70,19 +71,12 @@ def _tensors(stored: Stored) -> list[str]:
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
     weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(MODEL_PREFIX)]
     return [
-        *aligned(table),
+        columns(table),
         "",
         f"{len(weights)} tensors of the model with {sum(math.prod(t.shape) for t in weights):,} elements, "
         f"{len(stored.tensors) - len(weights)} of optimizers; "
         f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes",
     ]
-
-
-def aligned(rows: Iterable[Iterable[str]]) -> list[str]:
-    """One line per row, its cells under each other."""
-    table = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:

@@ -24,6 +24,7 @@ from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.links import Links, write
 from lightning_shard.ranks import Ranks
+from lightning_shard.text import columns
 
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
@@ -166,9 +167,7 @@ def table(ranks: Sequence[Rank]) -> str:
         between = [ranks[i].link for i in own if _kind(ranks, i) == "between"]
         versions_shown = [versions.get(name, "-") for name in ("python", "torch", "lightning")]
         rows.append((node, _span(own), shown, *versions_shown, _speed(inside), _speed(between)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return columns(rows)
 
 
 def odd(ranks: Sequence[Rank]) -> list[str]:

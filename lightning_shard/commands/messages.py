@@ -7,7 +7,6 @@ deepest one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import re
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_shard.text import did_you_mean
 
 
 class UsageError(Exception):
@@ -49,18 +50,12 @@ def explain(message: str, keys: Collection[str]) -> str:
 
 
 def _unknown_key(key: str, keys: Collection[str]) -> str:
-    near = nearest(key, keys)
+    near = did_you_mean(key, keys)
     if not near:
         group = key.rpartition(".")[0]
         within = sorted(k for k in keys if k.startswith(f"{group}.")) if group else []
         near = f" Keys of {group}: {', '.join(within)}." if within else ""
     return f"{key}: there is no such key.{near}"
-
-
-def nearest(word: str, choices: Collection[str]) -> str:
-    """``" Did you mean ...?"`` with at most three of the choices, or ``""``."""
-    near = difflib.get_close_matches(word, choices, n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _explain_value(message: str) -> str:
@@ -76,7 +71,7 @@ def _explain_value(message: str) -> str:
     if option and owned:
         arguments = _arguments(owner)
         has = f" It takes: {', '.join(arguments)}." if arguments else ""
-        return f"{key}.{option[1]}: {owner} has no such argument.{nearest(option[1], arguments)}{has}"
+        return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
     if owned:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
     value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)

@@ -11,6 +11,7 @@ import yaml
 from lightning_shard import registry
 from lightning_shard.commands import COMMANDS
 from lightning_shard.commands.parser import ShardArgumentParser
+from lightning_shard.text import columns
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,5 +50,4 @@ def further_arguments(name: str) -> str:
 
 def table() -> str:
     """All names with one line each."""
-    width = max(len(name) for name in registry.PRESETS)
-    return "\n".join(f"{preset.name:<{width}}  {preset.description}" for preset in registry.PRESETS.values())
+    return columns([(preset.name, preset.description) for preset in registry.PRESETS.values()])

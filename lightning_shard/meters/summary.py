@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_shard.meters.windows import Window
+from lightning_shard.text import columns
 
 COLUMNS = (
     "step", "steps", "devices", "step_seconds", "samples_per_second", "samples_per_second_per_device",
@@ -54,7 +55,10 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
             rows.append((label, *(form.format(value) for value in _spread(values))))
     last = windows[-1]
     steps = sum(window.steps for window in counted)
-    lines = [f"Throughput: {steps} optimizer steps in {len(counted)} windows, {last.devices} devices", *aligned(rows)]
+    lines = [
+        f"Throughput: {steps} optimizer steps in {len(counted)} windows, {last.devices} devices",
+        columns(rows, numbers=True),
+    ]
     lines.append(f"time blocked in checkpoints: {blocked:.1f} s")
     lines.append(f"{_memory(last, on_cpu=on_cpu)}, most on rank {last.largest_rank}")
     return "\n".join(lines)
@@ -79,12 +83,3 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
         return (values[0],) * 3
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return statistics.median(values), deciles[0], deciles[-1]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in rows
-    ]

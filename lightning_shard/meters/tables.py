@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.meters.summary import aligned, size_text
+from lightning_shard.meters.summary import size_text
+from lightning_shard.text import columns
 
 PLACES = ("device", "host", "nvme")
 
@@ -35,7 +36,7 @@ def memory_table(account: MemoryAccount, *, title: str, notes: Sequence[str] = (
         if any(sizes):
             rows.append((kind, *(size_text(size) if size else "-" for size in sizes)))
     rows.append(("total", *(size_text(getattr(account, place).total) for place in places)))
-    return "\n".join([title, *aligned(rows), *notes])
+    return "\n".join([title, columns(rows, numbers=True), *notes])
 
 
 def to_numbers(account: MemoryAccount) -> list[int]:

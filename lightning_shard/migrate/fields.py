@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_shard import text
 from lightning_shard.migrate.form import Reading, shown
 
 
@@ -83,10 +83,8 @@ def check_keys(reading: Reading, path: str, content: Mapping[Any, Any], known: C
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
-    """``": did you mean ...?"`` without its mark, or ``""``."""
-    lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.55)
-    return f": the nearest is {lower[near[0]]!r}" if near else ""
+    """``": the nearest is ..."``, or ``""``."""
+    return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
 
 
 def _listed(words: Collection[Any]) -> str:

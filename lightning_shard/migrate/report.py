@@ -9,6 +9,7 @@ import yaml
 
 from lightning_shard.migrate.form import Lost, shown
 from lightning_shard.migrate.target import Became
+from lightning_shard.text import columns
 
 _WIDEST = 44
 
@@ -21,15 +22,10 @@ def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Lost]) -> 
         idle: fields that ask for nothing.
         lost: fields without an equal, which stand in the table too.
     """
-    lines = [("source", "", "target", "", "note")]
-    lines += [(row.field, shown(row.given), row.target or "(no setting)", _value(row), row.note) for row in rows]
-    lines += [(item.field, shown(item.given), "none", "", _why(item)) for item in lost]
-    cut = [[_cut(cell) for cell in line[:4]] for line in lines]
-    widths = [max(len(line[i]) for line in cut) for i in range(4)]
-    text = []
-    for short, line in zip(cut, lines, strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(short, widths, strict=True)]
-        text.append(f"{cells[0]}  {cells[1]}  ->  {cells[2]}  {cells[3]}  {line[4]}".rstrip())
+    lines = [("source", "", "->", "target", "", "note")]
+    lines += [(row.field, shown(row.given), "->", row.target or "(no setting)", _value(row), row.note) for row in rows]
+    lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in lost]
+    text = [columns([[*map(_cut, line[:-1]), line[-1]] for line in lines])]
     if idle:
         text.append(f"asking for nothing: {', '.join(idle)}")
     return "\n".join(text)

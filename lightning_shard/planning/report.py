@@ -11,6 +11,7 @@ from lightning_shard.planning.fitting import shown_points
 from lightning_shard.planning.quantities import show_bytes, show_seconds
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
 from lightning_shard.planning.walk import Point, peak
+from lightning_shard.text import columns
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 """The activation checkpointing that is compared, in the order of what is computed again."""
@@ -44,29 +45,19 @@ class Row:
         return peak(self.points).account
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width; the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def by_kind(points: Sequence[Point]) -> str:
     """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
-    columns = shown_points(points)
-    rows = [["bytes of a device", *(p.name for p in columns)]]
+    shown = shown_points(points)
+    rows = [["bytes of a device", *(p.name for p in shown)]]
     for kind in KINDS:
-        if any(getattr(p.account.device, kind) for p in columns):
-            rows.append([kind, *(show_bytes(getattr(p.account.device, kind)) for p in columns)])
-    rows.append(["all", *(show_bytes(p.account.device.total) for p in columns)])
+        if any(getattr(p.account.device, kind) for p in shown):
+            rows.append([kind, *(show_bytes(getattr(p.account.device, kind)) for p in shown)])
+    rows.append(["all", *(show_bytes(p.account.device.total) for p in shown)])
     for place, title in (("host", "host memory, per device"), ("nvme", "NVMe, per device")):
-        totals = [getattr(p.account, place).total for p in columns]
+        totals = [getattr(p.account, place).total for p in shown]
         if any(totals):
             rows.append([title, *(show_bytes(total) for total in totals)])
-    return in_columns(rows)
+    return columns(rows, numbers=True)
 
 
 def comparison(rows: Sequence[Row], memory: int) -> str:
@@ -88,7 +79,7 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
             cells += [show_seconds(row.time.expected), row.time.bound] if row.time else ["?", "?"]
         table.append(cells)
     refused = [f"not planned: {row.title}: {row.refused}" for row in rows if row.refused]
-    return "\n".join([in_columns(table), *refused])
+    return "\n".join([columns(table, numbers=True), *refused])
 
 
 def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
@@ -101,7 +92,7 @@ def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
         rows.append([f"{c.kind}, {c.what}", c.axis, str(c.ranks), show_bytes(inside), show_bytes(between)])
     totals = [sum(c.inside(nodes) for c in sent), sum(c.between(nodes) for c in sent)]
     rows.append(["all", "", "", *(show_bytes(total) for total in totals)])
-    return in_columns(rows)
+    return columns(rows, numbers=True)
 
 
 def timing(time: StepTime) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -43,9 +43,7 @@ class Names:
         """
         name = self.aliases.get(fqn, fqn)
         if name not in self.tensors:
-            near = difflib.get_close_matches(fqn, self.tensors, n=3, cutoff=0.4)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigurationError(f"the module has no parameter {fqn!r}.{hint}")
+            raise ConfigurationError(f"the module has no parameter {fqn!r}.{did_you_mean(fqn, self.tensors)}")
         return name
 
     def unwrapped(self, key: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_shard.text import columns
+
 Kind = Literal["trainable", "frozen", "buffer", "metric state", "not in the module"]
 
 STAGES = ("loaded", "prepared", "optimizer", "forward", "backward", "accumulated", "gradient", "step")
@@ -92,18 +94,16 @@ class Ledger:
 
     def table(self) -> str:
         """One line per distinct combination of dtypes, with the number of tensors that have it."""
-        columns = [s for s in (*STAGES, "state") if any(e.column(s) for e in self.entries.values())]
-        lines = [["dtypes, as measured", "count", *columns]]
+        stages = [s for s in (*STAGES, "state") if any(e.column(s) for e in self.entries.values())]
+        lines = [["dtypes, as measured", "count", *stages]]
         for names in self._groups():
             entry = self.entries[names[0]]
-            lines.append([entry.kind, str(len(names)), *(short(entry.column(s)) or "-" for s in columns)])
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+            lines.append([entry.kind, str(len(names)), *(short(entry.column(s)) or "-" for s in stages)])
         counts: dict[tuple[str, torch.dtype], int] = defaultdict(int)
         for reduction in self.reductions:
             counts[reduction.operation, reduction.dtype] += 1
         shown = [f"{name} {short([dtype])} ({count}x)" for (name, dtype), count in counts.items()]
-        return "\n".join([*text, f"gradients reduced by: {', '.join(shown) or 'no collective'}"])
+        return "\n".join([columns(lines), f"gradients reduced by: {', '.join(shown) or 'no collective'}"])
 
     def _groups(self) -> list[list[str]]:
         found: dict[Any, list[str]] = defaultdict(list)

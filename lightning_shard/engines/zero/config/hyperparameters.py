@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import AUTO, understood
+from lightning_shard.text import nearest
 
 ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "foreach")
 
@@ -105,8 +105,7 @@ def _arguments(cls: Any) -> dict[str, bool]:
 
 def _near_type(name: str, kind: str) -> str:
     names = [*OPTIMIZERS, "AdamW", "SGD"] if name == "optimizer" else [*SCHEDULERS, "CosineAnnealingLR"]
-    near = difflib.get_close_matches(kind, names, n=1, cutoff=0.5)
-    return f": the nearest is {near[0]!r}" if near else ""
+    return "".join(f": the nearest is {near!r}" for near in nearest(kind, names))
 
 
 def _read_params(
@@ -121,7 +120,7 @@ def _read_params(
         if key == "max_grad_norm":
             problems.append(f"{where} is {value!r}, but clipping is the Trainer's: set gradient_clip_val and remove it")
         elif key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            near = nearest(str(key), known)
             hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(known)}"
             problems.append(f"{where} is no hyperparameter of this type: {hint}")
         elif key == "betas" and value != AUTO:

@@ -7,7 +7,6 @@ all of them at once.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import nearest
 
 AUTO = "auto"
 """The value that stands for what the Trainer, the model or DeepSpeed would say."""
@@ -145,7 +145,7 @@ def _section(content: Mapping[str, Any], section: Section, path: str, problems: 
 
 def _unknown(where: str, key: str, section: Section) -> str:
     candidates = [*section.keys, *section.aliases]
-    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
+    near = nearest(key, candidates)
     hint = f"the nearest is {section.aliases.get(near[0], near[0])!r}" if near else f"known are {', '.join(candidates)}"
     return f"{where} is no key of DeepSpeed's: {hint}"
 
