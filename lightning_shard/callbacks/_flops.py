@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard import _lightning
-from lightning_shard.meters.abstract import abstract_copy, place
+from lightning_shard.meters.fake_tensors import meta_copy, put_on_device
 from lightning_shard.meters.flops import FlopCount, count_flops
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
@@ -35,7 +35,7 @@ class StepFlops:
             self.why_not = "its parameters are cut already"
         else:
             try:
-                self._copy = _without_side_effects(abstract_copy(module))
+                self._copy = _without_side_effects(meta_copy(module))
             except Exception as error:
                 self.why_not = f"it can't be copied ({_short(error)})"
 
@@ -50,7 +50,7 @@ class StepFlops:
         assert module is not None
 
         def step() -> object:
-            place(module, device)
+            put_on_device(module, device)
             _lightning.set_device(module, device)
             return module.training_step(batch, batch_idx)
 

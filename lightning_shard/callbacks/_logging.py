@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 
-from lightning_shard.meters.windows import Window
+from lightning_shard.meters.throughput import Window
 
 
 def log_window(module: LightningModule, window: Window, *, on_cpu: bool) -> None:

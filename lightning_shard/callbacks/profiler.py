@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.traces import Communication, communication
+from lightning_shard.meters.communication import Communication, communication
 
 _SNAPSHOT_ENTRIES = 100_000
 """Allocations and frees that a snapshot goes back; torch's own examples take this number."""

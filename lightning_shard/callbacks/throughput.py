@@ -15,10 +15,9 @@ from lightning_shard.callbacks._actions import CHECKPOINT, DATA, ActionClock
 from lightning_shard.callbacks._flops import StepFlops, compute_dtype
 from lightning_shard.callbacks._logging import log_window
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.batches import batch_size
+from lightning_shard.meters.batch_size import batch_size
 from lightning_shard.meters.peaks import peak_flops
-from lightning_shard.meters.summary import summary_table, write_csv
-from lightning_shard.meters.windows import (
+from lightning_shard.meters.throughput import (
     RankWindow,
     Window,
     combine,
@@ -27,6 +26,7 @@ from lightning_shard.meters.windows import (
     peak_bytes,
     to_numbers,
 )
+from lightning_shard.meters.throughput_summary import summary_table, write_csv
 
 
 class ThroughputCallback(Callback):

@@ -22,7 +22,7 @@ from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.links import Links, write
+from lightning_shard.planning.link_speeds import Links, write
 from lightning_shard.ranks import Ranks
 from lightning_shard.text import columns
 

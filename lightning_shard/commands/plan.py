@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import links, picture
+from lightning_shard.planning import link_speeds, picture
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> None:
             f"--links {options.links} and {' and '.join(given)} both say how fast links are: give the file, or the "
             "speeds."
         )
-    options.measured = None if options.links is None else links.read(options.links)
+    options.measured = None if options.links is None else link_speeds.read(options.links)
     if options.reserve is not None and options.reserve >= options.device_memory:
         raise ConfigurationError("--reserve leaves nothing of --device-memory: give less.")
 

@@ -20,7 +20,8 @@ from lightning_shard import registry
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import fake
+from lightning_shard.meters import fake_tensors
+from lightning_shard.planning.memory_trace import error_location
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.precision import ShardPrecision
@@ -72,7 +73,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         SystemExit: a mistake in the configuration, which was printed.
         ConfigurationError: a strategy that is not of this package.
     """
-    mode = fake.fake_mode()
+    mode = fake_tensors.fake_mode()
     reader = _parse(arguments, mode)
     trainer = dict(reader.config_init["fit"]["trainer"])
     strategy, name = _strategy(trainer.get("strategy"))
@@ -209,7 +210,7 @@ def _attach(module: LightningModule, standin: Any) -> None:
 def _configure(inputs: Inputs) -> None:
     """Run ``configure_model``, without data if it can be, and take what data there is from the tensors."""
     _without_data(inputs.module.configure_model, inputs.mode)
-    fake.make_fake(inputs.module, inputs.mode)
+    fake_tensors.make_fake(inputs.module, inputs.mode)
 
 
 def first_batch(inputs: Inputs) -> Any:
@@ -228,7 +229,7 @@ def first_batch(inputs: Inputs) -> Any:
         batch = hooks.on_before_batch_transfer(batch, 0)
         return hooks.on_after_batch_transfer(batch, 0)
     except Exception as error:
-        place = fake.where(error)
+        place = error_location(error)
         raise ConfigurationError(
             f"the first batch of the training data can't be read: {type(error).__name__}: {error}"
             + (f" (at {place})" if place else "")

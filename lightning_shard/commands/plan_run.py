@@ -15,12 +15,12 @@ from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.planning import fake
+from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
-from lightning_shard.planning.fitting import Run, Traces, confirmed_batch, fewest_devices, largest_batch
+from lightning_shard.planning.largest_batch import Run, Traces, confirmed_batch, fewest_devices, largest_batch
+from lightning_shard.planning.memory_trace import Step, Trace, batch_size_of, scaled, trace_step
+from lightning_shard.planning.optimizer_facts import trace_optimizer
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.trace import Step, Trace, batch_size_of, scaled, trace_step
-from lightning_shard.planning.trace_optimizer import trace_optimizer
 from lightning_shard.planning.traffic import Nodes, StepTime, collectives, step_time
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import ShardStrategy
@@ -95,7 +95,7 @@ class Planner:
         key = repr((checkpointing, [unit.names for unit in units], strategy.policy))
         if key not in self.traces and self.batch is not None:
             step = self._step(strategy, checkpointing)
-            with fake.fake_world(self.nodes.ranks):
+            with fake_tensors.fake_world(self.nodes.ranks):
                 try:
                     one = trace_step(self.module, step, strategy.policy, self.inputs.mode)
                     self.traces[key] = Traces(one=one)
@@ -155,7 +155,7 @@ class Planner:
             with self.inputs.mode:
                 batch = _of_size(tree_map(self._as_fake, self.batch), size)
             step = replace(self._step(strategy, checkpointing), batch=batch)
-            with fake.fake_world(self.nodes.ranks):
+            with fake_tensors.fake_world(self.nodes.ranks):
                 return trace_step(self.module, step, strategy.policy, self.inputs.mode)
 
         try:
@@ -168,7 +168,7 @@ class Planner:
         return largest
 
     def _as_fake(self, value: Any) -> Any:
-        return fake.as_fake(value, self.inputs.mode) if isinstance(value, Tensor) else value
+        return fake_tensors.as_fake(value, self.inputs.mode) if isinstance(value, Tensor) else value
 
     def _step(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Step:
         units = strategy.find_units(self.module)

@@ -14,11 +14,11 @@ from lightning_shard.commands.plan_run import Planner
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.planning import picture, report
+from lightning_shard.planning.memory_trace import batch_size_of
 from lightning_shard.planning.quantities import show_bytes
 from lightning_shard.planning.report import FORMS, Row
-from lightning_shard.planning.trace import batch_size_of
+from lightning_shard.planning.step_points import peak
 from lightning_shard.planning.traffic import Nodes
-from lightning_shard.planning.walk import peak
 from lightning_shard.registry import ALIGNED_SUFFIX, PRESETS
 
 RESERVE = 0.05

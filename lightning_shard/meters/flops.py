@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint, flop_counter
 
-from lightning_shard.meters.abstract import abstract_mode
 from lightning_shard.meters.attention import counting_attention
+from lightning_shard.meters.fake_tensors import fake_operations
 from lightning_shard.meters.undone import undone_randomness
 
 
@@ -59,7 +59,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator.
     Where fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in
     ``function`` do happen. Modules that FSDP or ZeRO-3 have cut can't be counted: count before, or on a copy
-    (`abstract.abstract_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
+    (`fake_tensors.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
 
     Args:
         function: runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at
@@ -79,7 +79,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
 
     with ExitStack() as stack:
         stack.enter_context(undone_randomness())
-        stack.enter_context(abstract_mode())
+        stack.enter_context(fake_operations())
         stack.enter_context(_whole_forward())
         stack.enter_context(counter)
         stack.enter_context(counting_attention(add, phase.is_useful))

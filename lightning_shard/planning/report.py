@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.memory import KINDS, MemoryAccount
-from lightning_shard.planning.fitting import shown_points
+from lightning_shard.planning.largest_batch import shown_points
 from lightning_shard.planning.quantities import show_bytes, show_seconds
+from lightning_shard.planning.step_points import Point, peak
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
-from lightning_shard.planning.walk import Point, peak
 from lightning_shard.text import columns
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")

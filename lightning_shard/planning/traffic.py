@@ -16,8 +16,8 @@ import torch
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts
-from lightning_shard.planning.fsdp_states import gathered_bytes, reduced_bytes
-from lightning_shard.planning.zero3_states import persistent_parameters
+from lightning_shard.planning.fully_shard import gathered_bytes, reduced_bytes
+from lightning_shard.planning.zero_stage_3 import persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
 
 FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}

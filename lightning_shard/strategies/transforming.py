@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard.engines import compiling
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.advice import advice
+from lightning_shard.meters.memory_advice import advice
 from lightning_shard.strategies.running import RunningStrategy
 
 

@@ -16,7 +16,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
-from lightning_shard.planning.links import Links, read, write
+from lightning_shard.planning.link_speeds import Links, read, write
 from tests.harness import ROOT
 
 SRUN = """\

@@ -22,7 +22,7 @@ from lightning_shard.engines.compiling import Compiled, complaint
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.selective import is_kept
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, transform
-from lightning_shard.meters.live import StepMeter
+from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt import GPT, Transformer
-from lightning_shard.meters.abstract import abstract_copy, place
+from lightning_shard.meters.fake_tensors import meta_copy, put_on_device
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
 
@@ -175,19 +175,19 @@ def test_compiled_modules_are_counted_without_compiling_them() -> None:
     assert count_flops(lambda: layer(torch.zeros(5, 2))).forward == 2 * 5 * 6
 
 
-def test_an_abstract_copy_counts_in_place_of_its_module() -> None:
+def test_a_meta_copy_counts_in_place_of_its_module() -> None:
     model = _gpt()
     model.model.head.weight = model.model.embedding.weight
-    abstract = abstract_copy(model)
-    assert {t.device.type for t in [*abstract.parameters(), *abstract.buffers()]} == {"meta"}
-    assert abstract.model.head.weight is abstract.model.embedding.weight
+    copied = meta_copy(model)
+    assert {t.device.type for t in [*copied.parameters(), *copied.buffers()]} == {"meta"}
+    assert copied.model.head.weight is copied.model.embedding.weight
     tokens = torch.zeros(BATCH, TIME, dtype=torch.int64)
 
     def step() -> dict[str, Tensor]:
         # On the real batch's device.
-        place(abstract, tokens.device)
-        assert abstract.model.head.weight is abstract.model.embedding.weight
-        return _loss(abstract, tokens)
+        put_on_device(copied, tokens.device)
+        assert copied.model.head.weight is copied.model.embedding.weight
+        return _loss(copied, tokens)
 
     assert count_flops(step).forward == _by_hand()
     assert model.model.head.weight.device.type == "cpu"

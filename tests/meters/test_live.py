@@ -21,7 +21,7 @@ from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.resident import Held, module_tensors
 from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.meters.live import StepMeter, account, account_of
+from lightning_shard.meters.memory_meter import StepMeter, account, account_of
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer

@@ -14,7 +14,7 @@ from torch.nn import functional
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts
-from lightning_shard.planning.states import predict
+from lightning_shard.planning.predict import predict
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import PlannedRun

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.planning import fake
-from lightning_shard.planning.trace import Step, trace_step
-from lightning_shard.planning.trace_optimizer import trace_optimizer
-from lightning_shard.planning.walk import peak, walk
+from lightning_shard.meters import fake_tensors
+from lightning_shard.planning.memory_trace import Step, trace_step
+from lightning_shard.planning.optimizer_facts import trace_optimizer
+from lightning_shard.planning.step_points import peak, walk
 from lightning_shard.registry import build
 from lightning_shard.strategies.planned import PlannedRun
 from lightning_shard.strategies.precision import ShardPrecision
@@ -131,11 +131,11 @@ def peaks(
         **in_precision(precision),
         accumulate_grad_batches=micro_batches,
     )
-    mode = fake.fake_mode()
+    mode = fake_tensors.fake_mode()
     with mode:
         whole = MODELS[model]()
         whole.configure_model()
-    fake.make_fake(whole, mode)
+    fake_tensors.make_fake(whole, mode)
     whole.__dict__["log"] = lambda *args, **kwargs: None
     with mode:
         optimizer = at_once(whole.configure_optimizers)()

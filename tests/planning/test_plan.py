@@ -20,12 +20,13 @@ from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.engines.units import find_units
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import fake, links
+from lightning_shard.meters import fake_tensors
+from lightning_shard.planning import link_speeds
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, model_facts
-from lightning_shard.planning.fitting import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
+from lightning_shard.planning.largest_batch import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
+from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
+from lightning_shard.planning.predict import predict, predict_account
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes
-from lightning_shard.planning.states import predict, predict_account
-from lightning_shard.planning.trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.traffic import Nodes, collectives, step_time
 from lightning_shard.precision.policy import policy_from
 from tests.harness import ROOT
@@ -182,8 +183,8 @@ def test_step_time_says_what_binds() -> None:
 
 
 def trace(module: pl.LightningModule, *, mode: Any = None, **kwargs: Any) -> Any:
-    mode = mode or fake.fake_mode()
-    fake.make_fake(module, mode)
+    mode = mode or fake_tensors.fake_mode()
+    fake_tensors.make_fake(module, mode)
     module.__dict__["log"] = lambda *args, **kwargs: None
     step = Step(loss=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=find_units(module, "auto"))
     return trace_step(module, step, BF16, mode, **kwargs)
@@ -208,7 +209,7 @@ def test_a_trace_leaves_the_module_as_it_was() -> None:
 def test_activations_grow_with_the_batch() -> None:
     module = TinyLM()
     module.configure_model()
-    mode = fake.fake_mode()
+    mode = fake_tensors.fake_mode()
     traces = [trace(module, mode=mode, scale=scale) for scale in (1, 2, 8)]
     assert [t.batch_size for t in traces] == [4, 8, 32]
     known = Traces(one=traces[0], two=traces[1])
@@ -223,7 +224,7 @@ def test_activations_grow_with_the_batch() -> None:
 def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
     module = TinyLM()
     module.configure_model()
-    mode = fake.fake_mode()
+    mode = fake_tensors.fake_mode()
     one, two = (trace(module, mode=mode, scale=scale) for scale in (1, 2))
     facts = model_facts(module, units=find_units(module, "auto"))
     run = Run(model=facts, policy=FP32, optimizer=OptimizerFacts(), traces=Traces(one=one, two=two))
@@ -309,14 +310,8 @@ def test_what_can_not_be_traced_is_named(how: str, operation: str) -> None:
         trace(Peculiar(how))
 
 
-def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "FakeTensorMode", None)
-    with pytest.raises(ConfigurationError, match=r"torch 2\.11 to 2\.13.*--no-trace"):
-        fake.fake_mode()
-
-
 def test_the_fake_world_is_of_any_size() -> None:
-    with fake.fake_world(16384):
+    with fake_tensors.fake_world(16384):
         assert torch.distributed.get_world_size() == 16384
         gathered = [torch.empty(2) for _ in range(4)]
         torch.distributed.all_reduce(gathered[0])
@@ -437,7 +432,7 @@ def test_mistakes(arguments: list[str], message: str) -> None:
 
 def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    links.write(links.Links(intra_node=450e9, inter_node=None), path)
+    link_speeds.write(link_speeds.Links(intra_node=450e9, inter_node=None), path)
     options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
     plan_command.check(options)
     plan_text.take_links(options, Nodes(nodes=1, devices=8))

@@ -14,7 +14,7 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.moments import Moments, reduction_copies, seen_bytes
+from lightning_shard.planning.step_memory import Moments, reduction_copies, seen_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 
 MIN_SWAPPED_BYTES = 1024**2

@@ -10,9 +10,9 @@ from __future__ import annotations
 from lightning_shard.engines.facts import EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
-from lightning_shard.planning.fsdp_states import replica_moments, shard_moments
-from lightning_shard.planning.moments import Moments
-from lightning_shard.planning.zero_states import zero_moments
+from lightning_shard.planning.fully_shard import replica_moments, shard_moments
+from lightning_shard.planning.step_memory import Moments
+from lightning_shard.planning.zero import zero_moments
 from lightning_shard.precision.policy import PrecisionPolicy
 
 

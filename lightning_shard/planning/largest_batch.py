@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
-from lightning_shard.planning.live import MEASURES, Segment
-from lightning_shard.planning.moments import POINTS
-from lightning_shard.planning.states import predict
-from lightning_shard.planning.trace import Trace
+from lightning_shard.planning.live_bytes import MEASURES, Segment
+from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.predict import predict
+from lightning_shard.planning.step_memory import POINTS
+from lightning_shard.planning.step_points import Point, walk
 from lightning_shard.planning.traffic import Nodes
-from lightning_shard.planning.walk import Point, walk
 from lightning_shard.precision.policy import PrecisionPolicy
 
 LARGEST_BATCH = 2**20

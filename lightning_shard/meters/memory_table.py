@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.meters.summary import size_text
+from lightning_shard.meters.throughput_summary import size_text
 from lightning_shard.text import columns
 
 PLACES = ("device", "host", "nvme")

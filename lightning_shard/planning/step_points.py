@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
-from lightning_shard.planning.fsdp_states import as_shards, gathered_bytes, raw_bytes, reduced_bytes, shard_elements
-from lightning_shard.planning.live import Segment
-from lightning_shard.planning.moments import Moments
-from lightning_shard.planning.states import predict
-from lightning_shard.planning.trace import Trace
-from lightning_shard.planning.zero3_states import live_by_position, persistent_parameters
+from lightning_shard.planning.fully_shard import as_shards, gathered_bytes, raw_bytes, reduced_bytes, shard_elements
+from lightning_shard.planning.live_bytes import Segment
+from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.predict import predict
+from lightning_shard.planning.step_memory import Moments
+from lightning_shard.planning.zero_stage_3 import live_by_position, persistent_parameters
 from lightning_shard.precision.policy import PrecisionPolicy
 
 

@@ -2,11 +2,12 @@
 
 The step runs once, for no engine in particular: the module whole, its parameters as forward sees them, casts and
 activation checkpointing installed as every engine here installs them. What an engine holds beside it at each part of
-the step is arithmetic (`lightning_shard.planning.walk`), so that one trace serves all engines and numbers of ranks.
+the step is arithmetic (`lightning_shard.planning.step_points`): one trace serves all engines and numbers of ranks.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from torch.utils._pytree import tree_map
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import fake
+from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.attention import fused_attention
-from lightning_shard.planning.live import DataDependent, LiveBytes, Segment, live_tensors
+from lightning_shard.planning.live_bytes import DataDependent, LiveBytes, Segment, live_tensors
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 
@@ -72,13 +73,13 @@ class Step:
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
-    """Run one step of a module whose tensors `fake.make_fake` has made fake.
+    """Run one step of a module whose tensors `fake_tensors.make_fake` has made fake.
 
     Args:
         root: the LightningModule.
         step: how to run it.
         policy: the dtypes of the run.
-        mode: from `fake.fake_mode`.
+        mode: from `fake_tensors.fake_mode`.
         scale: run on the batch repeated so many times.
 
     Raises:
@@ -99,7 +100,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         root.train()
         try:
             with mode:
-                batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
+                batch = tree_map(lambda t: fake_tensors.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
                 with fused_attention(), live:
                     forward = watch.run(step.loss, batch)
@@ -249,9 +250,16 @@ def scaled(batch: Any, scale: int) -> tuple[Any, int]:
     return (tree_map(repeated, batch) if scale != 1 else batch), size * scale
 
 
+def error_location(error: BaseException) -> str:
+    """``file:line`` of the last frame of an error in the user's own code, or ``""``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(part in f.filename for part in ("site-packages", "/lightning_shard/"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
 def explained(error: BaseException, operation: str) -> str:
     """What failed, where, and, where that is the reason, that there is no data."""
-    place = fake.where(error)
+    place = error_location(error)
     at = f", at {place}" if place else ""
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

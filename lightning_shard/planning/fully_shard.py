@@ -15,7 +15,7 @@ import torch
 from lightning_shard.engines.facts import FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.moments import Moments, optimizer_bytes
+from lightning_shard.planning.step_memory import Moments, optimizer_bytes
 from lightning_shard.precision.policy import PrecisionPolicy
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.planning.facts import OptimizerFacts
-from lightning_shard.planning.live import LiveBytes, live_tensors
-from lightning_shard.planning.trace import TraceError, explained
+from lightning_shard.planning.live_bytes import LiveBytes, live_tensors
+from lightning_shard.planning.memory_trace import TraceError, explained
 
 
 def trace_optimizer(root: nn.Module, optimizer: torch.optim.Optimizer, mode: Any) -> OptimizerFacts:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_shard.meters.attention import attention_flops
-from lightning_shard.planning.fake import TorchDispatchMode
+from lightning_shard.meters.fake_tensors import TorchDispatchMode
 
 Phase = Literal["forward", "backward"]
 _ITEM = torch.ops.aten._local_scalar_dense.default

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.summary import size_text
+from lightning_shard.meters.throughput_summary import size_text
 
 _STEPPED = frozenset({"masters", "optimizer"})
 _GRADIENTS = _STEPPED | {"gradients"}

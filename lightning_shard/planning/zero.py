@@ -12,9 +12,9 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
-from lightning_shard.planning.moments import Moments, optimizer_bytes, seen_bytes
-from lightning_shard.planning.zero3_states import stage_3
-from lightning_shard.planning.zero12_states import stages_1_2
+from lightning_shard.planning.step_memory import Moments, optimizer_bytes, seen_bytes
+from lightning_shard.planning.zero_stage_3 import stage_3
+from lightning_shard.planning.zero_stages_1_2 import stages_1_2
 from lightning_shard.precision.policy import PrecisionPolicy
 
 ALLREDUCE_BUCKET = 500_000_000

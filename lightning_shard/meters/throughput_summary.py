@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_shard.meters.windows import Window
+from lightning_shard.meters.throughput import Window
 from lightning_shard.text import columns
 
 COLUMNS = (

@@ -1,0 +1,120 @@
+"""Tensors with shapes, dtypes and devices and without memory, on which a step is traced; the base of both tracers.
+
+`lightning_shard.meters.flops` counts a step's model FLOPs on them, `lightning_shard.planning.memory_trace` its bytes.
+Fake tensors are documented (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but lie below a
+private module, as the fake process group and the dispatch mode do; torch 2.11 to 2.13 have them there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+
+from lightning_shard.errors import ConfigurationError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextmanager
+def fake_operations() -> Generator[None, None, None]:
+    """Inside, operations give fake tensors, of real ones too; where such a mode is on already it stays."""
+    stack = _get_current_dispatch_mode_stack()
+    present = next((mode for mode in reversed(stack) if isinstance(mode, FakeTensorMode)), None)
+    mode = FakeTensorMode() if present is None else present
+    with nullcontext() if present is not None else mode, _FakeInputs(mode):
+        yield
+
+
+class _FakeInputs(TorchDispatchMode):
+    """Replaces real inputs by fake ones. With ``allow_non_fake_inputs`` the mode itself runs ``x.add_(1)`` on them."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor, static_shapes=True)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which new tensors are fake, and real ones become fake when an operation reads them."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_world(ranks: int) -> Generator[None, None, None]:
+    """A process group of ``ranks``, of which this process is rank 0 and the others do not exist.
+
+    Raises:
+        ConfigurationError: this process has a process group.
+    """
+    if dist.is_initialized():
+        raise ConfigurationError("This process has a process group already; plan in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake copy of ``tensor`` on the CPU; copies of views of one storage are views of one storage."""
+    if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+        return tensor
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return mode.from_tensor(tensor.detach())
+
+
+def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every parameter and buffer of ``root`` by a fake one on the CPU; ties stay ties."""
+    _replace_tensors(root, lambda tensor: as_fake(tensor, mode))
+
+
+def meta_copy(module: M) -> M:
+    """A deep copy whose parameters and buffers are on the meta device; ties stay ties.
+
+    What else the module holds is copied as it is. The parameters of ``module`` are full, as before sharding.
+
+    Raises:
+        Exception: whatever an attribute raises that can't be copied, such as a lock or an open file.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(t): _of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})
+
+
+def put_on_device(module: nn.Module, device: torch.device) -> None:
+    """Inside of `fake_operations`, give a `meta_copy` parameters and buffers on ``device``, which take no memory."""
+    _replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))
+
+
+def _replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    # With the replaced tensors, whose ids must stay theirs.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in root.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tables:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _of_its_class(tensor, make(tensor))
+                    tensors[name] = made[id(tensor)][1]
+
+
+def _of_its_class(tensor: Tensor, made: Tensor) -> Tensor:
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
