@@ -18,8 +18,8 @@ from lightning_shard.engines.zero.config import Stage3Options
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
 from tests.models import Block, TinyLM, loader, quiet_trainer
-from tests.strategies.test_deepspeed import Manual, fit_all
-from tests.strategies.test_parity import differences
+from tests.strategies.engines import differences
+from tests.strategies.zero import Manual, fit_all
 
 # Nothing stays whole, and everything is freed after use: what ZeRO-3 does to a model that is large enough.
 FREED = Stage3Options(

@@ -17,7 +17,7 @@ from lightning_shard.precision.policy import PRECISIONS, policy_from
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, loader, quiet_trainer
-from tests.strategies.test_parity import differences, relative
+from tests.strategies.engines import differences, relative
 
 STEPS = 6
 SAVED = 2

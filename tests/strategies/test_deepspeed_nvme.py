@@ -23,7 +23,7 @@ from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
-from tests.strategies.test_parity import differences
+from tests.strategies.engines import differences
 
 STEPS = 8
 SAVED = 3

@@ -19,7 +19,7 @@ from lightning_shard.errors import DataError, PrecisionError
 from tests.harness import DistributedError, run_distributed
 from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer, whole
 from tests.resume import test_resume
-from tests.strategies.test_parity import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences
+from tests.strategies.engines import AT_2, BATCH, BOUNDARY, ENGINES, NORM, TWICE, VALUE, Mapped, differences
 
 STEPS = 20
 # Far too large at first, and it grows again after every three good steps: overflows at the start and later.

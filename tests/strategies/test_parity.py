@@ -1,10 +1,9 @@
-"""The same numbers under every way of cutting: bitwise at two processes, to the order of sums at four."""
+"""The same numbers however tensors are sharded: bitwise at two processes, to the order of sums at four."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,59 +13,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
-from lightning_shard.mesh import MeshConfig
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.ddp import ShardDDPStrategy
-from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
-from tests.models import VOCAB, Final, TinyLM, all_parameters, quiet_trainer, whole
+from tests.models import Final, TinyLM, all_parameters, quiet_trainer, whole
+from tests.strategies.engines import (
+    AT_2,
+    AT_3,
+    AT_4,
+    BATCH,
+    BOUNDARY,
+    ENGINES,
+    NORM,
+    NORM_LIMIT,
+    OFFLOADED,
+    TWICE,
+    VALUE,
+    VALUE_LIMIT,
+    ZERO,
+    Mapped,
+    differences,
+    relative,
+)
 
 STEPS = 20
-BATCH = 4
-# Below the norms and the largest elements of the gradients of all steps, which `check` asserts.
-NORM_LIMIT, VALUE_LIMIT = 0.05, 0.002
-
-HOST = OptimizerOffload(device="cpu")
-ENGINES: dict[str, Callable[..., ShardStrategy]] = {
-    "ddp": ShardDDPStrategy,
-    "full": ShardFSDPStrategy,
-    "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
-    "hybrid_1x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=1, shard=2), **kwargs),
-    "hybrid_2x1": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=1), **kwargs),
-    "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
-    "hybrid_2x2": lambda **kwargs: ShardFSDPStrategy(mesh=MeshConfig(replicate=2, shard=2), **kwargs),
-    **{f"zero_{stage}": partial(ShardDeepSpeedStrategy, stage=stage) for stage in (0, 1, 2, 3)},
-    **{f"zero_{s}_offload": partial(ShardDeepSpeedStrategy, stage=s, offload_optimizer=HOST) for s in (1, 2)},
-    "zero_3_offload_optimizer": partial(ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST),
-    "zero_3_offload": partial(
-        ShardDeepSpeedStrategy, stage=3, offload_optimizer=HOST, offload_parameters=ParameterOffload(device="cpu")
-    ),
-    "zero_3_hpz": partial(ShardDeepSpeedStrategy, stage=3, zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2)),
-    "ddp_plain": lambda **kwargs: ShardDDPStrategy(**{**kwargs, "aligned": False}),
-}
-ZERO = [name for name in ENGINES if name.startswith("zero")]
-OFFLOADED = ["zero_1_offload", "zero_2_offload", "zero_3_offload_optimizer", "zero_3_offload"]
-AT_2 = ["ddp", "full", "grad_op", "hybrid_1x2", "hybrid_2x1", "offload"]
-AT_3 = ["full", "grad_op", "offload", "ddp", "zero_2", "zero_3", "zero_3_offload"]
-AT_4 = ["full", "grad_op", "hybrid_2x2", "offload", "ddp", "zero_2", "zero_3", "zero_3_hpz"]
-
-
-class Mapped(Dataset[tuple[Tensor, Tensor]]):
-    """Random tokens whose targets are a fixed permutation of them: no two samples are equal, and it can be learnt."""
-
-    def __init__(self, count: int = 512) -> None:
-        self.tokens = torch.randint(0, VOCAB, (count, 8), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], (self.tokens[index] * 5 + 3) % VOCAB
 
 
 class Watch(pl.Callback):
@@ -183,12 +154,6 @@ def check_trained(runs: list[dict[str, Any]], model: Mapping[str, Any], trainer:
             assert differences(one[part], other[part]) == {}
 
 
-def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest difference of each tensor that is not bitwise equal."""
-    assert one.keys() == other.keys()
-    return {n: (one[n] - other[n]).abs().max().item() for n in one if not torch.equal(one[n], other[n])}
-
-
 def assert_bitwise(runs: Mapping[str, dict[str, Any]]) -> None:
     first, *others = runs
     for engine in others:
@@ -226,23 +191,12 @@ def by_hand_twice(steps: Any, others: Any, *args: Any) -> list[dict[str, Tensor]
     return [by_hand(steps, *args), by_hand(others, *args)]
 
 
-def relative(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Largest difference of any tensor's elements, in units of that tensor's largest element."""
-    return max((d / one[name].abs().max().item() for name, d in differences(one, other).items()), default=0.0)
-
-
 # One fp32 rounding is 6e-8 of the value. A gradient here is a sum of some dozens of products, taken in another order,
 # and AdamW divides it by its own size; over 20 steps 5e-7 was seen. A gradient that misses a rank, or is divided by
 # another number, is off by 1e-2 and more.
 SUMMATION_ORDER = 1e-5
-
-NORM = {"gradient_clip_val": NORM_LIMIT}
-VALUE = {"gradient_clip_val": VALUE_LIMIT, "gradient_clip_algorithm": "value"}
-TWICE = {"accumulate_grad_batches": 2}
-BOUNDARY = {"accumulate_sync": "boundary"}
 BF16_LOADED = {"dtype": torch.bfloat16}
 TIED = {"tie": True, "dropout": 0.1}
-
 SAMPLE: list[dict[str, Any]] = [
     {"precision": "32-true", "trainer": NORM},
     {"precision": "32-true", "trainer": {**TWICE, **VALUE}, "model": TIED},

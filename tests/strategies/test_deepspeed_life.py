@@ -1,0 +1,177 @@
+"""A run under DeepSpeed from start to end: fit, save, resume, validate, and the next run in the same process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional
+
+from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from lightning_shard.strategies.precision import ShardPrecision
+from tests.harness import run_distributed
+from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
+from tests.strategies.engines import ENGINES, differences
+from tests.strategies.test_switch import stored
+from tests.strategies.zero import OFFLOADED, STAGES, WithoutOptimizer, fit
+
+# A whole life
+
+
+class Start(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.parameters = all_parameters(trainer)
+
+
+def live(engine: str, precision: str) -> dict[str, Any]:
+    """Fit, validate, test, predict uneven numbers of batches, and fit again with another Trainer."""
+    pl.seed_everything(1, verbose=False)
+    module, first, start, second = TinyLM(), Final(), Start(), Final()
+    data = loader(count=36, shuffle=False)
+    # The Trainer's own flag becomes bf16-mixed on CPU.
+    given = {"plugins": [ShardPrecision(precision)]} if precision.startswith("16") else {"precision": precision}
+    loop = quiet_trainer(
+        strategy=ENGINES[engine](aligned=True),
+        **given,
+        max_steps=4,
+        val_check_interval=4,
+        callbacks=[first],
+    )
+    loop.fit(module, loader(), data)
+    result = {
+        "fitted": loop.callback_metrics["val_loss"].item(),
+        "validated": loop.validate(module, data, verbose=False)[0]["val_loss"],
+        "tested": loop.test(module, data, verbose=False)[0]["test_loss"],
+        "predicted": [part.tolist() for part in loop.predict(module, data)],
+    }
+    again = quiet_trainer(strategy=ENGINES[engine](aligned=True), **given, max_steps=3, callbacks=[start, second])
+    again.fit(module, loader())
+    assert differences(first.parameters, start.parameters) == {}
+    return {**result, "parameters": second.parameters, "losses": module.losses}
+
+
+def live_all(engines: list[str], precision: str) -> dict[str, Any]:
+    linear, embedding = functional.linear, functional.embedding
+    found = {}
+    for engine in engines:
+        found[engine] = live(engine, precision)
+        assert (functional.linear, functional.embedding) == (linear, embedding)
+    return found
+
+
+IN_MATRIX = [pytest.param(precision, marks=pytest.mark.matrix) for precision in ("32-true", "16-mixed", "16-true")]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", *IN_MATRIX])
+def test_a_whole_life_is_that_of_fsdp(precision: str) -> None:
+    engines = ["full", *STAGES, *OFFLOADED, *(["zero_0"] if precision == "32-true" else [])]
+    for rank in run_distributed(live_all, 2, engines, precision, timeout=300):
+        expected = rank.pop("full")
+        for engine, run in rank.items():
+            assert differences(run.pop("parameters"), expected["parameters"]) == {}, engine
+            assert run == {key: value for key, value in expected.items() if key != "parameters"}, engine
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_whole_life_at_four_processes(precision: str) -> None:
+    # Four gradients are summed in another order: a few roundings of fp32, or a parameter that rounds to its neighbour
+    # in bf16, after seven steps of 1e-2.
+    atol = 1e-4 if precision == "32-true" else 2e-2
+    for rank in run_distributed(live_all, 4, ["full", *STAGES, *OFFLOADED], precision, timeout=500):
+        expected = rank.pop("full")
+        for engine, run in rank.items():
+            for name, value in expected["parameters"].items():
+                torch.testing.assert_close(run["parameters"][name], value, rtol=0, atol=atol, check_dtype=False)
+            assert run["losses"] == pytest.approx(expected["losses"], abs=atol), engine
+            assert run["validated"] == pytest.approx(expected["validated"], abs=atol), engine
+
+
+def test_plain_stage_3_leaves_the_process_as_it_was() -> None:
+    """Asked to, DeepSpeed replaces `torch.nn.functional.linear`; the next run must not see it."""
+    run_distributed(_plain_then_fsdp, 2)
+
+
+def _plain_then_fsdp() -> None:
+    linear = functional.linear
+    seen: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(functional.linear)
+
+    before = fit("full", TinyLM, "32-true", {}, {})
+    strategy = ShardDeepSpeedStrategy(stage=3, config={"zero_optimization": {"memory_efficient_linear": True}})
+    quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look()]).fit(TinyLM(), loader())
+    assert seen != [linear]
+    assert functional.linear is linear
+    assert differences(fit("full", TinyLM, "32-true", {}, {})["parameters"], before["parameters"]) == {}
+
+
+def saved_after(engine: str, folder: str) -> None:
+    """What is saved in a fit's last step, and after the fit."""
+    last = ModelCheckpoint(dirpath=folder, filename=f"{engine}-in", every_n_train_steps=3)
+    trainer = quiet_trainer(
+        strategy=ENGINES[engine](aligned=True),
+        precision="bf16-mixed",
+        max_steps=3,
+        callbacks=[last],
+        enable_checkpointing=True,
+    )
+    trainer.fit(TinyLM(), loader())
+    trainer.save_checkpoint(f"{folder}/{engine}-after.ckpt")
+
+
+def test_a_checkpoint_is_saved_after_the_fit_too(tmp_path: Path) -> None:
+    for engine in ["full", *STAGES, *OFFLOADED]:
+        run_distributed(saved_after, 2, engine, str(tmp_path))
+        inside, after = (read_manifest(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after"))
+        assert inside.tensors == after.tensors
+        tensors = [stored(tmp_path / f"{engine}-{when}.ckpt") for when in ("in", "after")]
+        assert differences(*tensors) == {}
+
+
+# Configuration in a run
+
+SECTIONS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": "auto"}},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+}
+
+
+def described(stage: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    pl.seed_everything(1, verbose=False)
+    rates: list[float] = []
+
+    class Rates(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    module = WithoutOptimizer()
+    trainer = quiet_trainer(
+        strategy=ShardDeepSpeedStrategy(stage=stage, aligned=True, config=SECTIONS),
+        max_steps=5,
+        accumulate_grad_batches=2,
+        callbacks=[Rates()],
+    )
+    trainer.fit(module, loader())
+    return module.losses, rates, trainer.strategy.deepspeed_config
+
+
+def test_optimizer_and_schedule_of_the_configuration() -> None:
+    for stage in (1, 2, 3):
+        losses, rates, config = run_distributed(described, 2, stage)[0]
+        assert len(losses) == 10
+        # DeepSpeed's warm-up over 3 steps to the optimizer's rate: by the logarithm of the number of steps done.
+        assert rates == pytest.approx([0.0, 0.0, 1e-2 * math.log(2) / math.log(3), 1e-2, 1e-2])
+        assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (4, 16)
+        assert config["gradient_accumulation_steps"] == 2

@@ -1,0 +1,165 @@
+"""What ranks hold under ZeRO and for how long: the bytes of each stage, and parameters that are sharded again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import full_tensor
+from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.strategies.zero import OFFLOADED, STAGES, fit_all
+
+
+class Attentive(TinyLM):
+    """With attention, which reads the weights of a module in it, and without a parameter of its own."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            super().configure_model()
+            self.attention = nn.MultiheadAttention(self.width, 2, batch_first=True)
+            del self.frozen, self.shift
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.backward_reaches_embedding())
+        x = x + self.attention(x, x, x)[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def whole_near_the_end_of_backward() -> tuple[list[list[str]], dict[str, set[torch.dtype]]]:
+    """The parameters that are whole when backward is at the first module, by step; in which dtypes forward saw each."""
+    found: list[list[str]] = []
+
+    class Watching(Attentive):
+        def backward_reaches_embedding(self) -> None:
+            # Not when it has ended: DeepSpeed cuts all that is left then.
+            found.append([n for n, p in self.named_parameters() if p.ds_status.name == "AVAILABLE"])
+
+    strategy = ShardDeepSpeedStrategy(stage=3, stage3=Stage3Options(param_persistence_threshold=0))
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=4)
+    trainer.fit(Watching(), loader())
+    return found, {name: entry.column("forward") for name, entry in strategy.ledger.entries.items()}
+
+
+def test_stage_3_cuts_again_what_backward_has_passed() -> None:
+    for found, forward in run_distributed(whole_near_the_end_of_backward, 2):
+        assert len(found) == 4
+        for names in found:
+            # Its input has no gradient that would tell DeepSpeed of the end of its backward.
+            assert set(names) <= {"embed.weight"}, names
+        assert set(forward) > {"attention.out_proj.weight", "attention.in_proj_weight", "head.weight"}
+        assert all(dtypes == {torch.bfloat16} for name, dtypes in forward.items() if "scale" not in name), forward
+
+
+def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, torch.dtype]:
+    """Engine -> the one dtype in which gradients waited for the next micro-batch's; each was seen on some rank."""
+    trainer = {"accumulate_grad_batches": 2, "max_steps": 1}
+    ranks = run_distributed(fit_all, 2, engines, TinyLM, precision, strategy, trainer, timeout=240)
+    found: dict[str, torch.dtype] = {}
+    for engine in engines:
+        columns: dict[str, set[torch.dtype]] = {}
+        for rank in ranks:
+            for name, entry in rank[engine]["ledger"].items():
+                if entry.kind == "trainable":
+                    columns.setdefault(name, set()).update(entry.column("accumulated"))
+        assert all(columns.values()), (engine, columns)
+        (found[engine],) = set().union(*columns.values())
+    return found
+
+
+def test_the_ledger_shows_gradients_held_between_micro_batches() -> None:
+    engines = [*STAGES, "zero_1_offload", *OFFLOADED]
+    assert held_in(engines, "bf16-mixed") == dict.fromkeys(engines, torch.float32)
+    whole = ["zero_2", "zero_2_offload"]
+    assert held_in(whole, "32-true") == dict.fromkeys(whole, torch.float32)
+    assert held_in(STAGES, "bf16-true", aligned=False) == dict.fromkeys(STAGES, torch.bfloat16)
+
+
+# Bytes
+
+
+def count_bytes(stage: int, offload: bool) -> dict[str, int]:
+    """Bytes that this rank holds in live tensors, at the point of the step where there are most."""
+    found: dict[str, int] = {}
+
+    class Count(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            running = trainer.strategy._running
+            parameters = [p.ds_tensor if stage == 3 else p for p in module.parameters() if p.requires_grad]
+            found["parameters"] = sum(p.numel() * p.element_size() for p in parameters)
+            gradients = trainer.strategy._gradients(trainer.optimizers[0])
+            found["gradients"] = sum(g.numel() * g.element_size() for g in gradients)
+            found["masters"] = sum(group.flat.numel() * group.flat.element_size() for group in running.groups)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            states = [value for slots in trainer.optimizers[0].state.values() for value in slots.values()]
+            found["state"] = sum(v.numel() * v.element_size() for v in states if v.ndim > 0)
+            found["elements"] = sum(
+                full_tensor(trainer, n).numel() for n, p in module.named_parameters() if p.requires_grad
+            )
+
+    host = OptimizerOffload(device="cpu") if offload else None
+    strategy = ShardDeepSpeedStrategy(
+        stage=stage, aligned=True, offload_optimizer=host, buckets=ZeroBuckets(reduce=1000, allgather=1000)
+    )
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=1, callbacks=[Count()])
+    trainer.fit(TinyLM(width=16), loader())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_bytes_are_those_of_the_zero_paper(ranks: int) -> None:
+    """Of P parameters a rank holds, in bf16 with Adam (arXiv 1910.02054, 3.1): 2 bytes of each parameter, 4 of its
+    gradient in the contract's fp32, 4 of its master and 8 of Adam's moments, each divided by the ranks from the stage
+    on that cuts it.
+    """
+    for stage, offload in [(1, False), (2, False), (3, False), (2, True)]:
+        for found in run_distributed(count_bytes, ranks, stage, offload):
+            count = found["elements"]
+            # A rank's part is padded: stages 1 and 2 once per group, stage 3 once for each of some 20 parameters.
+            padding = 32 if stage == 3 else 4
+            own = count / ranks
+            assert own <= found["masters"] / 4 <= own + padding
+            assert found["state"] == 2 * found["masters"]
+            assert own <= found["gradients"] / 4 <= own + padding
+            if stage == 3:
+                assert own <= found["parameters"] / 2 <= own + padding
+            else:
+                assert found["parameters"] == 2 * count
+
+
+def second_copies() -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
+
+    class Look(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+            for p in module.parameters():
+                if p.ds_secondary_tensor is not None:
+                    found.append((p.ds_numel, p.ds_tensor.numel(), p.ds_secondary_tensor.numel()))
+
+    strategy = ShardDeepSpeedStrategy(
+        stage=3,
+        zero_plus_plus=ZeroPlusPlus(hpz_partition_size=2),
+        # Small parameters would stay whole, and need no copy.
+        stage3=Stage3Options(param_persistence_threshold=0),
+    )
+    quiet_trainer(strategy=strategy, max_steps=1, callbacks=[Look()]).fit(TinyLM(), loader())
+    return found
+
+
+def test_hpz_keeps_a_second_copy_of_the_parameters_that_fewer_ranks_share() -> None:
+    for found in run_distributed(second_copies, 4):
+        assert found
+        for whole, piece, second in found:
+            assert piece == -(-whole // 4)
+            assert second in (2 * piece, -(-whole // 2))

@@ -1,0 +1,91 @@
+"""What can't work under DeepSpeed is refused before the first step, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.strategies.engines import ENGINES
+from tests.strategies.zero import WithoutOptimizer
+
+# Refusals, on every rank alike
+
+
+class TwoOptimizers(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.embed.parameters()), torch.optim.SGD(self.head.parameters())]
+
+
+class Thaws(TinyLM):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.embed.requires_grad_(batch_idx == 0)
+
+
+class DropsGradients(TinyLM):
+    def on_after_backward(self) -> None:
+        self.trainer.optimizers[0].zero_grad()
+
+
+class Lbfgs(TinyLM):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def refused(kind: type[TinyLM], settings: dict[str, Any], trainer: dict[str, Any]) -> str:
+    try:
+        strategy = ShardDeepSpeedStrategy(**settings)
+        quiet_trainer(strategy=strategy, **{"max_steps": 2, **trainer}).fit(kind(), loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
+REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
+    (TwoOptimizers, {}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one"),
+    (Lbfgs, {}, {}, "returns LBFGS"),
+    (Thaws, {}, {}, "frozen or thawed after the fit began"),
+    (DropsGradients, {}, {}, "zero_grad was called between a backward pass and the optimizer's step"),
+    (WithoutOptimizer, {}, {}, "the DeepSpeed configuration has no optimizer section"),
+    (TinyLM, {"mesh": MeshConfig(replicate=2)}, {}, "mesh asks for 2 replicas, but DeepSpeed cuts over all processes"),
+    (TinyLM, {"stage": 0, "aligned": True}, {"precision": "bf16-mixed"}, "shard_ddp_aligned"),
+    (TinyLM, {"stage": 0}, {"precision": "bf16-mixed"}, "shard_ddp"),
+    (TinyLM, {"stage": 3, "accumulate_sync": "boundary"}, {}, "ZeRO stage 3 reduces accumulated gradients after each"),
+    (TinyLM, {"stage": 2, "config": {"gradient_clipping": 1.0}}, {}, "gradient_clipping is 1, but the Trainer's"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[3][:30])
+def test_what_can_not_work_is_refused(case: tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]) -> None:
+    kind, settings, trainer, message = case
+    for said in run_distributed(refused, 2, kind, settings, trainer):
+        assert message in said
+
+
+def go_on_elsewhere(first: Callable[..., Any], then: Callable[..., Any]) -> str:
+    module = TinyLM()
+    quiet_trainer(strategy=first(), max_steps=1).fit(module, loader())
+    try:
+        quiet_trainer(strategy=then(), max_steps=1).fit(module, loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_module_that_another_engine_cut_is_refused() -> None:
+    zero_3, zero_2, fsdp, ddp = (ENGINES[name] for name in ("zero_3", "zero_2", "full", "ddp"))
+    for then in (fsdp, ddp, zero_2):
+        assert "were cut by ZeRO-3" in run_distributed(go_on_elsewhere, 2, zero_3, then)[0]
+    for then in (zero_3, zero_2):
+        assert "was sharded with FSDP2" in run_distributed(go_on_elsewhere, 2, fsdp, then)[0]
