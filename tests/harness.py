@@ -147,7 +147,7 @@ class _Pool:
         cwd = folder / "cwd"
         cwd.mkdir(parents=True)
         world_size = len(self.processes)
-        port = _free_port()
+        port = free_port()
         for rank, connection in enumerate(self.connections):
             environment = {
                 "RANK": rank,
@@ -298,10 +298,19 @@ def _joined_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], object], seconds: float = 90) -> None:
+    """Wait for the condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.02)
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:

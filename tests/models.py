@@ -116,6 +116,15 @@ class TinyLM(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def llama(**config: Any) -> nn.Module:
+    """A tiny Llama of Hugging Face; `config` is laid over its sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **config}))
+
+
 def loader(batch_size: int = 4, *, count: int = 256, shuffle: bool = True, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(Tokens(count), batch_size=batch_size, shuffle=shuffle, **kwargs)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import pytest_make_parametrize_id
-from tests.harness import ROOT, DistributedError, run_distributed
+from tests.harness import ROOT, DistributedError, run_distributed, until
 
 # Well below the 60 s and more that a hang would take; a busy machine needs seconds to notice a dead peer.
 PROMPT_SECONDS = 30
@@ -162,12 +162,12 @@ def test_workers_die_with_the_session(tmp_path: Path) -> None:
     )
     session = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     try:
-        _until(lambda: any(tmp_path.iterdir()), seconds=120)
+        until(lambda: any(tmp_path.iterdir()), seconds=120)
     finally:
         session.kill()
         session.wait()
     pid = int(next(tmp_path.iterdir()).name)
-    _until(lambda: not _runs(pid), seconds=PROMPT_SECONDS)
+    until(lambda: not _runs(pid), seconds=PROMPT_SECONDS)
 
 
 def _runs(pid: int) -> bool:
@@ -176,14 +176,6 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _until(condition: object, *, seconds: float) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
-        time.sleep(0.1)
 
 
 GROUPED_TESTS = """

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard.checkpoint.fit import LoadReport
 from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_
 from lightning_shard.checkpoint.state import model_tensors
 from lightning_shard.tensors.names import fqns
 from tests.harness import run_distributed
-from tests.models import TinyLM, loader, quiet_trainer
+from tests.models import TinyLM, loader, quiet_trainer, whole
 
 INFO = CheckpointInfo(engine="test", policy="fp32")
 
@@ -67,10 +67,6 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         net(torch.arange(6).roll(shift).view(2, 3)).square().mean().backward()
         optimizer.step()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from tests.cluster.test_slurm import BATCH, STEP
-from tests.harness import run_distributed
+from tests.harness import free_port, run_distributed
 
 
 def _check(environ: dict[str, str], **settings: Any) -> None:
@@ -91,16 +91,10 @@ def _place(port: int, rank: int, world_size: int, address: str = "127.0.0.1") ->
     return Place(address=address, port=port, rank=rank, world_size=world_size)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = None, silent: int = -1) -> Any:
     """What each rank is told: "" or the error; the store is kept for as long as another rank may read it."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    box = [_free_port()]
+    box = [free_port()]
     torch.distributed.broadcast_object_list(box)
     place = _place(box[0], rank, size)
     store = connect(place, 20)
@@ -179,6 +173,6 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_nobody_answers() -> None:
-    told = _alone(_place(_free_port(), 1, 2), 1)
+    told = _alone(_place(free_port(), 1, 2), 1)
     assert "rank 0 did not answer at 127.0.0.1:" in told
     assert "in 1 s (init_timeout_seconds)" in told

@@ -23,6 +23,7 @@ from lightning_shard.mesh import build_mesh
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.precision.policy import policy_from
 from tests.harness import run_distributed
+from tests.models import llama, whole
 
 CPU = torch.device("cpu")
 SEED = 11
@@ -93,29 +94,17 @@ class Root(nn.Module):
         return x
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def tied_llama() -> nn.Module:
     root = nn.Module()
     with torch.device("meta"):
-        root.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=32,
-                hidden_size=8,
-                intermediate_size=12,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                tie_word_embeddings=True,
-            )
-        )
+        root.model = llama(vocab_size=32)
     return root
 
 
 def values(root: nn.Module) -> dict[str, Tensor]:
     """Everything by every name that it has, whole."""
     tensors = itertools.chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors}
+    return {n: whole(t) for n, t in tensors}
 
 
 def replicated(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
@@ -179,7 +168,7 @@ def _reset_by_hand(root: Root) -> dict[str, Tensor]:
 UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"], 30, 1]
 
 
-@pytest.mark.parametrize("make", [Root, llama])
+@pytest.mark.parametrize("make", [Root, tied_llama])
 def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], nn.Module]) -> None:
     units = UNITS if make is Root else ["auto", ["LlamaMLP", "Linear"], 90]
     reference = run_distributed(_on_every_engine, 1, make, units[:1])[0]["ddp"]
@@ -218,7 +207,7 @@ def _check_values(found: dict[str, Tensor]) -> None:
 def _check_llama(found: dict[str, Tensor]) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = llama().model.config
+    config = tied_llama().model.config
     built = dict(LlamaRotaryEmbedding(config).named_buffers())
     assert "inv_freq" in built
     assert all(torch.equal(found[f"model.model.rotary_emb.{name}"], tensor) for name, tensor in built.items())
@@ -297,9 +286,9 @@ def _peaks() -> tuple[int, int, int]:
 def test_a_rank_holds_its_shards_and_one_unit() -> None:
     model = DEPTH * UNIT_BYTES
     for world in (2, 4):
-        for whole, peak, after in run_distributed(_peaks, world):
-            # The counting sees a whole model where there is one.
-            assert whole >= model
+        for full, peak, after in run_distributed(_peaks, world):
+            # The counting sees a full model where there is one.
+            assert full >= model
             # Both dims divide evenly, so shards have no padding; a scalar or two may be left.
             assert 0 <= after - model // world <= 64
             # While the last unit is cut: all shards, that unit whole, and the temporary of one of its tensors
@@ -500,8 +489,8 @@ def _fp32_peaks(copies: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2)])
 def test_no_rank_holds_a_whole_fp32_copy_of_a_model_loaded_in_bf16(world: int, copies: int) -> None:
     model = DEPTH * UNIT_BYTES
-    for whole, peak, after in run_distributed(_fp32_peaks, world, copies):
-        # The counting sees a whole fp32 model where there is one.
-        assert whole >= model
+    for full, peak, after in run_distributed(_fp32_peaks, world, copies):
+        # The counting sees a full fp32 model where there is one.
+        assert full >= model
         # Upcast after the cut: its own part in fp32, and never a byte of another rank's.
         assert peak == after == model * copies // world

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_shard.engines.units import class_name, find_units
 from lightning_shard.errors import WrappingError
+from tests.models import llama
 
 
 class Layer(nn.Module):
@@ -118,26 +119,10 @@ def test_auto_takes_a_block_that_is_repeated_by_sharing() -> None:
     assert names(Root(stack=nn.ModuleList([block, block, block])), "auto") == [("stack.0",)]
 
 
-def _llama(tie: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tie,
-        )
-    )
-
-
 @pytest.mark.parametrize("tie", [False, True])
 def test_auto_asks_a_hugging_face_model(tie: bool) -> None:
     expected = [("model.model.layers.0",), ("model.model.layers.1",)]
-    assert names(Root(model=_llama(tie)), "auto") == expected
+    assert names(Root(model=llama(tie_word_embeddings=tie)), "auto") == expected
 
 
 def test_auto_asks_gpt2() -> None:

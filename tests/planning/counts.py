@@ -19,26 +19,18 @@ from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.planned import PlannedRun
 from lightning_shard.strategies.precision import ShardPrecision
-from tests.models import VOCAB, TinyLM, loader, quiet_trainer
+from tests.models import VOCAB, TinyLM, llama, loader, quiet_trainer
 
 
 class Causal(pl.LightningModule):
     """A Hugging Face Llama made from a configuration."""
 
     def configure_model(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         if not hasattr(self, "model"):
             torch.manual_seed(3)
-            config = LlamaConfig(
-                vocab_size=160,
-                hidden_size=48,
-                intermediate_size=96,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-            self.model = LlamaForCausalLM(config)
+            sizes = {"vocab_size": 160, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+            self.model = llama(**sizes, **heads)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch[0]).logits

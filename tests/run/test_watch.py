@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 from lightning_shard.cluster.preflight import Place, connect
 from lightning_shard.cluster.watch import Watch
-from tests.cluster.test_preflight import _free_port
-from tests.harness import run_distributed
+from tests.harness import free_port, run_distributed
 
 
 def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    box = [_free_port()]
+    box = [free_port()]
     dist.broadcast_object_list(box)
     place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
     # Rank 0's store has to outlive the watch.
@@ -114,7 +113,7 @@ import pytest
 from lightning_shard.cluster import watch
 from lightning_shard.cluster.preflight import Place, connect
 watch.INTERVAL_SECONDS = 1e-4
-place = Place(address="127.0.0.1", port={_free_port()}, rank=0, world_size=1)
+place = Place(address="127.0.0.1", port={free_port()}, rank=0, world_size=1)
 store = connect(place, 20)
 watch.Watch(place, 60.0).start()
 """

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_shard.checkpoint.newest import find_checkpoints
-from tests.harness import run_distributed
+from tests.harness import run_distributed, until
 from tests.slurm.conftest import Jobs
 from tests.slurm.programs import slow
 
@@ -23,13 +22,6 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
 
 def _here(root: str, devices: int, steps: int, engine: str = "ddp", seed: int = 0) -> dict[str, Any]:
     return slow(root, devices, 1, steps, 0.0, engine=engine, seed=seed)
-
-
-def _until(condition: Callable[[], Any], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not after {seconds} s"
-        time.sleep(0.02)
 
 
 class Stopping:
@@ -60,7 +52,7 @@ class Stopping:
     def wait_for(self, what: str) -> None:
         """Until the run does it the next time."""
         before = self.happened(what)
-        _until(lambda: self.happened(what) > before)
+        until(lambda: self.happened(what) > before)
 
     def extend(self) -> None:
         self.jobs.cluster.command("scontrol", "update", f"JobId={self.job}", "TimeLimit=30")
@@ -71,11 +63,11 @@ class Stopping:
     def requeued(self, reason: str) -> None:
         """Wait until it is, and look at what it left."""
         self.restarts += 1
-        _until(lambda: self.jobs.cluster.field(self.job, "Restarts") == str(self.restarts))
+        until(lambda: self.jobs.cluster.field(self.job, "Restarts") == str(self.restarts))
         # What the tasks print comes by way of srun, a moment later.
         said = f"SLURM job {self.job} goes back into the queue"
-        _until(lambda: self.jobs.log(self.job).count(said) == self.restarts, 20)
-        _until(lambda: f"stopped by {reason} after step" in self.jobs.log(self.job), 20)
+        until(lambda: self.jobs.log(self.job).count(said) == self.restarts, 20)
+        until(lambda: f"stopped by {reason} after step" in self.jobs.log(self.job), 20)
         found = find_checkpoints([self.root / "preempted"], f"slurm-{self.job}-0")
         assert len(found.own) == 1
         assert not found.broken
@@ -124,7 +116,7 @@ def test_again_and_again(jobs: Jobs, tmp_path: Path, engine: str) -> None:
             run.wait_for("validation")
         elif number % 3 == 1:
             # In the middle of a save.
-            _until(lambda: list((run.root / "checkpoints").glob(".*.tmp-*")))
+            until(lambda: list((run.root / "checkpoints").glob(".*.tmp-*")))
         else:
             time.sleep(random.uniform(0, 3))
         name = random.choice(["USR1", "TERM"])
@@ -143,7 +135,7 @@ def test_array_tasks_and_an_older_job_in_one_folder(jobs: Jobs, tmp_path: Path) 
     one_node = ("--nodes=1", "--ntasks-per-node=1")
     array = jobs.submit(jobs.script(f"srun {program}"), *one_node, "--array=1-2")
     for task in (1, 2):
-        _until(lambda task=task: (tmp_path / "runs/checkpoints").exists() or jobs.log(f"{array}_{task}").count("Error"))
+        until(lambda task=task: (tmp_path / "runs/checkpoints").exists() or jobs.log(f"{array}_{task}").count("Error"))
     time.sleep(1)
     jobs.cluster.command("scancel", "--signal=USR1", array)
     for task in (1, 2):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from tests.harness import run_distributed
-from tests.models import Final, quiet_trainer
+from tests.models import Final, llama, quiet_trainer
 
 Recompute = Literal["reentrant", "not reentrant", "units"] | None
 
@@ -23,13 +23,9 @@ class Llama(pl.LightningModule):
 
     def __init__(self, recompute: Recompute, *, gathers: bool) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         torch.manual_seed(3)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-        config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
-        self.model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 32}
+        self.model = llama(**sizes, num_attention_heads=4, num_key_value_heads=2).to(torch.bfloat16).train()
         if recompute in ("reentrant", "not reentrant"):
             self.model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
         self.gathers = gathers

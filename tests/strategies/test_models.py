@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard.registry import PRESETS
 from tests.harness import run_distributed
-from tests.models import Final, all_parameters, quiet_trainer
+from tests.models import Final, all_parameters, llama, quiet_trainer
 
 # Without stage 0, which runs fp32 alone, and NVMe, which needs compiled kernels.
 NAMES = [name for name in PRESETS if "stage_0" not in name and "nvme" not in name]
@@ -107,20 +107,9 @@ class CausalLM(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+def small_llama() -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
+    return llama(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
 
 
 def gpt2() -> nn.Module:
@@ -139,8 +128,8 @@ MODELS: dict[str, Callable[[], pl.LightningModule]] = {
     "digits": Digits,
     "transformer": lambda: DemoTransformer(vocab_size=VOCAB),
     "lstm": lambda: DemoLSTM(vocab_size=VOCAB),
-    "llama": lambda: CausalLM(llama),
-    "llama_meta": lambda: CausalLM(llama, meta=True),
+    "llama": lambda: CausalLM(small_llama),
+    "llama_meta": lambda: CausalLM(small_llama, meta=True),
     "gpt2": lambda: CausalLM(gpt2),
 }
 DATA: dict[str, Callable[[], Any]] = {
