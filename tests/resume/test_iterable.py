@@ -1,0 +1,58 @@
+"""Iterable data sets: those with state go on after what was used, those without are left alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from torch.utils.data import (
+    DataLoader,
+)
+
+from lightning_shard.resume import (
+    order_warning,
+    resumable,
+)
+from tests.resume.support import Numbers, StatefulStream, Stream, ids, through_file
+
+
+def test_iterable_without_state_is_left_alone_and_warned_of() -> None:
+    stock = DataLoader(Stream(5), 2)
+    assert resumable(stock, world_size=1, rank=0) is stock
+    warning = order_warning(stock)
+    assert warning is not None
+    assert "Stream is iterable and has no state_dict" in warning
+    in_workers = DataLoader(StatefulStream(5), 2, num_workers=1)
+    assert resumable(in_workers, world_size=1, rank=0) is in_workers
+    assert "num_workers=0" in str(order_warning(in_workers))
+    assert order_warning([1, 2]) is not None
+    unordered = resumable(DataLoader(Numbers(4), num_workers=2, in_order=False), world_size=1, rank=0)
+    assert "in_order" in str(order_warning(unordered))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("used", range(4))
+def test_iterable_with_state_goes_on_after_what_was_used(lookahead: int, used: int) -> None:
+    loader = resumable(DataLoader(StatefulStream(7), 2), world_size=1, rank=0)
+    assert order_warning(loader) is None
+    assert loader.lookahead == 1
+    loader.lookahead = lookahead
+    iterator = iter(loader)
+    seen = ids(itertools.islice(iterator, used + lookahead))[:used]
+    resumed = resumable(DataLoader(StatefulStream(7), 2), world_size=1, rank=0)
+    resumed.load_state_dict(through_file(loader.state_dict()))
+    assert resumed.batches_done == used
+    assert seen + ids(resumed) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert ids(resumed) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_iterable_to_its_end() -> None:
+    loader = resumable(DataLoader(StatefulStream(4), 2), world_size=1, rank=0)
+    list(loader)
+    state = loader.state_dict()
+    assert state["finished"]
+    assert state["batches"] == 2
+    resumed = resumable(DataLoader(StatefulStream(4), 2), world_size=2, rank=0)
+    with pytest.warns(UserWarning, match="written by 1 processes.*resumed on 2"):
+        resumed.load_state_dict(state)
+    assert ids(resumed) == [[0, 1], [2, 3]]

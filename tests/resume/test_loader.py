@@ -1,0 +1,258 @@
+"""Loaders of every kind go on in mid-epoch, with and without workers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_shard.errors import DataError
+from lightning_shard.resume import (
+    order_warning,
+    resumable,
+    rng_state,
+    seed_rng,
+    set_rng_state,
+)
+from tests.resume.support import Numbers, distributed_loader, ids, through_file
+
+STOCK = {
+    "sequential": lambda: DataLoader(Numbers(11), 2),
+    "shuffled": lambda: DataLoader(Numbers(11), 2, shuffle=True),
+    "own generator": lambda: DataLoader(Numbers(11), 2, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "replacement": lambda: DataLoader(
+        Numbers(11), 3, sampler=RandomSampler(Numbers(11), replacement=True, num_samples=40)
+    ),
+    "weighted": lambda: DataLoader(Numbers(11), 2, sampler=WeightedRandomSampler([1.0] * 11, 20)),
+    "subset": lambda: DataLoader(Numbers(11), 2, sampler=SubsetRandomSampler(range(3, 11)), drop_last=True),
+    "single samples": lambda: DataLoader(Numbers(7), None, shuffle=True),
+    "list of batches": lambda: DataLoader(Numbers(11), batch_sampler=[[1, 2], [3], [4, 5, 6], [0, 7]]),
+    "own batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=Growing(RandomSampler(Numbers(11)))),
+    "numpy sampler": lambda: DataLoader(Numbers(11), 2, sampler=NumpyShuffle(11)),
+    "wrapped": lambda: DataLoader(
+        Numbers(11),
+        2,
+        sampler=DistributedSamplerWrapper(
+            WeightedRandomSampler([1.0] * 11, 12), num_replicas=2, rank=1, shuffle=True, seed=1
+        ),
+    ),
+    "workers": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=2),
+    "persistent workers": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "subclass": lambda: Doubling(Numbers(11), 2, shuffle=True),
+}
+
+
+class Growing(Sampler[list[int]]):
+    """Batches of 1, 2, 3, ... samples."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        for size in range(1, 5):
+            yield [indices.pop() for _ in range(size)]
+
+    def __len__(self) -> int:
+        return 4
+
+
+class NumpyShuffle(Sampler[int]):
+    """Draws from numpy's and python's global generators."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        order = [int(i) for i in np.random.permutation(self.length)]
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Doubling(DataLoader[Any]):
+    """A user's subclass, whose iterator is a generator."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+def train(loader: Any, epochs: int, stop: tuple[int, int] | None = None, start: tuple[int, int] = (0, 0)) -> Any:
+    """What a loop over epochs sees, with a draw from each global generator per step; and its state at `stop`.
+
+    `start` is the (epoch, batch) that the trainer is at; `stop` the one before which it is interrupted.
+    """
+    seen: list[Any] = []
+    for epoch in range(start[0], epochs):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        batch_index = start[1] if epoch == start[0] else 0
+        iterator = iter(loader)
+        while True:
+            if (epoch, batch_index) == stop:
+                return seen, (through_file(loader.state_dict()), through_file(rng_state()))
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            noise = (torch.rand(()).item(), float(np.random.rand()), random.random())
+            seen.append((epoch, batch_index, batch.tolist(), noise))
+            batch_index += 1
+    return seen, None
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_iterates_as_the_stock_loader(name: str) -> None:
+    seed_rng(5)
+    stock, _ = train(STOCK[name](), 2)
+    seed_rng(5)
+    loader = resumable(STOCK[name](), world_size=1, rank=0)
+    ours, _ = train(loader, 2)
+    assert ours == stock
+    assert len(loader) == len(STOCK[name]())
+    assert isinstance(loader, DataLoader)
+    assert order_warning(loader) is None
+
+
+@pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("name", STOCK)
+def test_interrupted_is_uninterrupted(name: str, stop: tuple[int, int]) -> None:
+    """Samples and the random numbers that the training draws after them, to the end of the next epoch."""
+
+    def fresh() -> Any:
+        return resumable(STOCK[name](), world_size=1, rank=0)
+
+    seed_rng(5)
+    whole, _ = train(fresh(), 3)
+    seed_rng(5)
+    first, (state, generators) = train(fresh(), 3, stop)
+    seed_rng(99)
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    set_rng_state(generators)
+    rest, _ = train(resumed, 3, start=(stop[0] + 1, 0) if state["finished"] and stop[1] else stop)
+    assert len(first) > 0
+    assert first + rest == whole
+
+
+def test_interrupted_twice_in_one_epoch() -> None:
+    seed_rng(5)
+    whole = ids(resumable(STOCK["shuffled"](), world_size=1, rank=0))
+    seed_rng(5)
+    loader, seen = resumable(STOCK["shuffled"](), world_size=1, rank=0), []
+    for _ in range(3):
+        seen += ids(itertools.islice(loader, 2))
+        state = loader.state_dict()
+        seed_rng(1)
+        loader = resumable(STOCK["shuffled"](), world_size=1, rank=0)
+        loader.load_state_dict(state)
+        assert loader.state_dict()["samples"] == state["samples"]
+    assert seen == whole
+
+
+def test_prefetched_by_workers_is_not_seen() -> None:
+    loader = distributed_loader(40, 2, 0, num_workers=2, prefetch_factor=4)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.samples_seen == 4
+    assert loader.state_dict()["batches"] == 1
+
+
+def test_another_epoch_set_after_loading_starts_at_its_beginning() -> None:
+    loader = distributed_loader(10, 2, 0, epoch=1)
+    next(iter(loader))
+    resumed = distributed_loader(10, 2, 0)
+    resumed.load_state_dict(loader.state_dict())
+    resumed.sampler.set_epoch(2)
+    assert ids(resumed) == ids(distributed_loader(10, 2, 0, epoch=2))
+
+
+def test_the_epoch_is_finished_in_the_order_of_its_seed() -> None:
+    whole = ids(distributed_loader(10, 2, 0, seed=3))
+    loader = distributed_loader(10, 2, 0, seed=3)
+    next(iter(loader))
+    resumed = distributed_loader(10, 2, 0, seed=8)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids(resumed) == whole[1:]
+    assert ids(resumed) == ids(distributed_loader(10, 2, 0, seed=8))
+
+
+def test_what_frameworks_read_and_set_reaches_the_loader() -> None:
+    sampler = DistributedSampler(Numbers(8), 2, 0)
+    stock = DataLoader(Numbers(8), 2, sampler=sampler, num_workers=2, persistent_workers=True)
+    loader = resumable(stock, world_size=2, rank=0)
+    assert loader.sampler is sampler
+    assert loader.batch_sampler.sampler is sampler
+    assert type(loader.batch_sampler) is BatchSampler
+    assert (loader.num_workers, loader.batch_size, loader.dataset) == (2, 2, stock.dataset)
+    assert loader.multiprocessing_context is None
+    init = print
+    loader.worker_init_fn = init
+    assert loader._inner.worker_init_fn is init
+    next(iter(loader))
+    assert loader._iterator is not None
+    loader._iterator = None
+    assert loader._inner._iterator is None
+    assert resumable(loader, world_size=2, rank=0) is loader
+
+
+class Backwards(DistributedSampler[Any]):
+    """Deals out blocks instead of strides."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank * self.num_samples, (self.rank + 1) * self.num_samples))
+
+
+def test_a_sampler_that_deals_otherwise_resumes_at_its_world_size_only() -> None:
+    def loader(world_size: int) -> Any:
+        sampler = Backwards(Numbers(12), world_size, 1)
+        return resumable(DataLoader(Numbers(12), 2, sampler=sampler), world_size=world_size, rank=1)
+
+    first = loader(2)
+    next(iter(first))
+    same, other = loader(2), loader(3)
+    same.load_state_dict(first.state_dict())
+    assert ids(same) == [[8, 9], [10, 11]]
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=r"on 2 processes and is resumed on 3.*Backwards"):
+        next(iter(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "message"),
+    [
+        ("own batch sampler", 3, "on 2 processes and is resumed on 3"),
+        ("shuffled", 1, "on 2 processes and is resumed on 1"),
+        ("subset", 2, "epoch of 11 samples, and this loader's has 8"),
+        ("wrapped", 2, "with a sampler of each process's own, and this loader has a distributed sampler"),
+    ],
+)
+def test_an_epoch_that_can_not_be_finished_is_refused(name: str, world_size: int, message: str) -> None:
+    origin = "shuffled" if name in ("subset", "wrapped") else name
+    first = resumable(STOCK[origin](), world_size=2, rank=0)
+    next(iter(first))
+    state = first.state_dict()
+    resumed = resumable(STOCK[name](), world_size=world_size, rank=0)
+    with pytest.raises(DataError, match=message):
+        resumed.load_state_dict(state)
+    # At an epoch's end there is nothing to finish.
+    resumed.load_state_dict(state | {"finished": True})
+    assert len(ids(resumed)) == len(resumed)

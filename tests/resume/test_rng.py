@@ -1,0 +1,66 @@
+"""States of random number generators: saved, gathered from all ranks, and derived."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_shard.ranks import Ranks
+from lightning_shard.resume import (
+    derived_rng_seed,
+    rng_state,
+    seed_rng,
+    set_rng_state,
+    states_of_rank,
+)
+from tests.harness import run_distributed
+from tests.resume.support import through_file
+
+
+def test_rng_state_survives_a_file() -> None:
+    seed_rng(11)
+    np.random.randn()  # leaves numpy with a cached second value
+    random.gauss(0, 1)
+    state = through_file(rng_state())
+
+    def draws() -> Any:
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1), random.random()
+
+    first = draws()
+    assert draws() != first
+    set_rng_state(state)
+    assert draws() == first
+
+
+@given(st.integers(0, 2**63), st.integers(0, 4096), st.integers(0, 10**7))
+def test_derived_seeds_are_fixed_and_differ(seed: int, rank: int, step: int) -> None:
+    derived = derived_rng_seed(seed, rank, step)
+    assert derived == derived_rng_seed(seed, rank, step)
+    assert 0 <= derived < 2**32
+    others = [derived_rng_seed(seed, rank + 1, step), derived_rng_seed(seed, rank, step + 1)]
+    assert derived not in others
+    seed_rng(derived)
+
+
+def test_a_derived_seed_is_the_same_on_every_machine() -> None:
+    # sha256("lightning_shard/1/2/3")[:4], little-endian
+    assert derived_rng_seed(1, 2, 3) == 765159309
+
+
+def _gather() -> Any:
+    rank = dist.get_rank()
+    states = Ranks.of().gather({"rank": rank})
+    return states, states_of_rank(states, rank), states_of_rank(states, 5)
+
+
+def test_states_of_all_ranks_are_kept() -> None:
+    for rank, (states, own, new) in enumerate(run_distributed(_gather, 2)):
+        assert states == [{"rank": 0}, {"rank": 1}]
+        assert own == {"rank": rank}
+        assert new == {"rank": 0}
