@@ -1,8 +1,7 @@
-"""Models on the meta device: the same values on every engine, mesh and world size, without ever being whole."""
+"""Models on the meta device get the same values on every engine, mesh and world size."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,126 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
-from lightning_shard.engines import ddp, fsdp
+from lightning_shard.engines import fsdp
 from lightning_shard.engines.materialize import derived_seed, find_initializers, materialize, meta_modules
 from lightning_shard.errors import MaterializationError
 from lightning_shard.mesh import build_mesh
-from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.precision.policy import policy_from
+from tests.engines.meta_models import CPU, SEED, Angles, Block, Root, replicated, sharded, tied_llama, values
 from tests.harness import run_distributed
-from tests.models import llama, whole
-
-CPU = torch.device("cpu")
-SEED = 11
-
-
-class Angles(nn.Module):
-    """Buffers that are in no checkpoint: whoever builds the model must fill them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("angles", torch.empty(5), persistent=False)
-        self.register_buffer("mask", torch.empty(5, 5, dtype=torch.bool), persistent=False)
-        self.register_buffer("steps", torch.empty(5, dtype=torch.int64), persistent=False)
-        self.register_buffer("turns", torch.empty(5, dtype=torch.complex64), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.angles.copy_(torch.arange(5) / 7)
-        self.mask.copy_(torch.ones(5, 5).tril().bool())
-        self.steps.copy_(torch.arange(5))
-        self.turns.copy_(torch.polar(torch.ones(5), torch.arange(5.0)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.angles.cos()
-
-
-class Block(nn.Module):
-    """A block of layers with ties inside, uneven sizes, running statistics and a list of parameters of its own."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-        self.attention = nn.MultiheadAttention(width, 2, bias=True, add_bias_kv=True)
-        self.recurrent = nn.LSTM(width, width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-        self.again = nn.Linear(width, 2 * width + 1, bias=False)
-        self.again.weight = self.up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(self.norm(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=0)
-        self.angles = Angles()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.conv = nn.Conv1d(6, 3, 2)
-        self.head = nn.Linear(6, 9)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Root(nn.Module):
-    """In the place of the LightningModule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.model = Model()
-        self.gain = nn.Parameter(torch.full((3,), 0.25))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def tied_llama() -> nn.Module:
-    root = nn.Module()
-    with torch.device("meta"):
-        root.model = llama(vocab_size=32)
-    return root
-
-
-def values(root: nn.Module) -> dict[str, Tensor]:
-    """Everything by every name that it has, whole."""
-    tensors = itertools.chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
-    return {n: whole(t) for n, t in tensors}
-
-
-def replicated(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    root = make()
-    ddp.prepare_whole(root, device=CPU, seed=SEED)
-    return values(root)
-
-
-def sharded(
-    make: Callable[[], nn.Module],
-    shape: tuple[int, int],
-    *,
-    units: Any = "auto",
-    precision: str = "32-true",
-    replicate_only: bool = False,
-    **options: Any,
-) -> dict[str, Tensor]:
-    root = make()
-    fsdp.shard(
-        root,
-        mesh=build_mesh(shape, device_type="cpu"),
-        device=CPU,
-        policy=policy_from(precision, aligned=True),
-        options=fsdp.ShardingOptions(units=units, replicate_only=replicate_only, **options),
-        seed=SEED,
-    )
-    return values(root)
 
 
 def _on_every_engine(make: Callable[[], nn.Module], unit_specs: list[Any]) -> dict[str, dict[str, Tensor]]:
@@ -216,85 +103,6 @@ def _check_llama(found: dict[str, Tensor]) -> None:
     # normal(0, initializer_range): 96 values, so the deviation is known to a tenth or so.
     weight = found["model.model.layers.1.mlp.up_proj.weight"]
     assert 0.7 * config.initializer_range < weight.std() < 1.3 * config.initializer_range
-
-
-# Memory
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under it held at one time, views counted once, meta tensors not at all.
-
-    ``dtype``: count tensors of this one alone.
-    """
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and self.dtype in (None, tensor.dtype):
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now())
-        return out
-
-    def now(self) -> int:
-        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
-        return sum(size for _, size in self.live.values())
-
-
-WIDTH, DEPTH = 32, 16
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-UNIT_BYTES = (WIDTH + 1) * WIDTH * 4
-
-
-def _peaks() -> tuple[int, int, int]:
-    world = dist.get_world_size()
-    with LiveBytes() as whole:
-        root: nn.Module = Deep()
-        ddp.prepare_whole(root, device=CPU, seed=SEED)
-    with LiveBytes() as cut:
-        root = Deep()
-        fsdp.shard(
-            root,
-            mesh=build_mesh((1, world), device_type="cpu"),
-            device=CPU,
-            policy=policy_from("32-true", aligned=True),
-            options=fsdp.ShardingOptions(units="auto"),
-            seed=SEED,
-        )
-    return whole.peak, cut.peak, cut.now()
-
-
-def test_a_rank_holds_its_shards_and_one_unit() -> None:
-    model = DEPTH * UNIT_BYTES
-    for world in (2, 4):
-        for full, peak, after in run_distributed(_peaks, world):
-            # The counting sees a full model where there is one.
-            assert full >= model
-            # Both dims divide evenly, so shards have no padding; a scalar or two may be left.
-            assert 0 <= after - model // world <= 64
-            # While the last unit is cut: all shards, that unit whole, and the temporary of one of its tensors
-            # (the check for values left unset makes a mask of a byte per element, RNG and cut make none).
-            assert peak <= model // world + 1.5 * UNIT_BYTES
-            assert peak < 0.7 * model
 
 
 # What can't be done is said before anything is touched.
@@ -458,39 +266,3 @@ def test_ranks_that_built_different_values_get_those_of_rank_0() -> None:
     assert not torch.equal(first[0]["block.up.weight"], second[0]["block.up.weight"])
     for found in [*first[1:], *second[1:]]:
         assert not [n for n in found if not torch.equal(found[n], first[0][n])]
-
-
-def _fp32_peaks(copies: int) -> tuple[int, int, int]:
-    """Most bytes in fp32 on this rank, replicated and sharded, of a model that was loaded in bf16; those that stay."""
-    seen = []
-    for engine in ("whole", "cut"):
-        root = nn.Module()
-        root.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-        root.to(torch.bfloat16)
-        with LiveBytes(torch.float32) as live:
-            if engine == "whole":
-                ddp.prepare_whole(root, device=CPU, seed=SEED)
-                upcast = cast_trainable_parameters(root, torch.float32)
-            else:
-                upcast = fsdp.shard(
-                    root,
-                    mesh=build_mesh((copies, dist.get_world_size() // copies), device_type="cpu"),
-                    device=CPU,
-                    policy=policy_from("bf16-true", aligned=True),
-                    options=fsdp.ShardingOptions(units="auto"),
-                    seed=SEED,
-                ).upcast
-        assert upcast.keys() == dict(root.named_parameters()).keys()
-        assert all(p.dtype == torch.float32 for p in root.parameters())
-        seen.append(live)
-    return seen[0].peak, seen[1].peak, seen[1].now()
-
-
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2)])
-def test_no_rank_holds_a_whole_fp32_copy_of_a_model_loaded_in_bf16(world: int, copies: int) -> None:
-    model = DEPTH * UNIT_BYTES
-    for full, peak, after in run_distributed(_fp32_peaks, world, copies):
-        # The counting sees a full fp32 model where there is one.
-        assert full >= model
-        # Upcast after the cut: its own part in fp32, and never a byte of another rank's.
-        assert peak == after == model * copies // world

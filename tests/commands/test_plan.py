@@ -1,0 +1,183 @@
+"""The command ``plan``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+from torch import Tensor
+
+from lightning_shard.commands import plan as plan_command
+from lightning_shard.commands import plan_text
+from lightning_shard.commands.cli import ShardCLI
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.planning import link_speeds
+from lightning_shard.planning.traffic import Nodes
+from tests.harness import ROOT
+from tests.models import TinyLM, loader
+
+# The command
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert plan_command.main(["--device-memory", "80GB", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+GPT = ["--config", str(ROOT / "configs/base.yaml"), "--data.init_args.limit_bytes=100000"]
+FAST = ["--intra-node", "450GB/s", "--inter-node", "400Gb/s", "--device-name", "NVIDIA H100 80GB HBM3"]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    more = ["--trainer.precision=bf16-mixed", "--compare", "--picture", str(picture)]
+    out = plan(capsys, "--nodes", "4", "--devices", "8", *FAST, *GPT, *more)
+    assert "shard_fsdp, bf16-mixed, 4 x 8 devices, batch 8 per device: 131,712 parameters" in out
+    assert re.search(r"^fits: .* at the peak, in the \w+ ", out, re.MULTILINE)
+    assert re.search(r"^largest batch per device: \d+", out, re.MULTILINE)
+    assert "fewest devices for this batch: 1 x 1" in out
+    assert re.search(r"^all-gather, parameters, backward +shard +32 ", out, re.MULTILINE)
+    assert "a step takes about" in out
+    assert "hybrid sharding (shard_fsdp_hybrid) would send" in out
+    forms = ("shard_fsdp + checkpointing", "shard_fsdp + selective checkpointing")
+    for name in ("shard_ddp", *forms, "shard_deepspeed_stage_3_offload_nvme"):
+        assert re.search(rf"^{re.escape(name)} .* yes ", out, re.MULTILINE), name
+    assert "not planned: shard_deepspeed_stage_0: precision is 'bf16-mixed'" in out
+    assert "note:" not in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    check_yaml(out, tmp_path)
+
+
+def check_yaml(out: str, folder: Path) -> None:
+    """What is recommended is what the package's parser takes."""
+    text = out[out.index("\ntrainer:\n") :].partition("\n\n")[0]
+    content = yaml.safe_load(text)
+    assert content["trainer"]["num_nodes"] == 4
+    # There is no GPU to start on.
+    content["trainer"] |= {"accelerator": "cpu"}
+    (folder / "trainer.yaml").write_text(yaml.safe_dump(content))
+    read = ShardCLI(
+        args=["--config", str(ROOT / "configs/base.yaml"), "--config", str(folder / "trainer.yaml")], run=False
+    )
+    assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--device-memory", "5MB", "--reserve", "1B", "--compare"]
+    # The configuration has two devices.
+    out = plan(capsys, *small, *GPT)
+    assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
+    assert re.search(r"^does not fit: .* at the peak, in the .* of 5 MB", out, re.MULTILINE)
+    assert re.search(r"^largest batch per device: [1-7]$", out, re.MULTILINE)
+    assert "recommendation: nothing fits" in out
+
+
+def test_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--devices", "2", *GPT, "--no-trace")
+    assert out.startswith("note: ESTIMATE WITHOUT ACTIVATIONS: --no-trace was given")
+    assert not re.search(r"^activations ", out, re.MULTILINE)
+
+
+class Masked(TinyLM):
+    """A step that depends on its data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept = batch[0][batch[1].sum(1) > 3]
+        return self(kept).sum()
+
+
+class NoData(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        raise FileNotFoundError("shards/part-0.bin")
+
+
+def test_estimates_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--trainer.strategy=shard_deepspeed_stage_2", "--trainer.accelerator=cpu"]
+    out = plan(capsys, *own, "--model=tests.commands.test_plan.Masked", "--data=tests.commands.test_plan.NoData")
+    assert "ESTIMATE WITHOUT ACTIVATIONS" in out
+    assert "FileNotFoundError: shards/part-0.bin" in out
+    out = plan(capsys, *own, "--model=tests.commands.test_plan.Masked", "--data=tests.commands.test_plan.Words")
+    assert "ESTIMATE WITHOUT ACTIVATIONS" in out
+    assert re.search(r"operation aten\.\S*(nonzero|index)", out)
+
+
+class Words(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], "--nodes is 0, but must be 1 or more"),
+        (["--efficiency", "2"], "--efficiency is 2"),
+        (["--reserve", "90GB"], "--reserve leaves nothing"),
+        (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
+        (["--links", "links.json", "--inter-node", "50GB/s"], "--links links.json and --inter-node both say"),
+        ([*GPT, "--trainer.strategy=ddp"], "trainer.strategy is 'ddp'.*--trainer.strategy shard_ddp"),
+        ([*GPT, "--device-name", "abacus"], "the peak of 'abacus' is not known"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_command.main(["--device-memory", "80GB", *arguments])
+
+
+def test_measured_links(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    link_speeds.write(link_speeds.Links(intra_node=450e9, inter_node=None), path)
+    options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
+    plan_command.check(options)
+    plan_text.take_links(options, Nodes(nodes=1, devices=8))
+    assert (options.intra_node, options.inter_node) == (450e9, None)
+    with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
+        plan_text.take_links(options, Nodes(nodes=2, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read: No such file or directory.*doctor --output"),
+        ("intra_node: 5", "has no speeds of links in it"),
+        ("[1, 2]", "has no speeds of links in it"),
+        (
+            '{"format": "links 2", "intra_node_bytes_per_second": 1, "inter_node_bytes_per_second": 1}',
+            "has no speeds of links in it .format 'lightning_shard links 1'",
+        ),
+        (
+            '{"format": "lightning_shard links 1", "inter_node_bytes_per_second": 1}',
+            "intra_node_bytes_per_second is None",
+        ),
+        (
+            '{"format": "lightning_shard links 1", "intra_node_bytes_per_second": "5GB/s"}',
+            "intra_node_bytes_per_second is '5GB/s', but is a number",
+        ),
+    ],
+)
+def test_no_measured_links(content: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        plan_command.main(["--device-memory", "80GB", "--links", str(path)])
+
+
+def test_a_size_without_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan_command.main(["--device-memory", "80"])
+    assert "'80' is no size. Write a number and a unit: 80GB" in capsys.readouterr().err
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ConfigurationError, match=r"--picture needs matplotlib.*examples"):
+        plan_command.main(["--device-memory", "80GB", "--picture", "plan.png", *GPT])

@@ -1,0 +1,80 @@
+"""Predicted bytes and traffic against formulas written by hand."""
+
+from __future__ import annotations
+
+from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.planning.predict import predict, predict_account
+from lightning_shard.planning.traffic import Nodes, collectives, step_time
+from tests.planning.support import BF16, FP32, model
+
+
+def test_bytes_of_the_zero_paper() -> None:
+    """Of P parameters with Adam in mixed precision (arXiv 1910.02054, figure 1): 2P + 2P + 12P, cut by stage; here
+    gradients are kept in fp32.
+    """
+    one = model(1000)
+    count, ranks = 10_000, 10
+    for stage, parameters, gradients, rest in [(1, 1, 1, ranks), (2, 1, ranks, ranks), (3, ranks, ranks, ranks)]:
+        device = predict(one, DeepSpeedFacts(ranks=ranks, stage=stage), BF16).step.device
+        assert device.parameters == 2 * count // parameters
+        assert device.gradients == 4 * count // gradients
+        assert device.masters == 4 * count // rest
+        assert device.optimizer == 8 * count // rest + 4
+
+
+def test_padding_of_uneven_cuts() -> None:
+    # 7 rows over 4 ranks are 2, 2, 2 and 1, and all are padded to 2.
+    assert predict(model(7), FSDPFacts(replicate=1, shard=4), FP32).step.device.parameters == 2 * 10 * 4
+    # Of 16 ranks 9 have a row of nothing.
+    assert predict(model(7), FSDPFacts(replicate=1, shard=16), FP32).step.device.parameters == 10 * 4
+    # ZeRO-3 cuts 70 elements into pieces of 18.
+    assert predict(model(7), DeepSpeedFacts(ranks=4, stage=3), FP32).step.device.parameters == 18 * 4
+    # ZeRO-1 and -2 pad the whole to twice the ranks.
+    assert predict(model(7), DeepSpeedFacts(ranks=4, stage=2), FP32).step.device.masters == 18 * 4
+
+
+def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
+    here = predict_account(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2), BF16)
+    away = predict_account(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2, cpu_offload=True), BF16)
+    assert (away.device.parameters, away.device.optimizer) == (0, 0)
+    assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
+
+
+def test_ranks_cost_nothing() -> None:
+    many = model(*[1000] * 400, units=399)
+    few, most = (
+        predict(many, engine(ranks), BF16).step.device.parameters
+        for engine in (lambda n: FSDPFacts(replicate=1, shard=n),)
+        for ranks in (8, 16384)
+    )
+    assert (few, most) == (400 * 125 * 10 * 4, 400 * 10 * 4)
+
+
+# Traffic
+
+
+def test_traffic_of_a_ring() -> None:
+    nodes = Nodes(nodes=2, devices=4)
+    (reduced,) = collectives(model(800), TorchDDPFacts(ranks=8), FP32)
+    # 2 (k - 1) / k of 32,000 bytes from each rank, and over each node's edge once.
+    assert (reduced.kind, reduced.sent) == ("all-reduce", 2 * 7 / 8 * 32_000)
+    assert reduced.inside(nodes) == reduced.between(nodes) == reduced.sent
+
+
+def test_traffic_of_hybrid_sharding() -> None:
+    nodes = Nodes(nodes=2, devices=4)
+    sent = {c.axis + " " + c.what: c for c in collectives(model(800), FSDPFacts(replicate=2, shard=4), BF16)}
+    # The root is gathered once in a step: all its rows in bf16, inside the node alone.
+    gathered = sent["shard parameters, forward"]
+    assert (gathered.inside(nodes), gathered.between(nodes)) == (3 / 4 * 16_000, 0)
+    # Each of a node's four devices all-reduces its quarter with one other node: fp32.
+    shards = sent["replicate gradient shards"]
+    assert (shards.inside(nodes), shards.between(nodes)) == (0, 4 * 2 * 1 / 2 * 8_000)
+
+
+def test_step_time_says_what_binds() -> None:
+    nodes = Nodes(nodes=2, devices=4)
+    sent = collectives(model(800), TorchDDPFacts(ranks=8), FP32)
+    slow = step_time(sent, nodes, flops=1e6, peak=1e9, inside=1e12, between=1e6)
+    assert (slow.bound, slow.expected) == ("the links between nodes", 0.056)
+    assert step_time(sent, nodes, flops=1e9, peak=1e9, inside=1e12, between=1e6).bound == "compute"

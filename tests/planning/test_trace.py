@@ -1,0 +1,159 @@
+"""Traces of a step on a fake world: what they keep, what they find, and what can't be traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_shard.engines.facts import TorchDDPFacts
+from lightning_shard.engines.units import find_units
+from lightning_shard.meters import fake_tensors
+from lightning_shard.planning.facts import OptimizerFacts, model_facts
+from lightning_shard.planning.largest_batch import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
+from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
+from tests.models import TinyLM, loader
+from tests.planning.support import BF16, FP32
+
+# Tracing
+
+
+def trace(module: pl.LightningModule, *, mode: Any = None, **kwargs: Any) -> Any:
+    mode = mode or fake_tensors.fake_mode()
+    fake_tensors.make_fake(module, mode)
+    module.__dict__["log"] = lambda *args, **kwargs: None
+    step = Step(loss=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=find_units(module, "auto"))
+    return trace_step(module, step, BF16, mode, **kwargs)
+
+
+def test_a_trace_leaves_the_module_as_it_was() -> None:
+    module = TinyLM(tie=True)
+    module.configure_model()
+    before = {name: (p.dtype, p.shape) for name, p in module.named_parameters()}
+    found = trace(module)
+    assert {name: (p.dtype, p.shape) for name, p in module.named_parameters()} == before
+    assert module.head.weight is module.embed.weight
+    assert all(p.grad is None for p in module.parameters())
+    assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    assert found.order == ("blocks.0", "blocks.1", "blocks.2")
+    # All but the loss and the batch is freed.
+    assert found.segments[-1].end < 1000
+    # A product and its two gradients.
+    assert found.backward_flops == 2 * found.forward_flops
+
+
+def test_activations_grow_with_the_batch() -> None:
+    module = TinyLM()
+    module.configure_model()
+    mode = fake_tensors.fake_mode()
+    traces = [trace(module, mode=mode, scale=scale) for scale in (1, 2, 8)]
+    assert [t.batch_size for t in traces] == [4, 8, 32]
+    known = Traces(one=traces[0], two=traces[1])
+    assert known.scales
+    expected, found = traces[2].segments, known.at(32).segments
+    assert [(s.phase, s.unit, s.done) for s in found] == [(s.phase, s.unit, s.done) for s in expected]
+    # Where a part's most is now one moment and now another, which small parts show, a line lies below it.
+    assert max(s.activations for s in found) == pytest.approx(max(s.activations for s in expected), rel=0.01)
+    assert known.at(32).flops == traces[2].flops
+
+
+def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
+    module = TinyLM()
+    module.configure_model()
+    mode = fake_tensors.fake_mode()
+    one, two = (trace(module, mode=mode, scale=scale) for scale in (1, 2))
+    facts = model_facts(module, units=find_units(module, "auto"))
+    run = Run(model=facts, policy=FP32, optimizer=OptimizerFacts(), traces=Traces(one=one, two=two))
+    engine = TorchDDPFacts(ranks=1)
+    sizes: list[int] = []
+
+    def steep(batch: int) -> Trace:
+        """Twice what the line through the two small batches says."""
+        sizes.append(batch)
+        found = run.traces.at(batch)
+        doubled = [replace(s, activations=2 * s.activations, together=2 * s.together) for s in found.segments]
+        return replace(found, segments=tuple(doubled))
+
+    memory = run.peak(engine, 100).device.total
+    assert largest_batch(run, engine, memory) == 100
+    batch, after, confirmed = confirmed_batch(run, engine, memory, steep)
+    assert confirmed
+    assert 45 <= batch <= 50
+    for size, fits in ((batch, True), (batch * 5 // 4, False)):
+        assert size in sizes
+        assert (after.peak(engine, size).device.total <= memory) is fits
+    assert len(sizes) <= MOST_TRACES
+    # Where the line is right, one look is enough.
+    assert confirmed_batch(run, engine, memory, run.traces.at)[0::2] == (100, True)
+
+
+class Attending(pl.LightningModule):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3 * 64)
+        self.whole = nn.MultiheadAttention(64, 4, dropout=dropout, batch_first=True)
+        self.dropout = dropout
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.layer(torch.eye(8).expand(4, 32, 8, 8).flatten(1, 2))
+        q, k, v = x.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return self.whole(*[y.transpose(1, 2).flatten(2)] * 3, need_weights=False)[0].sum()
+
+
+def test_dropout_in_attention_keeps_no_scores() -> None:
+    with_it, without = (max(s.activations for s in trace(Attending(p)).segments) for p in (0.1, 0.0))
+    assert with_it == without
+    # The scores of 256 times 256 pairs alone would be more.
+    assert without < 4 * 4 * 256 * 256 * 2 * 2
+
+
+class Peculiar(pl.LightningModule):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].float()
+        if self.how == "size":
+            x = x[: int(batch[0].sum())]
+        elif self.how == "branch" and batch[0].any():
+            x = x + 1
+        elif self.how == "mask":
+            x = x[batch[0] > 3]
+        elif self.how == "kernel":
+            x = _kernel(x)
+        return self.layer(x).sum()
+
+
+@torch.library.custom_op("plan_tests::kernel", mutates_args=())
+def _kernel(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("how", "operation"),
+    [
+        ("size", "_local_scalar_dense"),
+        ("branch", "_local_scalar_dense"),
+        ("mask", "nonzero|index"),
+        ("kernel", "plan_tests.kernel"),
+    ],
+)
+def test_what_can_not_be_traced_is_named(how: str, operation: str) -> None:
+    with pytest.raises(TraceError, match=rf"operation \S*({operation}).*test_trace\.py:\d+"):
+        trace(Peculiar(how))
+
+
+def test_the_fake_world_is_of_any_size() -> None:
+    with fake_tensors.fake_world(16384):
+        assert torch.distributed.get_world_size() == 16384
+        gathered = [torch.empty(2) for _ in range(4)]
+        torch.distributed.all_reduce(gathered[0])
+    assert not torch.distributed.is_initialized()
