@@ -7,8 +7,8 @@ equal YAML.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,105 +33,90 @@ class Preset:
     description: str
     """One line for the table of names."""
 
-    init_args: Mapping[str, Any] = field(default_factory=dict)
+    init_args: Mapping[str, Any]
     """Constructor arguments in the form that YAML has them: strings, numbers, booleans, lists and mappings."""
 
+    @property
+    def strategy_class(self) -> Any:
+        """The class, which is imported with its engine."""
+        return _imported(self.class_path)
 
-def _with_aligned(presets: Iterable[Preset]) -> dict[str, Preset]:
-    """The presets by name, each followed by its ``_aligned`` form."""
-    table = {}
-    for preset in presets:
-        aligned = Preset(
-            name=preset.name + ALIGNED_SUFFIX,
-            class_path=preset.class_path,
-            description=f"{preset.name} under the aligned precision contract",
-            init_args={**preset.init_args, "aligned": True},
-        )
-        table[preset.name] = preset
-        table[aligned.name] = aligned
-    return table
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 _DDP = "lightning_shard.ShardDDPStrategy"
 _FSDP = "lightning_shard.ShardFSDPStrategy"
-_DEEPSPEED = "lightning_shard.ShardDeepSpeedStrategy"
+_ZERO = "lightning_shard.ShardDeepSpeedStrategy"
 _CPU = {"device": "cpu"}
 _NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
 
-PRESETS: Mapping[str, Preset] = _with_aligned(
-    [
-        Preset(
-            name="shard_ddp",
-            class_path=_DDP,
-            description="DDP: every process holds everything, gradients are averaged",
-        ),
-        Preset(
-            name="shard_fsdp",
-            class_path=_FSDP,
-            description="FSDP2 full shard: parameters, gradients and optimizer state are cut (as ZeRO-3)",
-        ),
-        Preset(
-            name="shard_fsdp_grad_op",
-            class_path=_FSDP,
-            description="FSDP2 with parameters kept gathered after forward: less traffic, more memory (as ZeRO-2)",
-            init_args={"reshard_after_forward": False},
-        ),
-        Preset(
-            name="shard_fsdp_hybrid",
-            class_path=_FSDP,
-            description="FSDP2 shard inside a node, replicate across nodes",
-            init_args={"mesh": {"replicate": "auto", "shard": "auto"}},
-        ),
-        Preset(
-            name="shard_fsdp_offload",
-            class_path=_FSDP,
-            description="FSDP2 full shard with parameters, gradients and optimizer state in host memory",
-            init_args={"cpu_offload": True},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_0",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed without ZeRO: every process holds everything (as shard_ddp)",
-            init_args={"stage": 0},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_1",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-1: optimizer state and masters are cut",
-            init_args={"stage": 1},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_2",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-2: gradients are cut too",
-            init_args={"stage": 2},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_2_offload",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-2 with optimizer state and masters in host memory",
-            init_args={"stage": 2, "offload_optimizer": _CPU},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_3",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-3: parameters are cut too",
-            init_args={"stage": 3},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_3_offload",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-3 with parameters, optimizer state and masters in host memory",
-            init_args={"stage": 3, "offload_optimizer": _CPU, "offload_parameters": _CPU},
-        ),
-        Preset(
-            name="shard_deepspeed_stage_3_offload_nvme",
-            class_path=_DEEPSPEED,
-            description="DeepSpeed ZeRO-3 with parameters, optimizer state and masters in files, in ./nvme_offload",
-            init_args={"stage": 3, "offload_optimizer": _NVME, "offload_parameters": _NVME},
-        ),
-    ]
-)
+_TABLE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("shard_ddp", _DDP, {}, "DDP: model and optimizer state replicated, gradients averaged"),
+    ("shard_fsdp", _FSDP, {}, "FSDP2 full shard: parameters, gradients and optimizer state are sharded (as ZeRO-3)"),
+    (
+        "shard_fsdp_grad_op",
+        _FSDP,
+        {"reshard_after_forward": False},
+        "FSDP2 with parameters kept gathered after forward: less traffic, more memory (as ZeRO-2)",
+    ),
+    (
+        "shard_fsdp_hybrid",
+        _FSDP,
+        {"mesh": {"replicate": "auto", "shard": "auto"}},
+        "FSDP2 shard inside a node, replicate across nodes",
+    ),
+    (
+        "shard_fsdp_offload",
+        _FSDP,
+        {"cpu_offload": True},
+        "FSDP2 full shard with parameters, gradients and optimizer state in host memory",
+    ),
+    ("shard_deepspeed_stage_0", _ZERO, {"stage": 0}, "DeepSpeed without ZeRO: everything replicated (as shard_ddp)"),
+    (
+        "shard_deepspeed_stage_1",
+        _ZERO,
+        {"stage": 1},
+        "DeepSpeed ZeRO-1: optimizer state and master weights are sharded",
+    ),
+    ("shard_deepspeed_stage_2", _ZERO, {"stage": 2}, "DeepSpeed ZeRO-2: gradients are sharded too"),
+    (
+        "shard_deepspeed_stage_2_offload",
+        _ZERO,
+        {"stage": 2, "offload_optimizer": _CPU},
+        "DeepSpeed ZeRO-2 with optimizer state and master weights in host memory",
+    ),
+    ("shard_deepspeed_stage_3", _ZERO, {"stage": 3}, "DeepSpeed ZeRO-3: parameters are sharded too"),
+    (
+        "shard_deepspeed_stage_3_offload",
+        _ZERO,
+        {"stage": 3, "offload_optimizer": _CPU, "offload_parameters": _CPU},
+        "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in host memory",
+    ),
+    (
+        "shard_deepspeed_stage_3_offload_nvme",
+        _ZERO,
+        {"stage": 3, "offload_optimizer": _NVME, "offload_parameters": _NVME},
+        "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in files, in ./nvme_offload",
+    ),
+]
+
+
+def _presets() -> Iterator[Preset]:
+    """Each row of the table, followed by its ``_aligned`` form."""
+    for name, path, arguments, text in _TABLE:
+        yield Preset(name=name, class_path=path, init_args=arguments, description=text)
+        yield Preset(
+            name=name + ALIGNED_SUFFIX,
+            class_path=path,
+            init_args={**arguments, "aligned": True},
+            description=f"{name} under the aligned precision contract",
+        )
+
+
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
 """Every name that :func:`register` registers, in the order of the table."""
 
 
@@ -157,24 +142,19 @@ def build(name: str, **more: Any) -> Any:
         ConfigurationError: there is no such name.
     """
     preset = find(name)
-    module, _, attribute = preset.class_path.rpartition(".")
-    strategy_class = getattr(importlib.import_module(module), attribute)
-    arguments = {key: _built(key, value) for key, value in preset.init_args.items()}
-    return strategy_class(**arguments, **more)
+    arguments = {
+        key: _imported(_MAPPINGS[key])(**value) if key in _MAPPINGS else value
+        for key, value in preset.init_args.items()
+    }
+    return preset.strategy_class(**arguments, **more)
 
 
-def _built(argument: str, value: Any) -> Any:
-    """An argument as the constructor takes it, from the form that YAML has it in."""
-    if argument == "mesh":
-        from lightning_shard.mesh import MeshConfig
-
-        return MeshConfig(**value)
-    if argument in ("offload_optimizer", "offload_parameters"):
-        from lightning_shard.engines.zero import config as deepspeed_config
-
-        group = "OptimizerOffload" if argument == "offload_optimizer" else "ParameterOffload"
-        return getattr(deepspeed_config, group)(**value)
-    return value
+# The classes of arguments that are mappings in YAML.
+_MAPPINGS = {
+    "mesh": "lightning_shard.mesh.MeshConfig",
+    "offload_optimizer": "lightning_shard.engines.zero.config.OptimizerOffload",
+    "offload_parameters": "lightning_shard.engines.zero.config.ParameterOffload",
+}
 
 
 def find(name: str) -> Preset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 
@@ -41,8 +40,7 @@ def further_arguments(name: str) -> str:
         ConfigurationError: there is no such name.
     """
     preset = registry.find(name)
-    module, _, attribute = preset.class_path.rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters.values()
+    parameters = inspect.signature(preset.strategy_class).parameters.values()
     others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
     lines = yaml.safe_dump(others, sort_keys=True).splitlines()
     return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
