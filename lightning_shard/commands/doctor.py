@@ -39,13 +39,13 @@ SLOW = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What was seen on one rank."""
+    """What a rank says of itself and has measured."""
 
     node: str
     device: str
     versions: Mapping[str, str]
     sums: bool = False
-    """Whether all-reduce and all-gather gave what they have to."""
+    """Whether all-reduce and all-gather gave the right values."""
     link: float = 0.0
     """GB/s to the next rank; 0 for a process alone."""
 
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
-    """Where this process meets the others, and its number on its node; a process alone where nothing says otherwise."""
+    """Where this process meets the others, and its local rank; a process alone where no launcher is seen."""
     if "RANK" in environ:
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = Place(
@@ -93,7 +93,7 @@ def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
 def examine(
     place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int, backend: str | None
 ) -> tuple[list[Rank], list[str]]:
-    """All ranks, and warnings (on rank 0). All ranks call it.
+    """Compare and measure; returns what every rank says, and warnings (on rank 0 alone). Every rank calls it.
 
     Raises:
         ConfigurationError: the ranks can't meet, or differ.
@@ -158,25 +158,22 @@ def table(ranks: Sequence[Rank]) -> str:
     """A line for each node: its ranks, devices, versions, and the links inside and to the next node."""
     header = ("node", "ranks", "devices", "python", "torch", "lightning", "inside GB/s", "to next node GB/s")
     rows: list[tuple[str, ...]] = [header]
+    links = _links(ranks)
     for node in dict.fromkeys(rank.node for rank in ranks):
         own = [i for i, rank in enumerate(ranks) if rank.node == node]
-        versions = ranks[own[0]].versions
         devices = dict.fromkeys(ranks[i].device for i in own)
         shown = ", ".join(f"{sum(ranks[i].device == d for i in own)} {d}" for d in devices)
-        inside = [ranks[i].link for i in own if _kind(ranks, i) == "inside"]
-        between = [ranks[i].link for i in own if _kind(ranks, i) == "between"]
-        versions_shown = [versions.get(name, "-") for name in ("python", "torch", "lightning")]
-        rows.append((node, _span(own), shown, *versions_shown, _speed(inside), _speed(between)))
+        versions = [ranks[own[0]].versions.get(name, "-") for name in ("python", "torch", "lightning")]
+        rows.append((node, _span(own), shown, *versions, *(_slowest(kind, own) for kind in links.values())))
     return columns(rows)
 
 
 def odd(ranks: Sequence[Rank]) -> list[str]:
-    """What stands out: wrong sums, slow links, a device of another kind, nodes with fewer ranks."""
+    """A line for each thing that is odd: wrong values, a slow link, another device, another number of ranks."""
     found = [
         f"rank {i} ({r.node}): all-reduce or all-gather gave wrong values" for i, r in enumerate(ranks) if not r.sums
     ]
-    for kind in ("inside", "between"):
-        links = {i: rank.link for i, rank in enumerate(ranks) if _kind(ranks, i) == kind}
+    for links in _links(ranks).values():
         median = statistics.median(links.values()) if links else 0.0
         for i, link in links.items():
             if link < SLOW * median:
@@ -199,29 +196,39 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
 
 def slowest(ranks: Sequence[Rank]) -> Links:
     """The links that a collective waits for."""
-    speeds: dict[str, list[float]] = {"inside": [], "between": [], "none": []}
+    speeds = {
+        kind: min((speed * 1e9 for speed in links.values()), default=None) for kind, links in _links(ranks).items()
+    }
+    return Links(intra_node=speeds["inside"], inter_node=speeds["between"])
+
+
+def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
+    """GB/s of the links inside nodes and of those between nodes, by the rank that each starts at."""
+    links: dict[str, dict[int, float]] = {"inside": {}, "between": {}}
     for i, rank in enumerate(ranks):
-        speeds[_kind(ranks, i)].append(rank.link * 1e9)
-    return Links(intra_node=min(speeds["inside"], default=None), inter_node=min(speeds["between"], default=None))
+        following = ranks[(i + 1) % len(ranks)]
+        if following is not rank:
+            links["inside" if rank.node == following.node else "between"][i] = rank.link
+    return links
 
 
-def _kind(ranks: Sequence[Rank], index: int) -> str:
-    if len(ranks) == 1:
-        return "none"
-    return "inside" if ranks[index].node == ranks[(index + 1) % len(ranks)].node else "between"
+def _slowest(links: Mapping[int, float], ranks: Sequence[int]) -> str:
+    speeds = [links[rank] for rank in ranks if rank in links]
+    return f"{min(speeds):.2f}" if speeds else "-"
 
 
 def _span(numbers: Sequence[int]) -> str:
-    whole = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ",".join(map(str, numbers))
-
-
-def _speed(links: Sequence[float]) -> str:
-    return f"{min(links):.2f}" if links else "-"
+    first, last = numbers[0], numbers[-1]
+    consecutive = len(numbers) > 1 and list(numbers) == list(range(first, last + 1))
+    return f"{first}-{last}" if consecutive else ",".join(map(str, numbers))
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
+    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ.
+
+    Raises:
+        ConfigurationError: the links can't be written.
+    """
     options = parser().parse_args(arguments)
     place, local_rank = place_of(os.environ if environ is None else environ)
     try:
@@ -243,10 +250,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         print(table(ranks))
         print("\n".join(f"odd: {line}" for line in found) or "nothing is odd")
         if options.output is not None:
-            try:
-                write(slowest(ranks), options.output)
-            except ConfigurationError as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 2
+            write(slowest(ranks), options.output)
             print(f"links: {options.output}")
     return 1 if found else 0

@@ -96,7 +96,9 @@ def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
 
 
 def _program() -> list[str]:
-    """This program, so that the job finds it without an activated environment."""
+    """This program or script, so that the job finds it without an activated environment."""
+    if sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py":
+        return [sys.executable, sys.argv[0]]
     own = _beside("lightning-shard")
     return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
 

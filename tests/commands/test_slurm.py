@@ -152,6 +152,15 @@ def test_the_program(tmp_path: Path) -> None:
     assert (tmp_path / "slurm-logs").is_dir()
 
 
+def test_the_program_is_the_script_that_the_command_came_from(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from lightning_shard import ShardCLI\nShardCLI()\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for launcher, run in (("srun", f"{sys.executable} train.py fit"), ("torchrun", "    train.py fit")):
+        command = [sys.executable, "train.py", "slurm", f"--launcher={launcher}"]
+        text = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+        assert f"{run} --trainer.num_nodes=1" in text
+
+
 # What the doctor says
 
 
@@ -207,8 +216,8 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     assert doctor.main(["--backend", "gloo", "--output", str(path)], {}) == 0
     assert f"links: {path}" in capsys.readouterr().out
     assert read(path) == Links(intra_node=None, inter_node=None)
-    assert doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {}) == 2
-    assert "can't be written: No such file or directory" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="can't be written: No such file or directory"):
+        doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {})
 
 
 def test_a_node_with_fewer_ranks() -> None:
