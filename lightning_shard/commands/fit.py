@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
-from lightning_shard.commands.messages import UsageError
+from lightning_shard.commands.messages import UsageError, imported
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
@@ -58,13 +57,9 @@ def _is_own(strategy: Any) -> bool:
     """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
     if isinstance(strategy, str):
         return strategy.lower() in registry.PRESETS
-    class_path = getattr(strategy, "class_path", None)
-    if class_path is None:
-        return False
     from lightning_shard.strategies.base import ShardStrategy
 
-    module, _, name = class_path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
+    found = imported(getattr(strategy, "class_path", ""))
     return isinstance(found, type) and issubclass(found, ShardStrategy)
 
 

@@ -92,9 +92,9 @@ def _explain_value(message: str) -> str:
 
 
 def _how_to_give(types: str) -> str:
-    paths = [path for path in re.findall(r"[\w.]+\.[A-Z]\w+", types) if _class(path)]
+    paths = [path for path in re.findall(r"[\w.]+\.[A-Z]\w+", types) if imported(path)]
     for path in paths:
-        if dataclasses.is_dataclass(_class(path)):
+        if dataclasses.is_dataclass(imported(path)):
             return f" (a mapping of {', '.join(_arguments(path))})"
     return " (a class is given as class_path and init_args)" if paths else ""
 
@@ -160,12 +160,12 @@ def _key(path: Sequence[_Scope]) -> str:
     names = [
         "" if scope.kind == "union" else "init_args" if scope.kind == "class" else scope.name
         for scope in path
-        if not (scope.kind == "class" and dataclasses.is_dataclass(_class(scope.name)))
+        if not (scope.kind == "class" and dataclasses.is_dataclass(imported(scope.name)))
     ]
     return ".".join(name for name in names if name)
 
 
-def _class(class_path: str) -> Any:
+def imported(class_path: str) -> Any:
     """What is at this import path, or None."""
     module, _, name = class_path.rpartition(".")
     try:
@@ -177,7 +177,7 @@ def _class(class_path: str) -> Any:
 def _arguments(class_path: str) -> list[str]:
     """Names of the constructor arguments of a class that can be imported."""
     try:
-        parameters = inspect.signature(_class(class_path)).parameters
+        parameters = inspect.signature(imported(class_path)).parameters
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from lightning_shard import registry
 from lightning_shard.commands.messages import UsageError
@@ -26,10 +27,12 @@ strategy or one of this package; and a table of what became what. Several Lightn
 as with --config; beside them one Accelerate or DeepSpeed file may say the strategy.
 
 The YAML goes to --output and the table to stdout; without --output the YAML goes to stdout and the table to stderr.
-A field that has no equal is refused, with the reason and what comes nearest, unless --lossy is given.
+A field that has no counterpart is refused, with the reason and what comes nearest, unless --lossy is given.
 """
 
 _TOP_KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
+# Keys of the Trainer whose classes are carried over, and may not be importable here.
+_CARRIED = ("callbacks", "logger", "profiler")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
-    add("--lossy", action="store_true", help="go on without fields that have no equal; they become comments")
+    add("--lossy", action="store_true", help="go on without fields that have no counterpart; they become comments")
     add("--output", type=Path, metavar="FILE", help="file to write, which must not exist (default: stdout)")
     return parser
 
@@ -76,8 +79,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def known() -> Known:
     """What Lightning and the table of strategy names know."""
-    from lightning.pytorch import Trainer
-
     return Known(
         presets={name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()},
         top_keys=_TOP_KEYS,
@@ -86,15 +87,11 @@ def known() -> Known:
 
 
 def check(content: Mapping[str, Any]) -> None:
-    """Let the parser of ``lightning-shard fit`` read the Trainer's section, build the strategy, and ask it.
-
-    What is carried over and may not be importable here is left out: model, data, callbacks, loggers.
+    """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check it.
 
     Raises:
         ConfigurationError: what is wrong, as ``fit`` would say it.
     """
-    from lightning.pytorch import Trainer
-
     trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}
     own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]
     trainer["plugins"] = own or None
@@ -110,9 +107,6 @@ def check(content: Mapping[str, Any]) -> None:
         failure = parser.failure or error
         raise ConfigurationError(f"the result can't be used:\n{failure}") from failure
     _ask(built)
-
-
-_CARRIED = ("callbacks", "logger", "profiler")
 
 
 def _is_own(plugin: Any) -> bool:
