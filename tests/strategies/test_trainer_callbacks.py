@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole, whole_parameters
-from tests.strategies.test_trainer_features import ALL, BOTH, PRECISIONS, ROUNDING, Indexed, build, data, refusal
+from tests.strategies.indexed import ALL, BOTH, PRECISIONS, ROUNDING, Indexed, build, data, refusal
 
 CLASSES, COUNT = 3, 22
 

@@ -1,9 +1,7 @@
-"""Optimizers, schedulers, clipping, accumulation and manual optimization: sharded as replicated as by hand."""
+"""Optimizers, schedulers, clipping and accumulation: sharded as replicated as by hand."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,71 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader
 
-from lightning_shard.strategies.ddp import ShardDDPStrategy
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole, whole_parameters
-from tests.strategies.test_trainer_features import PRECISIONS, Indexed, build, data, samples
-
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "ddp": ShardDDPStrategy,
-    "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),
-    "full": ShardFSDPStrategy,
-    "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
-    "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
-}
-
-
-def _fit(
-    strategy: str, build_module: Callable[..., Any], precision: str, options: dict[str, Any], flags: dict[str, Any]
-) -> dict[str, Any]:
-    pl.seed_everything(1, verbose=False)
-    module = build_module()
-    # Both accumulate in the same order, whatever the plain names' defaults are.
-    options = {"accumulate_sync": "micro_batch", **options}
-    trainer = quiet_trainer(
-        strategy=STRATEGIES[strategy](**options),
-        precision=precision,
-        **{"max_epochs": 2, "num_sanity_val_steps": 0, **flags},
-    )
-    trainer.fit(module, data(shuffle=True), data())
-    return {
-        "parameters": whole_parameters(module),
-        "steps": trainer.global_step,
-        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-        "notes": getattr(module, "notes", None),
-        "batches": str(module.seen["train"]) if hasattr(module, "seen") else module.batches,
-    }
-
-
-def _fit_all(strategies: list[str], *args: Any) -> dict[str, dict[str, Any]]:
-    return {strategy: _fit(strategy, *args) for strategy in strategies}
-
-
-def same_everywhere(
-    module: Callable[..., Any],
-    precision: str,
-    *,
-    strategies: tuple[str, ...] = ("ddp", "full"),
-    options: dict[str, Any] | None = None,
-    **flags: Any,
-) -> dict[str, Any]:
-    """Fit under each strategy at two processes; all parameters, metrics and notes must agree bitwise."""
-    ranks = run_distributed(_fit_all, 2, list(strategies), module, precision, options or {}, flags)
-    first = ranks[0][strategies[0]]
-    for rank, strategy in itertools.product(range(2), strategies):
-        run = ranks[rank][strategy]
-        assert run["steps"] == first["steps"]
-        for name, value in first["parameters"].items():
-            assert torch.equal(run["parameters"][name], value), (rank, strategy, name)
-        assert run["notes"] == first["notes"], (rank, strategy)
-        assert run["metrics"] == first["metrics"], (rank, strategy)
-    assert ranks[0][strategies[0]]["batches"] != ranks[1][strategies[0]]["batches"]
-    return first
-
+from tests.strategies.everywhere import STRATEGIES, same_everywhere
+from tests.strategies.indexed import PRECISIONS, Indexed, build, data
 
 # Groups and schedulers
 
@@ -247,182 +185,6 @@ def test_accumulation_schedule(sync: str) -> None:
         callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})],
     )
     assert run["notes"] == [0, 1, 2, 3, 4, 5, 2, 5]
-
-
-# Manual optimization
-
-
-class Gan(pl.LightningModule):
-    """Two optimizers with their schedulers, the other's parameters switched off in each turn.
-
-    The generator's output for the discriminator's turn comes from a forward without a backward.
-    """
-
-    def __init__(self, discriminator_first: bool = False) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.discriminator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.shift = nn.Parameter(torch.zeros(3))
-        self.discriminator_first = discriminator_first
-        self.batches: list[list[int]] = []
-        self.notes: list[Any] = []
-
-    def fake(self, x: Tensor) -> Tensor:
-        return self.generator(functional.pad(x, (0, 1), value=0.5)) + self.shift
-
-    def score(self, x: Tensor, real: bool) -> Tensor:
-        logits = self.discriminator(x).float()
-        return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
-
-    def turn(self, optimizer: Any, loss: Callable[[], Tensor], clip: float) -> None:
-        self.toggle_optimizer(optimizer)
-        self.manual_backward(loss())
-        self.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
-        optimizer.step()
-        # Not before the backward pass: a gradient that leaked into the other's parameters must count.
-        optimizer.zero_grad()
-        self.untoggle_optimizer(optimizer)
-        others = [p for o in self.optimizers() if o is not optimizer for g in o.param_groups for p in g["params"]]
-        self.notes.append(sum(p.grad is not None and bool(whole(p.grad).any()) for p in others))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        index, x = batch
-        self.batches.append(index.tolist())
-        generator, discriminator = self.optimizers()
-
-        def generated() -> Tensor:
-            return self.score(self.fake(x), real=True)
-
-        def discriminated() -> Tensor:
-            return self.score(x, real=True) + self.score(self.fake(x).detach(), real=False)
-
-        turns = [(generator, generated, 0.2), (discriminator, discriminated, 0.1)]
-        for turn in reversed(turns) if self.discriminator_first else turns:
-            self.turn(*turn)
-        if self.trainer.is_last_batch:
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-
-    def configure_optimizers(self) -> Any:
-        generator = torch.optim.Adam([*self.generator.parameters(), self.shift], lr=0.05)
-        discriminator = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (generator, discriminator)]
-        return [generator, discriminator], schedulers
-
-
-class DiscriminatorFirst(Gan):
-    def __init__(self) -> None:
-        super().__init__(discriminator_first=True)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("module", [Gan, DiscriminatorFirst])
-def test_adversaries_with_an_optimizer_each(module: type[Gan], precision: str) -> None:
-    # torch's DDP must be told that a backward pass leaves parameters out.
-    run = same_everywhere(module, precision, strategies=("ddp_unused", "full", "grad_op", "offload"))
-    assert run["steps"] == 24
-    assert run["notes"] == [0] * 24
-    by_hand = adversaries_by_hand(module, precision)
-    for name, value in run["parameters"].items():
-        # Two halves of a batch and their mean, or the whole batch: another order of sums. In bf16 each half's
-        # gradient is rounded to 2**-9 of its size, and steps of lr=0.05 at most follow from it.
-        torch.testing.assert_close(value, by_hand[name], rtol=0, atol=1e-5 if precision == "32-true" else 5e-2)
-
-
-def adversaries_by_hand(build_module: type[Gan], precision: str) -> dict[str, Tensor]:
-    """The same training with torch alone, in fp32, on the batches of both ranks together."""
-    torch.manual_seed(1)
-    module = build_module()
-    optimizers, schedulers = module.configure_optimizers()
-    sampler = [torch.utils.data.DistributedSampler(samples(), 2, rank, shuffle=True, seed=1) for rank in range(2)]
-    for epoch in range(2):
-        for part in sampler:
-            part.set_epoch(epoch)
-        loaders = [DataLoader(samples(), batch_size=2, sampler=part) for part in sampler]
-        for parts in zip(*loaders, strict=True):
-            x = torch.cat([part[1] for part in parts])
-            for turn in (1, 0) if module.discriminator_first else (0, 1):
-                if turn == 0:
-                    loss = module.score(module.fake(x), real=True)
-                else:
-                    loss = module.score(x, real=True) + module.score(module.fake(x).detach(), real=False)
-                module.zero_grad()
-                loss.backward()
-                parameters = [p for g in optimizers[turn].param_groups for p in g["params"]]
-                torch.nn.utils.clip_grad_norm_(parameters, (0.2, 0.1)[turn])
-                optimizers[turn].step()
-        for scheduler in schedulers:
-            scheduler.step()
-    return {name: p.detach() for name, p in module.named_parameters()}
-
-
-class ManualAccumulation(Indexed):
-    """Manual optimization that steps on every third batch, and two backward passes for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch, "train") / 3)
-        self.manual_backward(self(batch[1]).float().square().mean() / 30)
-        if (batch_idx + 1) % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@PRECISIONS
-def test_manual_accumulation_with_two_backward_passes(precision: str) -> None:
-    run = same_everywhere(ManualAccumulation, precision, strategies=("ddp", "full", "grad_op"))
-    assert run["steps"] == 4
-
-
-class Several(torch.optim.SGD):
-    """Calls its closure three times in a step, as LBFGS does, and steps between."""
-
-    def step(self, closure: Any = None) -> Any:
-        for _ in range(2):
-            closure()
-            super().step()
-        return super().step(closure)
-
-
-class CallsSeveral(Indexed):
-    def configure_optimizers(self) -> Any:
-        return Several(self.parameters(), lr=0.05)
-
-
-@PRECISIONS
-def test_optimizer_that_calls_its_closure_several_times(precision: str) -> None:
-    same_everywhere(CallsSeveral, precision, strategies=("ddp", "full", "grad_op"), gradient_clip_val=0.1)
-
-
-class LooksBack(Indexed):
-    """Forwards without a backward between backward and step: what they gather must not outlive the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[float] = []
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).squeeze(-1)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        x = torch.ones(1, 8)
-        for block in self.blocks:
-            x = block(x)
-        self.notes.append(float(x.sum()))
-
-
-@PRECISIONS
-def test_forward_between_backward_and_step(precision: str) -> None:
-    same_everywhere(LooksBack, precision, strategies=("ddp", "full", "grad_op"))
 
 
 class Ignored(nn.Linear):

@@ -1,0 +1,72 @@
+"""Fits of one module under DDP, FSDP and by hand, which end in the same parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_shard.strategies.ddp import ShardDDPStrategy
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from tests.harness import run_distributed
+from tests.models import quiet_trainer, whole_parameters
+from tests.strategies.indexed import data
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ddp": ShardDDPStrategy,
+    "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),
+    "full": ShardFSDPStrategy,
+    "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
+    "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
+}
+
+
+def _fit(
+    strategy: str, build_module: Callable[..., Any], precision: str, options: dict[str, Any], flags: dict[str, Any]
+) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = build_module()
+    # Both accumulate in the same order, whatever the plain names' defaults are.
+    options = {"accumulate_sync": "micro_batch", **options}
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[strategy](**options),
+        precision=precision,
+        **{"max_epochs": 2, "num_sanity_val_steps": 0, **flags},
+    )
+    trainer.fit(module, data(shuffle=True), data())
+    return {
+        "parameters": whole_parameters(module),
+        "steps": trainer.global_step,
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "notes": getattr(module, "notes", None),
+        "batches": str(module.seen["train"]) if hasattr(module, "seen") else module.batches,
+    }
+
+
+def _fit_all(strategies: list[str], *args: Any) -> dict[str, dict[str, Any]]:
+    return {strategy: _fit(strategy, *args) for strategy in strategies}
+
+
+def same_everywhere(
+    module: Callable[..., Any],
+    precision: str,
+    *,
+    strategies: tuple[str, ...] = ("ddp", "full"),
+    options: dict[str, Any] | None = None,
+    **flags: Any,
+) -> dict[str, Any]:
+    """Fit under each strategy at two processes; all parameters, metrics and notes must agree bitwise."""
+    ranks = run_distributed(_fit_all, 2, list(strategies), module, precision, options or {}, flags)
+    first = ranks[0][strategies[0]]
+    for rank, strategy in itertools.product(range(2), strategies):
+        run = ranks[rank][strategy]
+        assert run["steps"] == first["steps"]
+        for name, value in first["parameters"].items():
+            assert torch.equal(run["parameters"][name], value), (rank, strategy, name)
+        assert run["notes"] == first["notes"], (rank, strategy)
+        assert run["metrics"] == first["metrics"], (rank, strategy)
+    assert ranks[0][strategies[0]]["batches"] != ranks[1][strategies[0]]["batches"]
+    return first

@@ -1,0 +1,108 @@
+"""A module that says which samples it saw, and the strategies and precisions under which the Trainer is tested."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+STRATEGIES = ["shard_ddp", "shard_fsdp"]
+BOTH = pytest.mark.parametrize("strategy", STRATEGIES)
+# bf16-mixed takes other ways through the engines: casts, and the FSDP2-based replicate under shard_ddp.
+ALL = pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("shard_ddp", "32-true"),
+        ("shard_fsdp", "bf16-mixed"),
+        pytest.param("shard_ddp", "bf16-mixed", marks=pytest.mark.matrix),
+        pytest.param("shard_fsdp", "32-true", marks=pytest.mark.matrix),
+    ],
+)
+PRECISIONS = pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
+COUNT = 24
+# Of outputs and means of a handful of products, which a batch of another size may add up in another order: some
+# roundings of fp32 (2**-24) or bf16 (2**-9).
+ROUNDING = {"32-true": 1e-6, "bf16-mixed": 2**-6}
+
+
+class Indexed(pl.LightningModule):
+    """A regressor whose batches hold their samples' indices, so that a test sees which rank got what."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+        self.lr = lr
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "test": [], "predict": []}
+        self.events: list[str] = []
+        self.modes: dict[str, set[tuple[bool, bool]]] = defaultdict(set)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).squeeze(-1)
+
+    def _note(self, stage: str, index: Tensor) -> None:
+        self.seen[stage].append(index.tolist())
+        self.modes[stage].add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        index, x = batch
+        self._note(stage, index)
+        return (self(x).float() - x.sum(-1)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, "train")
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch, "val"), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch, "test"), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Tensor, Tensor]:
+        index, x = batch
+        self._note("predict", index)
+        return index, self(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    def on_train_epoch_start(self) -> None:
+        self.events.append("train epoch")
+
+    def on_validation_epoch_start(self) -> None:
+        self.events.append(f"val at {self.trainer.global_step}")
+
+
+def samples(count: int = COUNT) -> TensorDataset:
+    return TensorDataset(torch.arange(count), torch.randn(count, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def data(batch_size: int = 2, *, count: int = COUNT, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(samples(count), batch_size=batch_size, **kwargs)
+
+
+def build(seed: int = 1, **kwargs: Any) -> Indexed:
+    # Not `seed_everything`, whose environment variable would stay in the test's own process.
+    torch.manual_seed(seed)
+    return Indexed(**kwargs)
+
+
+def refusal(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The error of ``fn(*args, **kwargs)`` as its type's name and message; on a worker, which lives on."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def flat(seen: list[list[int]]) -> list[int]:
+    return [index for batch in seen for index in batch]
