@@ -33,10 +33,16 @@ def status(field: str) -> int:
     return int(found[1]) * 1024
 
 
+def resident() -> int:
+    """The process's memory, without what was freed and glibc keeps for the next who asks."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS")
+
+
 def growth(work: Callable[[], None]) -> int:
     """By how much memory rose above what it was at the beginning."""
+    before = resident()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
     work()
     return status("VmHWM") - before
 
@@ -51,7 +57,7 @@ def sharded(number: float) -> dict[str, Tensor]:
 
 
 def measure(folder: str) -> dict[str, int]:
-    # Boxes are then mapped and unmapped one by one, whatever ran in this process before; glibc may keep what was freed.
+    # Boxes are then mapped and unmapped one by one, where no free memory of earlier tests is large enough.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     tensors, saver = sharded(1.0), Saver()
     state = State(tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
@@ -63,9 +69,9 @@ def measure(folder: str) -> dict[str, int]:
     found = {"sync": growth(lambda: save("sync", False))}
     found["async"] = growth(lambda: (save("async", True), saver.finish()))
     found["async again"] = growth(lambda: (save("again", True), saver.finish()))
-    before = status("VmRSS")
+    before = resident()
     saver.close()
-    found["given back"] = before - status("VmRSS")
+    found["given back"] = before - resident()
     other = sharded(0.0)
     found["load"] = growth(lambda: load_tensors(f"{folder}/again.ckpt", other))
     assert all(torch.equal(other[key].to_local(), tensor.to_local()) for key, tensor in tensors.items())
