@@ -17,11 +17,11 @@ PACKAGE = Path(lightning_shard.__file__).parent
 
 # From the bottom up; a module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "text", "ranks", "memory", "mesh", "tensors"},
+    {"errors", "private_names", "text", "ranks", "memory", "mesh", "tensors"},
     {"precision", "checkpoint", "resume", "cluster"},
     {"engines"},
     {"meters", "migrate", "planning"},
-    {"_lightning", "_results"},
+    {"_lightning"},
     {"plugins", "callbacks"},
     {"strategies"},
     {
@@ -35,9 +35,6 @@ LAYERS = [
 ]
 # The layers that know nothing of Lightning.
 BELOW_LIGHTNING = set().union(*LAYERS[:4])
-
-# The only importers of Lightning's private names; the second is a part of the first, in a file of its own.
-PRIVATE_NAMES = {"_lightning", "_results"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -135,22 +132,21 @@ def test_imports_point_down(path: Path) -> None:
         if module.split(".")[0] == "lightning_shard":
             imported = _part_of_import(module, name)
             assert _layer(imported) <= _layer(part), f"{part or '__init__'} imports {module}.{name}, which lies above"
-            assert imported != "_results" or part in PRIVATE_NAMES
         if module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"):
             assert module.split(".")[0] == "lightning", f"{module}: the namespace is lightning"
             assert part not in BELOW_LIGHTNING, f"{part} is to know nothing of Lightning but imports {module}"
             private = [word for word in (*module.split("."), name) if re.match(r"_(?!_)", word)]
-            assert not private or part in PRIVATE_NAMES, f"only _lightning.py imports Lightning's {private}"
+            assert not private or part == "_lightning", f"only _lightning/ imports Lightning's {private}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_lightning_objects_keep_their_private_attributes(path: Path) -> None:
-    if _part(path) in PRIVATE_NAMES:
+    if _part(path) == "_lightning":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
             owner = ast.unparse(node.value).split(".")[-1]
-            assert owner not in ("trainer", "lightning_module", "pl_module"), f"{ast.unparse(node)}: see _lightning.py"
+            assert owner not in ("trainer", "lightning_module", "pl_module"), f"{ast.unparse(node)}: see _lightning/"
 
 
 def test_the_layering_test_sees_nested_and_relative_imports(tmp_path: Path) -> None:

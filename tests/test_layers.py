@@ -23,7 +23,7 @@ LAYERS = (
     {"strategies"},
     {"run"},
     {"callbacks"},
-    {"_lightning", "_results"},
+    {"_lightning"},
     # Nothing from here on knows of Lightning.
     {"planning", "migrate", "meters"},
     {"engines"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"tensors"},
     {"cluster", "mesh", "memory"},
     {"ranks"},
-    {"errors", "text"},
+    {"errors", "private_names", "text"},
 )
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 BELOW_LIGHTNING = set().union(*LAYERS[6:])

@@ -6,6 +6,8 @@ import time
 
 from lightning.pytorch.profilers import Profiler
 
+from lightning_shard._lightning import Replacements
+
 DATA = ".train_dataloader_next"
 """Waiting for the next training batch; the name begins with the loop's."""
 
@@ -19,10 +21,11 @@ class ActionClock:
         """Listen to ``profiler``, until `detach`."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self._started: dict[str, float] = {}
-        self._profiler = profiler
         self._start, self._stop = profiler.start, profiler.stop
-        # On the instance: Lightning calls both by name, from `profile` too.
-        vars(profiler).update(start=self._on_start, stop=self._on_stop)
+        # Lightning calls both by name, from `profile` too.
+        self._replacements = Replacements()
+        self._replacements.replace(profiler, "start", self._on_start)
+        self._replacements.replace(profiler, "stop", self._on_stop)
 
     def _on_start(self, action_name: str) -> None:
         self._start(action_name)
@@ -36,8 +39,7 @@ class ActionClock:
 
     def detach(self) -> None:
         """Leave the profiler as it was."""
-        for name in ("start", "stop"):
-            vars(self._profiler).pop(name, None)
+        self._replacements.restore()
 
 
 def _action(name: str) -> str | None:

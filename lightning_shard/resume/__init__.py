@@ -4,8 +4,6 @@
 - :func:`check_lengths`, :func:`agreed` and :func:`agreeing` end all ranks together where their data is uneven.
 - :func:`rng_state`, :func:`set_rng_state` and :func:`derived_rng_seed` are the random numbers of a rank.
 - :func:`states_of_rank` picks a rank's own of what differs between ranks.
-- :func:`prepare_loader` and :func:`place_batches` are what a strategy calls: they bring a trainer's counters in
-  line with the data.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from lightning_shard.resume.iterable import StatefulIterableLoader
 from lightning_shard.resume.lengths import agreed, agreeing, check_lengths, check_some
 from lightning_shard.resume.loader import ResumableLoader
 from lightning_shard.resume.order import global_order, rank_share, rescale_batches, share_size
-from lightning_shard.resume.progress import place_batches, prepare_loader, settle_progress
 from lightning_shard.resume.rng import (
     derived_rng_seed,
     rng_state,
@@ -34,15 +31,12 @@ __all__ = [
     "derived_rng_seed",
     "global_order",
     "order_warning",
-    "place_batches",
-    "prepare_loader",
     "rank_share",
     "rescale_batches",
     "resumable",
     "rng_state",
     "seed_rng",
     "set_rng_state",
-    "settle_progress",
     "share_size",
     "states_of_rank",
 ]

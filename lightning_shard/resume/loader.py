@@ -50,7 +50,7 @@ class ResumableLoader(DelegatingLoader):
 
     _own = frozenset({"_source", "_generators", "_world_size", "_rank", "_pending", "_run"})
 
-    def __init__(self, inner: DataLoader[Any], *, world_size: int, rank: int) -> None:
+    def __init__(self, inner: DataLoader[Any], *, world_size: int, rank: int, inner_sampler: Any = None) -> None:
         batched = inner.batch_sampler is not None
         source = IndexSource(inner.batch_sampler if batched else inner.sampler)
         inner = copy.copy(inner)
@@ -58,7 +58,7 @@ class ResumableLoader(DelegatingLoader):
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         super().__init__(inner)
         self._source = source
-        self._generators = Generators(inner, source.full)
+        self._generators = Generators(inner, source.full, inner_sampler)
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None

@@ -16,12 +16,9 @@ Snapshot = tuple[dict[str, Any], list[Any]]
 class Generators:
     """The random number generators that a loader's order can depend on."""
 
-    def __init__(self, loader: Any, index_sampler: Any) -> None:
-        sampler = loader.sampler
-        # The sampler under a wrapper that deals it out to ranks.
-        wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    def __init__(self, loader: Any, index_sampler: Any, inner_sampler: Any) -> None:
         nested = getattr(index_sampler, "sampler", None)
-        owners = (loader, sampler, index_sampler, nested, wrapped)
+        owners = (loader, loader.sampler, index_sampler, nested, inner_sampler)
         found = [getattr(owner, "generator", None) for owner in owners]
         unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._own = list(unique.values())

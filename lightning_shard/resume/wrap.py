@@ -10,7 +10,7 @@ from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
 from lightning_shard.resume.loader import ResumableLoader
 
 
-def resumable(dataloader: Any, *, world_size: int, rank: int) -> Any:
+def resumable(dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None) -> Any:
     """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
 
     Call it on every rank for a loader whose sampler is already the one to train with. What comes back:
@@ -25,11 +25,13 @@ def resumable(dataloader: Any, *, world_size: int, rank: int) -> Any:
         dataloader: anything to iterate; only a torch DataLoader is changed.
         world_size: number of ranks that read data of their own.
         rank: this one's number among them.
+        inner_sampler: what the loader's sampler takes its indices from, where that is another sampler: its generator
+            is restored too.
     """
     if not isinstance(dataloader, DataLoader) or has_state(dataloader):
         return dataloader
     if not isinstance(dataloader.dataset, IterableDataset):
-        return ResumableLoader(dataloader, world_size=world_size, rank=rank)
+        return ResumableLoader(dataloader, world_size=world_size, rank=rank, inner_sampler=inner_sampler)
     if has_state(dataloader.dataset) and dataloader.num_workers == 0:
         return StatefulIterableLoader(dataloader, world_size=world_size)
     return dataloader

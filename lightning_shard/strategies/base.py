@@ -132,7 +132,7 @@ class ShardStrategy(TransformingStrategy):
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        _lightning.use_no_grad_in_evaluation(trainer)
+        _lightning.use_no_grad_in_evaluation(self._replacements, trainer)
         if fitting:
             refuse_callbacks(
                 _lightning.callbacks(trainer),
@@ -156,7 +156,7 @@ class ShardStrategy(TransformingStrategy):
             self._engage(trainer)
             self._check_start()
             self._warn_low_memory()
-            _lightning.hold_schedulers(trainer, when=lambda: self.precision_plugin.step_skipped)
+            _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
         self.setup_precision_plugin()
 
     def _keeps_parameters_whole(self) -> bool:

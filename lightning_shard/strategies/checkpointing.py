@@ -10,6 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_shard import _lightning
 from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
 from lightning_shard.checkpoint.forms import is_stock, open_any
@@ -17,7 +18,6 @@ from lightning_shard.checkpoint.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.stored import write_portable
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.saving import RUN_STATE, SavingStrategy
 
@@ -111,7 +111,7 @@ class CheckpointingStrategy(SavingStrategy):
         """Nothing left to do but for the loops, which were loaded before: the slots were read with the parameters."""
         assert self.lightning_module is not None
         if self._resumed is not None and self._resumed.get("epoch_ends"):
-            stopping.end_epoch(self.lightning_module.trainer.fit_loop)
+            _lightning.end_epoch(self._replacements, self.lightning_module.trainer)
 
     def on_train_start(self) -> None:
         """Go on with the generators and metrics of a resumed run, after all that draws from or resets them."""
@@ -119,7 +119,7 @@ class CheckpointingStrategy(SavingStrategy):
         assert self.lightning_module is not None
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
-            run_state.restore(self.lightning_module.trainer, resumed)
+            run_state.restore(self._replacements, self.lightning_module.trainer, resumed)
 
     def _after_reading_tensors(self) -> None:
         """Take over in the module what was read into `_model_tensors`."""

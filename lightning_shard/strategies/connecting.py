@@ -47,6 +47,7 @@ class ConnectedStrategy(MeteredStrategy):
             raise ConfigurationError(f"init_timeout_seconds is {init_timeout_seconds}, but must be greater than 0.")
         if lost_rank_seconds is not None and lost_rank_seconds <= 0:
             raise ConfigurationError(f"lost_rank_seconds is {lost_rank_seconds}, but must be greater than 0, or null.")
+        self._replacements = _lightning.Replacements()
         self.mesh_config = mesh
         self.timeout = timedelta(seconds=timeout_seconds)
         self.init_timeout_seconds = init_timeout_seconds
@@ -135,18 +136,18 @@ class ConnectedStrategy(MeteredStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes and build the mesh. Collective: all ranks call it."""
-        self._identify_run(os.environ)
         self._take_over_end()
+        self._identify_run(os.environ)
         self._take_over_signals()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         self._mark_messages()
-        backend = self.process_group_backend or _lightning.default_backend(self.root_device)
+        backend = self.process_group_backend or dist.get_default_backend_for_device(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": device_id}
-        if not _lightning.is_initialized() and self.world_size > 1:
+        if not dist.is_initialized() and self.world_size > 1:
             store, place = meeting.meet(
                 self, self.cluster_environment, self._launch, os.environ, seconds=self.init_timeout_seconds
             )
@@ -166,7 +167,7 @@ class ConnectedStrategy(MeteredStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if not _lightning.is_initialized():
+        if not dist.is_initialized():
             return
         ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         dist.barrier(device_ids=ids)

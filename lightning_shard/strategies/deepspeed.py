@@ -237,7 +237,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in values.kept})
         if self._stage == 3:
             self._cut(module, values)
-            _lightning.count_cut_parameters(trainer)
+            _lightning.count_sharded_parameters(self._replacements, trainer)
         else:
             values.keep(self.policy.compute)
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}

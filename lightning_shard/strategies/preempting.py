@@ -28,7 +28,6 @@ from lightning_shard.cluster.preemption import (
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.strategies.resuming import ResumingStrategy
 
@@ -39,7 +38,6 @@ class PreemptibleStrategy(ResumingStrategy):
     _flag: SignalFlag | None = None
     _limit: TimeLimit | None = None
     _agreement: Agreement | None = None
-    _max_steps: int | None = None
     _agreed = 0
     _last_look: float | None = None
 
@@ -50,7 +48,7 @@ class PreemptibleStrategy(ResumingStrategy):
         self._agreement = None
         if not self.preemption.signals:
             return
-        _lightning.leave_signals_alone(self._trainer)
+        _lightning.leave_signals_alone(self._replacements, self._trainer)
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._flag = SignalFlag()
             self._flag.take_over(self.preemption.signals)
@@ -70,7 +68,7 @@ class PreemptibleStrategy(ResumingStrategy):
         self._stoppable = False
         self._agreement = Agreement(Ranks.of().group)
         self._limit = self._read_limit() if self.is_global_zero else None
-        _lightning.after_each_batch(self._trainer, self._after_batch)
+        _lightning.after_each_batch(self._replacements, self._trainer, self._after_batch)
 
     def on_train_end(self) -> None:
         """Leave no reduction running, and no checkpoint of a run that has ended."""
@@ -98,22 +96,22 @@ class PreemptibleStrategy(ResumingStrategy):
 
     def _after_batch(self, fetcher: Any) -> None:
         """Between a training batch and the validation that may follow it. All ranks call it."""
-        loop = self._trainer.fit_loop
-        validates = stopping.validation_follows(loop, fetcher)
+        trainer = self._trainer
+        validates = _lightning.validation_follows(trainer, fetcher)
         # In the middle of an accumulation the gradients so far would be lost.
-        self._stoppable = not _lightning.should_accumulate(self._trainer)
-        if self._stoppable and self._should_stop() and (validates or not stopping.nothing_follows(loop)):
-            (stopping.mark_before_validation if validates else stopping.mark_after_batch)(loop)
+        self._stoppable = not _lightning.should_accumulate(trainer)
+        if self._stoppable and self._should_stop() and (validates or not _lightning.nothing_follows(trainer)):
+            (_lightning.mark_before_validation if validates else _lightning.mark_after_batch)(trainer)
             self._save_and_leave()
         if validates:
-            self._before = run_state.before_validation(self._trainer)
+            self._before = run_state.before_validation(trainer)
 
     def _in_validation(self) -> None:
         """Ahead of each batch of a validation inside a fit, which all ranks have equally many of."""
         if self._agreement is None or not self._stoppable or self._trainer.state.fn != TrainerFn.FITTING:
             return
         if self._should_stop():
-            stopping.mark_before_validation(self._trainer.fit_loop)
+            _lightning.mark_before_validation(self._trainer)
             self._rewound = self._before
             self._save_and_leave()
 
@@ -121,15 +119,12 @@ class PreemptibleStrategy(ResumingStrategy):
         """Count a validation that runs again from its beginning."""
         super().on_validation_start()
         if self._trainer.state.fn == TrainerFn.FITTING:
-            stopping.count_validation_anew(self._trainer.fit_loop)
-            if self._max_steps is not None:
-                self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
-                self._max_steps = None
+            _lightning.count_validation_anew(self._replacements, self._trainer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """See the parent's; the loops' state was loaded right before."""
         super().load_optimizer_state_dict(checkpoint)
-        self._max_steps = stopping.settle_validation(self._trainer.fit_loop)
+        _lightning.settle_validation(self._replacements, self._trainer)
 
     def _should_stop(self) -> bool:
         assert self._agreement is not None

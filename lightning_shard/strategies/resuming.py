@@ -52,7 +52,7 @@ class ResumingStrategy(LedgerStrategy):
         """Find out which run this is, and take over the choice of what it resumes from. All ranks call it."""
         self._job = read_job(environ)
         self._run_name = run_name(self.preemption, environ)
-        _lightning.choose_checkpoint(self._trainer, self._choose_checkpoint)
+        _lightning.choose_checkpoint(self._replacements, self._trainer, self._choose_checkpoint)
 
     def _run_facts(self) -> dict[str, Any]:
         return {"name": self._run_name, "step": self._trainer.global_step, "time": time.time()}

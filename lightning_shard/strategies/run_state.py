@@ -52,14 +52,15 @@ def place_loaders(checkpoint: dict[str, Any], run: Mapping[str, Any], rank: int)
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
 
-def restore(trainer: Trainer, run: Mapping[str, Any]) -> None:
+def restore(replacements: _lightning.Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
     """Give the state back to this rank, right before training goes on. No communication.
 
     At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
     """
     ranks, rank, size = run["ranks"], trainer.global_rank, trainer.world_size
     load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
-    _lightning.restore_training_results(trainer, [r["logged"] for r in ranks], rank=rank, world_size=size)
+    logged = [r["logged"] for r in ranks]
+    _lightning.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
     if rank < len(ranks):
         set_rng_state(ranks[rank]["rng"])
     else:

@@ -19,8 +19,6 @@ from lightning_shard.resume import (
     check_lengths,
     check_some,
     order_warning,
-    place_batches,
-    prepare_loader,
 )
 from lightning_shard.strategies.whole_tensors import WholeTensorsStrategy
 
@@ -127,7 +125,7 @@ class RunningStrategy(WholeTensorsStrategy):
         stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
         if trainer.training:
             replicas, rank = data_parallel_coordinates(self.device_mesh)
-            dataloader = prepare_loader(trainer.fit_loop, dataloader, world_size=replicas, rank=rank)
+            dataloader = _lightning.prepare_loader(trainer, dataloader, world_size=replicas, rank=rank)
             if self._resumed is not None and (warning := order_warning(dataloader)) is not None:
                 rank_zero_warn(warning)
         length = sized_len(dataloader)
@@ -143,4 +141,4 @@ class RunningStrategy(WholeTensorsStrategy):
         """Count the batches of a resumed epoch as the present loaders do; see also the parent's."""
         super().on_train_start()
         assert self.lightning_module is not None
-        place_batches(self.lightning_module.trainer.fit_loop)
+        _lightning.recount_batches(self.lightning_module.trainer)

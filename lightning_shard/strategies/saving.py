@@ -17,7 +17,6 @@ from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.collect import OPTIMIZER_STATES, CheckpointInfo, State, training_state
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.resume import stopping
 from lightning_shard.strategies import run_state
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import fqns
@@ -35,6 +34,7 @@ class SavingStrategy(ParallelStrategy):
     async_save: bool
     """Whether training goes on while a checkpoint is written."""
 
+    _replacements: _lightning.Replacements
     _saver: Saver | None = None
     _is_training = False
     _rewound: Mapping[str, Any] | None = None
@@ -97,7 +97,7 @@ class SavingStrategy(ParallelStrategy):
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             trainer = self.lightning_module.trainer
-            loops, epoch_ends = stopping.saved_after_batch(trainer.fit_loop, checkpoint["loops"])
+            loops, epoch_ends = _lightning.saved_after_batch(trainer, checkpoint["loops"])
             checkpoint["loops"] = loops
             checkpoint[RUN_STATE] = run_state.collect(trainer, loops, self._rewound or {}, epoch_ends=epoch_ends)
 
@@ -176,7 +176,10 @@ class SavingStrategy(ParallelStrategy):
         self._is_training = True
         if self.async_save:
             _lightning.let_checkpoints_wait(
-                self.lightning_module.trainer, is_writing=self.saver.is_writing, link=self._link_checkpoint
+                self._replacements,
+                self.lightning_module.trainer,
+                is_writing=self.saver.is_writing,
+                link=self._link_checkpoint,
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -62,7 +62,7 @@ class WatchedStrategy(PreemptibleStrategy):
 
     def _take_over_end(self) -> None:
         """Have Lightning call `_at_end` in place of restoring its signal handlers."""
-        _lightning.at_teardown(self._trainer, self._at_end)
+        _lightning.at_end_of_run(self._replacements, self._trainer, self._at_end)
 
     def _mark_messages(self) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""

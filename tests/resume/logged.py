@@ -24,7 +24,6 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 from lightning_shard import _lightning
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.progress import settle_progress
 from tests.resume.support import through_file
 
 BATCHES, EPOCHS = 6, 3
@@ -152,7 +151,7 @@ class Restores:
     carried: list[dict[str, Any]] | None = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        settle_progress(self.lightning_module.trainer.fit_loop)
+        _lightning.settle_progress(self.lightning_module.trainer)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -161,7 +160,8 @@ class Restores:
         where = {"rank": self.global_rank, "world_size": self.world_size}
         load_metric_states(self.lightning_module, [state["metrics"] for state in self.carried], **where)
         results = [state["results"] for state in self.carried]
-        _lightning.restore_training_results(self.lightning_module.trainer, results, **where)
+        trainer = self.lightning_module.trainer
+        _lightning.restore_training_results(_lightning.Replacements(), trainer, results, **where)
 
 
 class Single(Restores, SingleDeviceStrategy):

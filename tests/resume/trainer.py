@@ -11,13 +11,12 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_shard import _lightning
 from lightning_shard.cluster.forking import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import (
     agreeing,
     check_lengths,
-    place_batches,
-    prepare_loader,
     rng_state,
     seed_rng,
     set_rng_state,
@@ -40,13 +39,13 @@ class ResumingStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        loader = prepare_loader(trainer.fit_loop, dataloader, world_size=self.world_size, rank=self.global_rank)
+        loader = _lightning.prepare_loader(trainer, dataloader, world_size=self.world_size, rank=self.global_rank)
         length = sized_len(loader)
         check_lengths(length)
         return agreeing(loader) if length is None else loader
 
     def on_train_start(self) -> None:
-        place_batches(self.lightning_module.trainer.fit_loop)
+        _lightning.recount_batches(self.lightning_module.trainer)
         if self.rng is not None:
             set_rng_state(self.rng)
             self.rng = None

@@ -4,7 +4,7 @@ Lightning keeps them in a ``_ResultCollection``, which no checkpoint has, so tha
 batches after the resume. An entry is created by the first ``log`` call of its key; the collection put in place here
 gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
 
-Part of :mod:`lightning_shard._lightning` and imported by it alone.
+Tested with Lightning 2.6.4 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _METRICS,
     _Metadata,
@@ -25,7 +29,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.private_names import require
 from lightning_shard.resume.metrics import set_update_count
+
+require(Trainer, "_logger_connector", tested="lightning 2.6")
+require(_FitLoop, "_restarting", tested="lightning 2.6")
+require(_EvaluationLoop, "_results", tested="lightning 2.6")
+require(_TrainingEpochLoop, "_results", tested="lightning 2.6")
+require(_LoggerConnector, "_callback_metrics _first_loop_iter", tested="lightning 2.6")
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
@@ -71,7 +83,9 @@ def training_results_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *, rank: int, world_size: int) -> None:
+def restore_training_results(
+    replacements: Replacements, trainer: Trainer, by_rank: list[dict[str, Any]], *, rank: int, world_size: int
+) -> None:
     """Continue the epoch from what :func:`training_results_state` gave on each rank then (no communication).
 
     Call it on all ranks in the strategy's ``on_train_start``: by then the sanity check, which clears it, is over, and
@@ -79,6 +93,7 @@ def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *,
     checkpoint has ended, its values are dropped, and the metrics that Lightning would have reset at its end are reset.
 
     Args:
+        replacements: of this run.
         trainer: its fit is about to run its first batch.
         by_rank: the states by old rank.
         rank: this rank.
@@ -112,7 +127,7 @@ def restore_training_results(trainer: Trainer, by_rank: list[dict[str, Any]], *,
         return
     entries = {key: entry for key, entry in entries.items() if entry["meta"]["fx"] not in _RUN_AGAIN}
     epoch_loop = fit_loop.epoch_loop
-    epoch_loop._results = _ResumedResults(trainer, entries, so_far=epoch_loop._results)
+    replacements.replace(epoch_loop, "_results", _ResumedResults(trainer, entries, so_far=epoch_loop._results))
     if epoch_loop.batch_progress.current.ready > 0:
         # The next batch is not the first of its epoch, at which values of the epoch before are cleared.
         connector._first_loop_iter = False

@@ -1,0 +1,49 @@
+"""Everything that this package uses of Lightning's private names, and all that it replaces on live Lightning objects.
+
+One module for each subject. A name that another version of Lightning lacks fails here, on import, and not in a training
+step. What is replaced, on what and why is the table in ``replaced.py``; every function that replaces something takes
+the run's `Replacements`, which put it back when the run ends.
+"""
+
+# The imports are the contents.
+# ruff: noqa: F401
+from __future__ import annotations
+
+from lightning_shard._lightning.callbacks import callbacks, count_sharded_parameters, watches_zero_grad
+from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait
+from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
+from lightning_shard._lightning.loops import (
+    after_each_batch,
+    begins_accumulation,
+    prediction_batches,
+    should_accumulate,
+    use_no_grad_in_evaluation,
+)
+from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
+from lightning_shard._lightning.processes import (
+    DDPForwardRedirection,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    init_process_group,
+    layer_sync,
+    let_children_end,
+    prepare_for_backward,
+    set_device,
+    set_device_mesh,
+    set_rank,
+    sync_reduce,
+)
+from lightning_shard._lightning.progress import (
+    count_validation_anew,
+    end_epoch,
+    mark_after_batch,
+    mark_before_validation,
+    nothing_follows,
+    saved_after_batch,
+    settle_progress,
+    settle_validation,
+    validation_follows,
+)
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning.results import restore_training_results, training_results_state
+from lightning_shard._lightning.signals import at_end_of_run, leave_signals_alone

@@ -1,0 +1,48 @@
+"""A Trainer's callbacks: which there are, which watch gradients being dropped, and what a summary counts.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
+
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.private_names import require
+
+require(ModelSummary, "_summary _max_depth", tested="lightning 2.6")
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks, an attribute that its class does not declare."""
+    return list(vars(trainer)["callbacks"])
+
+
+def watches_zero_grad(trainer: Trainer) -> bool:
+    """Whether the module or a callback has a hook that Lightning calls where it drops gradients, or does so itself."""
+    module = trainer.lightning_module
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks(trainer)
+    )
+
+
+def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> None:
+    """Let ``ModelSummary`` callbacks count parameters that ZeRO-3 has sharded in full, and show each rank's shard.
+
+    Lightning does so for its own DeepSpeed strategy alone.
+    """
+
+    def summary(depth: int, trainer: Trainer, module: LightningModule) -> Any:
+        sharded = any(hasattr(p, "ds_numel") for p in module.parameters())
+        return (DeepSpeedSummary if sharded else summarize)(module, max_depth=depth)
+
+    for callback in callbacks(trainer):
+        if isinstance(callback, ModelSummary):
+            replacements.replace(callback, "_summary", partial(summary, callback._max_depth))

@@ -1,0 +1,69 @@
+"""When ``ModelCheckpoint`` sees a checkpoint, and which one a run resumes from.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.private_names import require
+
+require(Trainer, "_checkpoint_connector", tested="lightning 2.6")
+require(_CheckpointConnector, "resume_start", tested="lightning 2.6")
+require(ModelCheckpoint, "file_exists _link_checkpoint", tested="lightning 2.6")
+
+
+def let_checkpoints_wait(
+    replacements: Replacements,
+    trainer: Trainer,
+    *,
+    is_writing: Callable[[str], bool],
+    link: Callable[[str, str], None],
+) -> None:
+    """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background.
+
+    Args:
+        replacements: of this run.
+        trainer: in a fit.
+        is_writing: whether the checkpoint at a path is still being written: its name is taken, as if it were there.
+        link: makes the second path a link to the first (``save_last="link"``) once that is full; all ranks call it.
+    """
+
+    def follow(callback: ModelCheckpoint) -> None:
+        exists_already, link_now = callback.file_exists, callback._link_checkpoint
+
+        def file_exists(filepath: Any, trainer: Trainer) -> bool:
+            exists = exists_already(filepath, trainer)  # a collective
+            return exists or is_writing(os.fspath(filepath))
+
+        def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+            if is_writing(filepath):
+                link(filepath, linkpath)
+            else:
+                link_now(trainer, filepath, linkpath)
+
+        replacements.replace(callback, "file_exists", file_exists)
+        replacements.replace(callback, "_link_checkpoint", link_checkpoint)
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            follow(callback)
+
+
+def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Callable[[Any], Any]) -> None:
+    """Resume from ``choose(ckpt_path)``, None for nothing, where Lightning would resume from ``ckpt_path``."""
+    connector = trainer._checkpoint_connector
+    start = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        start(choose(checkpoint_path), weights_only=weights_only)
+
+    replacements.replace(connector, "resume_start", resume_start)

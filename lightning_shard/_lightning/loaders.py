@@ -1,0 +1,80 @@
+"""The training dataloaders that Lightning was given and made, and what they resume from.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_shard._lightning.progress import settle_progress
+from lightning_shard.private_names import require
+from lightning_shard.resume.iterable import has_state
+from lightning_shard.resume.shape import KINDS
+from lightning_shard.resume.wrap import resumable
+
+require(_DatasetSamplerWrapper, "_sampler", tested="lightning 2.6")
+require(_FitLoop, "_combined_loader_states_to_load _data_fetcher _data_source", tested="lightning 2.6")
+
+
+def train_batch_size(trainer: Trainer) -> int | None:
+    """Batch size of the training dataloader, if it was handed over as one; None where only a hook knows."""
+    source = trainer.fit_loop._data_source.instance
+    size = getattr(source, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int) -> Any:
+    """The training ``dataloader`` made resumable (`resume.wrap.resumable`), with the loop's loaded counters settled.
+
+    For the strategy to call for each training dataloader that it is asked to process, on all ranks, in the order of
+    the loaders. Lightning loads the states of the loaders only for an interrupted epoch; after a finished one they
+    are loaded here, because generators and persistent workers outlive an epoch.
+    """
+    settle_progress(trainer)
+    loop = trainer.fit_loop
+    dealt = getattr(getattr(dataloader, "sampler", None), "dataset", None)
+    # What Lightning wrapped in a distributed sampler.
+    inner = dealt._sampler if isinstance(dealt, _DatasetSamplerWrapper) else None
+    loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner)
+    states = loop._combined_loader_states_to_load
+    if loop.is_resuming and not loop.restarting and states and has_state(loader):
+        state = states.pop(0)
+        if loader is not dataloader and state.get("kind") in KINDS:
+            loader.load_state_dict(state | {"finished": True})
+    return loader
+
+
+def recount_batches(trainer: Trainer) -> None:
+    """Count the batches of an interrupted epoch in the units of the present loaders (all ranks).
+
+    Call it after the dataloaders' state was loaded and the loops were reset: in the strategy's ``on_train_start``.
+    Tells iterable loaders how far the loop fetches ahead; changes counters only if the world size or the batch
+    size has changed.
+    """
+    loop = trainer.fit_loop
+    fetcher: Any = loop._data_fetcher
+    all_loaders = CombinedLoader(trainer.train_dataloader).flattened
+    for loader in all_loaders:
+        if hasattr(loader, "lookahead"):
+            loader.lookahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
+    if not loop.is_resuming or not loop.restarting:
+        return
+    loaders = [loader for loader in all_loaders if hasattr(loader, "batches_done")]
+    sized = [loader for loader in loaders if loader.batches_done and hasattr(loader, "samples_seen")]
+    if not sized:
+        return
+    # The longest one sets the length of an epoch.
+    done = max(sized, key=len).batches_done
+    current: Any = loop.epoch_loop.batch_progress.current
+    if current.ready == done:
+        return
+    done = int(min(done, loop.max_batches))
+    current.ready = current.started = current.processed = done
+    # The loop's own reset counts the batch as completed that the checkpoint was written in.
+    current.completed = done - 1 if loop.epoch_loop.restarted_on_train_batch_end else done

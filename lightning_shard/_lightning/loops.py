@@ -1,0 +1,65 @@
+"""Where a run is in Lightning's loops, and what is called between two batches.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.private_names import require
+
+require(_EvaluationLoop, "inference_mode", tested="lightning 2.6")
+require(_FitLoop, "_should_accumulate", tested="lightning 2.6")
+require(_PredictionLoop, "inference_mode max_batches", tested="lightning 2.6")
+require(_TrainingEpochLoop, "on_advance_end", tested="lightning 2.6")
+
+
+def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
+    """Run every evaluation loop under ``torch.no_grad`` instead of ``torch.inference_mode``.
+
+    What FSDP2 gathers under inference mode are inference tensors, which the next training step can't update.
+    """
+    for loop in (
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
+        replacements.replace(loop, "inference_mode", False)
+
+
+def should_accumulate(trainer: Trainer) -> bool:
+    """Whether this batch's gradients are only added up, with no optimizer step after it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Whether Lightning drops the gradients of the step before in this batch."""
+    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def prediction_batches(trainer: Trainer) -> int:
+    """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
+    batches = sum(trainer.predict_loop.max_batches)
+    return 0 if batches == float("inf") else int(batches)
+
+
+def after_each_batch(replacements: Replacements, trainer: Trainer, hook: Callable[[Any], None]) -> None:
+    """Call ``hook(data_fetcher)`` when a training batch is counted and logged, ahead of a validation after it."""
+    loop = trainer.fit_loop.epoch_loop
+    end = loop.on_advance_end
+
+    def on_advance_end(data_fetcher: Any) -> None:
+        hook(data_fetcher)
+        end(data_fetcher)
+
+    replacements.replace(loop, "on_advance_end", on_advance_end)

@@ -1,0 +1,58 @@
+"""All that this package replaces on live Lightning objects, and how it is put back when a run ends.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REPLACED = {
+    "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once that is full",
+    "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",
+    "ModelSummary._summary": "parameters that ZeRO-3 has sharded are counted with their full size",
+    "Profiler.start": "a meter sums up the seconds of some actions",
+    "Profiler.stop": "a meter sums up the seconds of some actions",
+    "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
+    "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
+    "_PredictionLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
+    "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
+    "_SignalConnector.teardown": "the run's own end comes with it, however the run ends",
+    "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
+    "_TrainingEpochLoop._results": "values logged before a checkpoint count in the resumed epoch",
+    "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
+    "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
+    "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
+    "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
+}
+"""Class and attribute, and why. `Replacements` refuses anything else."""
+
+_NOTHING = object()
+
+
+class Replacements:
+    """What one run has replaced; nothing else in this package sets such an attribute of a Lightning object."""
+
+    def __init__(self) -> None:
+        """Nothing is replaced yet."""
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name``, an entry of `REPLACED`, on the instance."""
+        listed = [f"{cls.__name__}.{name}" in REPLACED for cls in type(owner).__mro__]
+        assert any(listed), f"{type(owner).__name__}.{name} is not in REPLACED"
+        self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
+        vars(owner)[name] = value
+
+    def restore(self, owner: Any = None, name: str = "") -> None:
+        """Put back what was replaced, the last first; with ``owner`` and ``name`` that attribute alone, if it was."""
+        kept = []
+        while self._before:
+            entry = self._before.pop()
+            if owner is not None and not (entry[0] is owner and entry[1] == name):
+                kept.append(entry)
+            elif entry[2] is _NOTHING:
+                vars(entry[0]).pop(entry[1], None)
+            else:
+                vars(entry[0])[entry[1]] = entry[2]
+        self._before = kept[::-1]
