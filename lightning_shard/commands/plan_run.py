@@ -20,8 +20,9 @@ from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.largest_batch import Run, Traces, confirmed_batch, fewest_devices, largest_batch
 from lightning_shard.planning.memory_trace import Step, Trace, batch_size_of, scaled, trace_step
 from lightning_shard.planning.optimizer_facts import trace_optimizer
+from lightning_shard.planning.predict import collectives
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.traffic import Nodes, StepTime, collectives, step_time
+from lightning_shard.planning.traffic import Nodes, StepTime, step_time
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.planned import PlannedRun
@@ -172,7 +173,7 @@ class Planner:
 
     def _step(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Step:
         units = strategy.find_units(self.module)
-        return Step(loss=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
+        return Step(training_step=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
 
     def _time(self, run: Run, sent: Sequence[Any]) -> StepTime | None:
         options = self.options

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, counted by torch's FlopCounterMode on tensors without memory.
+"""Model FLOPs of a training step, counted by torch's formulas on tensors without memory.
 
 Model FLOPs are what the mathematics of a step asks for, whatever an engine computes (Chowdhery et al. 2022, appendix
 B, https://arxiv.org/abs/2204.02311): what activation checkpointing or a fused kernel computes a second time is no
@@ -7,18 +7,24 @@ part of them. A multiply and an add are two.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
-from torch.utils import checkpoint, flop_counter
+from torch.utils import checkpoint
 
-from lightning_shard.meters.attention import counting_attention
 from lightning_shard.meters.fake_tensors import fake_operations
-from lightning_shard.meters.undone import undone_randomness
+from lightning_shard.meters.traced_operations import (
+    NumbersReadAsOne,
+    attention_by,
+    attention_flops,
+    flop_counter,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +43,6 @@ class FlopCount:
         return FlopCount(forward=self.forward + other.forward, backward=self.backward + other.backward)
 
 
-class _Phase:
-    """What of the running call is counted: all of forward; of backward what is no second forward."""
-
-    backward = False
-
-    def is_useful(self) -> bool:
-        # Backward runs without gradients; a checkpointed forward runs again inside of it with them.
-        return not (self.backward and torch.is_grad_enabled())
-
-
 def count_flops(function: Callable[[], object]) -> FlopCount:
     """The model FLOPs of ``function`` and of a backward pass from what it returns. Any rank may call it alone.
 
@@ -58,7 +54,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     The call runs on fake tensors: real and meta tensors that it touches are taken for fakes of their shape, dtype and
     device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator.
     Where fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in
-    ``function`` do happen. Modules that FSDP or ZeRO-3 have cut can't be counted: count before, or on a copy
+    ``function`` do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy
     (`fake_tensors.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
 
     Args:
@@ -69,58 +65,95 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
         Exception: whatever ``function`` raises, such as torch's DataDependentOutputException where it reads an
             integer or a mask off a tensor.
     """
-    phase = _Phase()
-    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_useful_formulas(phase))
-    counter.mod_tracker = _WholeCall()  # type: ignore[assignment]
-    attention = {"flops": 0}
-
-    def add(flops: int) -> None:
-        attention["flops"] += flops
-
+    counted = _ModelFlops()
     with ExitStack() as stack:
-        stack.enter_context(undone_randomness())
+        stack.enter_context(_same_random_states())
         stack.enter_context(fake_operations())
-        stack.enter_context(_whole_forward())
-        stack.enter_context(counter)
-        stack.enter_context(counting_attention(add, phase.is_useful))
+        stack.enter_context(_eager_forward())
+        stack.enter_context(NumbersReadAsOne())
+        stack.enter_context(counted.operations)
+        stack.enter_context(attention_by(counted.count_attention))
         stack.enter_context(torch.enable_grad())
         outputs = _outputs(function())
-        forward = counter.get_total_flops() + attention["flops"]
-        phase.backward = True
+        forward = counted.total()
+        counted.in_backward = True
         _backward(outputs)
-        total = counter.get_total_flops() + attention["flops"]
-    return FlopCount(forward=forward, backward=total - forward)
+    return FlopCount(forward=forward, backward=counted.total() - forward)
 
 
-class _WholeCall:
-    """Attributes FLOPs to no submodule, which takes hooks that do not go with `torch.autograd.grad`."""
+class _ModelFlops:
+    """Counts all of forward, and of backward what is not a forward of checkpointing."""
 
-    parents = frozenset({"Global"})
+    def __init__(self) -> None:
+        self.in_backward = False
+        self.operations = flop_counter(self._counts)
+        self.attention = 0
 
-    def __enter__(self) -> None:
-        pass
+    def total(self) -> int:
+        return self.operations.get_total_flops() + self.attention
 
-    def __exit__(self, *args: object) -> None:
-        pass
+    def _counts(self) -> bool:
+        # Backward runs without gradients; a checkpointed forward runs again inside of it with them.
+        return not (self.in_backward and torch.is_grad_enabled())
+
+    def count_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """In place of ``scaled_dot_product_attention``: computes nothing, and counts itself and its backward.
+
+        Kernels do not tell whether they are causal, some have no formula, and the one that is made of matrix products
+        masks them only afterwards.
+        """
+        flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
+        self._add(flops if self._counts() else 0)
+        return _Attention.apply(query, key, value, attn_mask, lambda: self._add(2 * flops))
+
+    def _add(self, flops: int) -> None:
+        self.attention += flops
 
 
-def _useful_formulas(phase: _Phase) -> dict[Any, Any]:
-    """The formulas of torch, each giving 0 for what is computed a second time."""
-    # `_get_raw`: the formula is given the tensors, as torch's registered ones, which take their shapes by themselves.
-    return {op: _useful(formula, phase) for op, formula in flop_counter.flop_registry.items()}
+class _Attention(torch.autograd.Function):
+    """Shapes of attention and of its gradients."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, add_backward: Callable[[], None]
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.add_backward = add_backward
+        return query.new_empty(*query.shape[:-1], value.shape[-1])
 
-def _useful(formula: Callable[..., int], phase: _Phase) -> Callable[..., int]:
-    def count(*args: Any, **kwargs: Any) -> int:
-        return formula(*args, **kwargs) if phase.is_useful() else 0
-
-    count._get_raw = True  # type: ignore[attr-defined]
-    return count
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.add_backward()
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return (*(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None)
 
 
 @contextmanager
-def _whole_forward() -> Generator[None, None, None]:
-    """Nothing compiled, and reentrant checkpointing run through: it hides its parameters until backward."""
+def _same_random_states() -> Generator[None, None, None]:
+    """Whatever is drawn inside, the states of torch's, Python's and NumPy's generators are the same afterwards."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, legacy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(legacy)
+
+
+@contextmanager
+def _eager_forward() -> Generator[None, None, None]:
+    """Nothing is compiled, and reentrant checkpointing runs through: it hides its parameters until backward."""
 
     class RunThrough:
         @staticmethod

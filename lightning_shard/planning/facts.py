@@ -1,9 +1,9 @@
-"""What is known of a model and an optimizer: plain data that the arithmetic of `states` starts from."""
+"""What is known of a model and an optimizer before a run: the plain data that memory and traffic are computed from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ class ParameterFacts:
     """Its first name in the LightningModule."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the full parameter."""
 
     dtype: torch.dtype
     """In which the model was loaded."""
@@ -34,15 +34,15 @@ class ParameterFacts:
     unit: str = ""
     """Name of the shard unit that gathers it; "": the root's."""
 
-    whole: bool = False
-    """Whether FSDP leaves it alone: 0-d, in a metric, or in one of ``ignored_modules``."""
+    unsharded: bool = False
+    """Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``."""
 
     group: int = 0
-    """Place of its parameter group in the optimizer."""
+    """Index of its parameter group in the optimizer."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the full parameter."""
         return prod(self.shape)
 
     def seen_in(self, compute: torch.dtype) -> torch.dtype:
@@ -62,7 +62,7 @@ class ModelFacts:
     """In registration order."""
 
     buffer_bytes: int = 0
-    """Of buffers and of metrics' states; every engine keeps them whole on every rank."""
+    """Of buffers and of metrics' states; every engine replicates them."""
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -87,37 +87,36 @@ def model_facts(
     root: nn.Module,
     *,
     units: Sequence[Unit] = (),
-    whole: Iterable[Tensor] = (),
+    unsharded: Iterable[Tensor] = (),
     groups: Sequence[Mapping[str, Any]] = (),
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelFacts:
-    """The facts of a module whose parameters are whole: real, on the meta device, or fake.
+    """The facts of a module with full parameters: real, on the meta device, or fake.
 
     Args:
         root: the LightningModule.
         units: its shard units, from `lightning_shard.engines.units.find_units`.
-        whole: parameters that FSDP leaves alone besides 0-d ones.
-        groups: the optimizer's parameter groups, for engines that cut group by group.
-        shapes: FQN to the whole shape, where an engine has cut the parameters already.
+        unsharded: parameters that FSDP does not shard, besides 0-d ones.
+        groups: the optimizer's parameter groups, for engines that partition group by group.
     """
     unit_of: dict[int, str] = {}
     for unit in units:
         for module in unit.modules:
             for parameter in module.parameters():
                 unit_of.setdefault(id(parameter), unit.names[0])
-    alone = {id(p) for p in whole} | {id(p) for m in root.modules() if isinstance(m, Metric) for p in m.parameters()}
+    ignored = {id(p) for p in unsharded} | {
+        id(p) for m in root.modules() if isinstance(m, Metric) for p in m.parameters()
+    }
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     parameters = []
     for fqn, parameter in root.named_parameters():
-        shape = tuple((shapes or {}).get(fqn, parameter.shape))
         parameters.append(
             ParameterFacts(
                 fqn=fqn,
-                shape=shape,
+                shape=tuple(parameter.shape),
                 dtype=parameter.dtype,
                 trainable=parameter.requires_grad,
                 unit=unit_of.get(id(parameter), ""),
-                whole=id(parameter) in alone or not shape,
+                unsharded=id(parameter) in ignored or not parameter.ndim,
                 group=group_of.get(id(parameter), 0),
             )
         )
@@ -137,16 +136,21 @@ def buffer_bytes(root: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """An optimizer's state: slots with an element for each of a parameter's, and small ones."""
+    """An optimizer's state: slots with the shape of their parameter, and others."""
 
     slots: tuple[torch.dtype | None, ...] = (None, None)
-    """Dtypes of the elementwise slots; None: the stepped parameter's. The default is Adam's two moments."""
+    """Dtypes of the slots with their parameter's shape; None: the parameter's. The default is Adam's two moments."""
 
     fixed_bytes: int = 4
-    """Bytes per stepped tensor of slots that are no larger however large it is, such as Adam's step count."""
+    """Bytes of 0-d slots for each stepped tensor, such as Adam's step count."""
 
-    uncut: Mapping[str, int] = field(default_factory=dict)
-    """FQN to bytes of slots of other shapes, such as Adafactor's rows and columns; these no engine cuts."""
+    unsharded_bytes: int = 0
+    """Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards."""
 
-    on_the_way: float = 0.0
-    """Bytes that a step needs for its duration, as a part of those of the tensors that it steps."""
+    temporary: float = 0.0
+    """Bytes that a step allocates for its duration, for each byte of the tensors that it steps."""
+
+    def state_bytes(self, elements: Iterable[int], dtype: torch.dtype) -> int:
+        """Bytes of the state of stepped tensors of ``dtype`` with so many elements each."""
+        slots = sum((slot or dtype).itemsize for slot in self.slots)
+        return self.unsharded_bytes + sum(count * slots + self.fixed_bytes for count in elements)

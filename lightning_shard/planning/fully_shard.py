@@ -1,182 +1,253 @@
-"""Bytes of a rank under DDP and FSDP2 at the points of a step, without activations.
+"""Bytes of a rank under FSDP2, and what it sends.
 
 Sources: torch's ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (a shard is padded to the first rank's),
-``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` (which buffers live how long), and ``nn/parallel/distributed.py``.
+``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` (which buffers live how long).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 
-from lightning_shard.engines.facts import FSDPFacts, ReplicateFacts, TorchDDPFacts
+from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.step_memory import Moments, optimizer_bytes
+from lightning_shard.planning.live_bytes import Segment
+from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.step_memory import StepMemory, on_device
+from lightning_shard.planning.step_points import Point, gradient_elements, segment_name, with_segment
+from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
-def as_shards(engine: ReplicateFacts | FSDPFacts) -> FSDPFacts:
-    """An engine on FSDP2's machinery, seen as shards.
-
-    ``replicate`` is FSDP2 in one piece, which stays gathered from forward to backward: a copy in the compute dtype,
-    even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
-    """
-    if isinstance(engine, FSDPFacts):
-        return engine
-    return FSDPFacts(
-        replicate=engine.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=engine.reduce_at_boundary
-    )
+def _shard_elements(p: ParameterFacts, shards: int) -> int:
+    """Elements of a rank's shard, padding included: along its first dim, or the full parameter if it is not sharded."""
+    return p.numel if p.unsharded else -(-p.shape[0] // shards) * prod(p.shape[1:])
 
 
-def shard_elements(shape: Sequence[int], pieces: int) -> int:
-    """Elements of one of the ``pieces`` that FSDP2 cuts a tensor into along its first dimension, padding included."""
-    return -(-shape[0] // pieces) * prod(shape[1:])
+def _gathered_bytes(parameters: Iterable[ParameterFacts], shards: int, compute: torch.dtype) -> int:
+    """Bytes of a unit's unsharded parameters, each padded to a multiple of the shards, as forward sees them."""
+    sharded = (p for p in parameters if not p.unsharded)
+    return sum(shards * _shard_elements(p, shards) * p.seen_in(compute).itemsize for p in sharded)
 
 
-def gathered_bytes(parameters: Iterable[ParameterFacts], pieces: int, compute: torch.dtype) -> int:
-    """Bytes of a unit that FSDP2 gathers, each parameter padded to a multiple of the pieces, as forward sees it."""
-    cut = [p for p in parameters if not p.whole]
-    return sum(pieces * shard_elements(p.shape, pieces) * p.seen_in(compute).itemsize for p in cut)
-
-
-def reduced_bytes(parameters: Iterable[ParameterFacts], pieces: int, dtype: torch.dtype) -> int:
+def _reduced_bytes(parameters: Iterable[ParameterFacts], shards: int, dtype: torch.dtype) -> int:
     """Bytes of the buffer that a unit's gradients are reduced from."""
-    return sum(pieces * shard_elements(p.shape, pieces) * dtype.itemsize for p in parameters if _reduced(p))
+    return sum(shards * _shard_elements(p, shards) * dtype.itemsize for p in parameters if _is_reduced(p))
 
 
-def _reduced(parameter: ParameterFacts) -> bool:
-    return parameter.trainable and parameter.dtype.is_floating_point and not parameter.whole
+def _unsharded_gradient_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
+    return sum(p.numel * dtype.itemsize for p in parameters if _is_reduced(p))
 
 
-def replica_moments(
-    model: ModelFacts,
-    engine: TorchDDPFacts | ReplicateFacts,
-    policy: PrecisionPolicy,
-    optimizer: OptimizerFacts,
-    *,
-    micro_batches: int,
-) -> Moments:
-    """Every rank holds everything."""
-    trainable = model.trainable
-    gradients = sum(p.numel * policy.master.itemsize for p in trainable)
-    resting = KindBytes(
-        parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
-        optimizer=optimizer_bytes(((p.numel, policy.master) for p in trainable), optimizer),
-        buffers=model.buffer_bytes,
-    )
-    if isinstance(engine, ReplicateFacts):
-        return _around(resting, gradients, model, as_shards(engine), policy, micro_batches)
-    # DDP makes its buckets when it is built, and copies gradients in and out of them unless they lie there.
-    resting = replace(resting, communication=0 if engine.gradient_as_bucket_view else gradients)
-    waiting = gradients if micro_batches > 1 else 0
-    # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
-    aside = 0 if engine.reduce_at_boundary else waiting
-    return Moments(
-        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
-        forward=MemoryAccount(
-            device=replace(resting, gradients=gradients if engine.gradient_as_bucket_view else waiting)
-        ),
-        backward=MemoryAccount(device=replace(resting, gradients=gradients + aside)),
-        step=MemoryAccount(device=replace(resting, gradients=gradients)),
-        waiting=waiting,
-    )
+def _is_reduced(parameter: ParameterFacts) -> bool:
+    return parameter.trainable and parameter.dtype.is_floating_point and not parameter.unsharded
 
 
-def shard_moments(
-    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, *, micro_batches: int
-) -> Moments:
-    """Parameters, gradients and optimizer state are cut, each along its first dimension."""
-    master = policy.master
-
-    def kept(p: ParameterFacts) -> int:
-        return p.numel if p.whole else shard_elements(p.shape, engine.shard)
-
-    resting = KindBytes(
-        parameters=sum(kept(p) * p.stepped_in(master).itemsize for p in model.parameters),
-        optimizer=optimizer_bytes(((kept(p), master) for p in model.trainable), optimizer),
-        buffers=model.buffer_bytes,
-    )
-    gradients = sum(kept(p) * master.itemsize for p in model.trainable)
-    moments = _around(resting, gradients, model, engine, policy, micro_batches)
-    return _offloaded(moments, model, engine, master) if engine.cpu_offload else moments
-
-
-def _around(
-    resting: KindBytes,
-    gradients: int,
-    model: ModelFacts,
-    engine: FSDPFacts,
-    policy: PrecisionPolicy,
-    micro_batches: int,
-) -> Moments:
-    """The points of a step on FSDP2's machinery, around what rests between steps.
+def step_memory(
+    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
+) -> StepMemory:
+    """See `lightning_shard.planning.predict.predict`.
 
     In forward a unit's all-gather buffer outlives the copies out of it until the next unit's; in backward one unit is
     gathered ahead, and the buffer that gradients are reduced from outlives the reduction until the next unit's.
     """
-    size, names = engine.shard, [name for name in model.units if name]
-    units, root = [model.units[name] for name in names], model.units[""]
-    whole = [gathered_bytes(members, size, policy.compute) for members in units]
-    root_whole = gathered_bytes(root, size, policy.compute)
+    master, compute, shards = policy.master, policy.compute, engine.shard
+    elements = [_shard_elements(p, shards) for p in model.trainable]
+    gradients = sum(elements) * master.itemsize
+    resident = KindBytes(
+        parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
+        optimizer=optimizer.state_bytes(elements, master),
+        buffers=model.buffer_bytes,
+    )
+    root, units = model.units[""], [members for name, members in model.units.items() if name]
+    of_units = [_gathered_bytes(members, shards, compute) for members in units]
+    of_root = _gathered_bytes(root, shards, compute)
     stays = engine.reshard_after_forward is False
     if stays:
-        gathered = sum(whole)
+        gathered = sum(of_units)
     else:
-        part = 0 if engine.reshard_after_forward is True else sum(whole) // int(engine.reshard_after_forward)
-        gathered = max(whole, default=0) + part
-    in_flight = [max(_neighbours(whole, 2), root_whole), _neighbours(whole, max(1, engine.backward_prefetch))]
-    if size == 1:
-        in_flight = [0, 0]
-    elif stays:
-        in_flight[1] = 0
-    reduced = max(reduced_bytes(members, size, policy.reduce) for members in [root, *units])
-    raw = max(raw_bytes(members, policy.compute) for members in [root, *units])
+        part = 0 if engine.reshard_after_forward is True else sum(of_units) // int(engine.reshard_after_forward)
+        gathered = max(of_units, default=0) + part
+    # Bytes of all-gather buffers.
+    in_forward = 0 if shards == 1 else max(_of_neighbours(of_units, 2), of_root)
+    in_backward = 0 if shards == 1 or stays else _of_neighbours(of_units, max(1, engine.backward_prefetch))
+    reduced = max(_reduced_bytes(members, shards, policy.reduce) for members in [root, *units])
+    unreduced = max(_unsharded_gradient_bytes(members, compute) for members in [root, *units])
     waiting = 0
     if micro_batches > 1:
-        waiting = raw_bytes(model.parameters, policy.reduce) if engine.reduce_at_boundary else gradients
-    kinds = replace(resting, gathered=root_whole + gathered)
-    return Moments(
+        at_boundary = engine.reduce_at_boundary
+        waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
+    computing = replace(resident, gathered=of_root + gathered)
+    memory = StepMemory(
         # The strategy drops the last step's gradients ahead of forward.
-        forward=MemoryAccount(device=replace(kinds, gradients=waiting, communication=in_flight[0])),
-        backward=MemoryAccount(
-            device=replace(kinds, gradients=max(gradients, waiting) + raw, communication=in_flight[1] + reduced)
+        forward=on_device(computing, gradients=waiting, communication=in_forward),
+        backward=on_device(
+            computing, gradients=max(gradients, waiting) + unreduced, communication=in_backward + reduced
         ),
-        step=MemoryAccount(device=replace(resting, gradients=gradients)),
+        step=on_device(resident, gradients=gradients),
         waiting=waiting,
     )
+    return _offloaded(memory, model, engine, master) if engine.cpu_offload else memory
 
 
-def _neighbours(values: Sequence[int], count: int) -> int:
-    """The largest sum of ``count`` neighbours."""
+def _of_neighbours(values: Sequence[int], count: int) -> int:
+    """The largest sum of ``count`` values that follow one another."""
     return max((sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1))), default=0)
 
 
-def raw_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
-    """Gradients as backward makes them: whole."""
-    return sum(p.numel * dtype.itemsize for p in parameters if _reduced(p))
+def _offloaded(memory: StepMemory, model: ModelFacts, engine: FSDPFacts, master: torch.dtype) -> StepMemory:
+    """Shards move to the host; parameters that FSDP does not shard and unsharded gradients stay on the device."""
+    stays = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
+    gradients, waiting = memory.step.device.gradients, memory.waiting
+    unsharded = waiting if engine.reduce_at_boundary else 0
 
-
-def _offloaded(moments: Moments, model: ModelFacts, engine: FSDPFacts, master: torch.dtype) -> Moments:
-    """What is kept lies on the host, but for parameters that FSDP leaves alone and gradients that are whole."""
-    alone = [p for p in model.parameters if p.whole]
-    stays = sum(p.numel * p.stepped_in(master).itemsize for p in alone)
-    kept, waiting = moments.step.device.gradients, moments.waiting
-    whole = waiting if engine.reduce_at_boundary else 0
-
-    def moved(account: MemoryAccount, on_device: int, on_host: int) -> MemoryAccount:
+    def moved(account: MemoryAccount, of_device: int, of_host: int) -> MemoryAccount:
         device = account.device
         return MemoryAccount(
-            device=replace(device, parameters=stays, optimizer=0, gradients=on_device),
-            host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=on_host),
+            device=replace(device, parameters=stays, optimizer=0, gradients=of_device),
+            host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=of_host),
         )
 
-    return Moments(
-        forward=moved(moments.forward, whole, waiting - whole),
-        backward=moved(moments.backward, moments.backward.device.gradients - max(kept, waiting) + whole, kept),
-        step=moved(moments.step, 0, kept),
+    unreduced = memory.backward.device.gradients - max(gradients, waiting)
+    return StepMemory(
+        forward=moved(memory.forward, unsharded, waiting - unsharded),
+        backward=moved(memory.backward, unreduced + unsharded, gradients),
+        step=moved(memory.step, 0, gradients),
         waiting=waiting,
     )
+
+
+def step_points(
+    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, memory: StepMemory, trace: Trace, micro_batches: int
+) -> Iterator[Point]:
+    """See `lightning_shard.planning.predict.step_points`."""
+    steps = _TracedUnits(model, engine, memory, trace, policy)
+    if micro_batches > 2 and engine.reduce_at_boundary:
+        # Micro-batches between the first and the last, after which no gradient is freed.
+        yield from steps.points(reduces=False)
+    yield from steps.points(reduces=True)
+
+
+class _TracedUnits:
+    """Units are gathered, freed and reduced one after the other, in the order of the trace. Numbers are bytes."""
+
+    def __init__(
+        self, model: ModelFacts, engine: FSDPFacts, memory: StepMemory, trace: Trace, policy: PrecisionPolicy
+    ) -> None:
+        shards, units = engine.shard, model.units
+        self.engine, self.memory, self.trace, self.policy = engine, memory, trace, policy
+        self.unsharded = {name: _gathered_bytes(members, shards, policy.compute) for name, members in units.items()}
+        self.reduced = {name: _reduced_bytes(members, shards, policy.reduce) for name, members in units.items()}
+        self.waiting = {name: _unsharded_gradient_bytes(members, policy.reduce) for name, members in units.items()}
+        self.elements = gradient_elements(model, lambda p: _shard_elements(p, shards))
+        self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
+        step = memory.step
+        self.base = MemoryAccount(device=replace(step.device, gradients=0), host=replace(step.host, gradients=0))
+
+    def points(self, *, reduces: bool) -> Iterator[Point]:
+        """In the order of the step; ``reduces``: gradients are reduced, and not added to unsharded ones that wait."""
+        done: tuple[str, ...] = ()
+        passed: dict[str, None] = {}
+        last_reduced = before = 0
+        for segment in self.trace.segments:
+            backward = segment.phase == "backward"
+            gathered = self._gathered(segment.unit, [name for name in passed if name not in done], done)
+            in_flight = self._all_gather_buffers(segment, next(reversed(passed), ""))
+            reducing = last_reduced * backward
+            base = self.base + self._gradients(done if reduces else ())
+            if segment.unit and segment.unit not in done and self.engine.shard > 1:
+                yield self._gathering(segment, base, gathered, before, reducing)
+            before = segment.end_activations + segment.end_gradients
+            account = with_segment(
+                base,
+                segment,
+                gradients=segment.peak_gradients,
+                gathered=gathered,
+                communication=in_flight + reducing,
+            )
+            yield Point(name=segment_name(segment), account=account)
+            for name in [name for name in segment.complete if name not in done and reduces]:
+                yield self._reduction(name, segment, base, gathered, in_flight)
+                last_reduced = self.reduced[name]
+            done = segment.complete or done
+            if not backward and segment.unit:
+                passed[segment.unit] = None
+
+    def _gathered(self, unit: str, passed: Sequence[str], done: Sequence[str]) -> int:
+        """Of the root, of the unit that computes, and of those that stay gathered, all or a part of them."""
+        others = sum(self.unsharded.get(name, 0) for name in passed if name != unit)
+        again = self.engine.reshard_after_forward
+        own = self.unsharded.get(unit, 0) if unit and unit not in done else 0
+        return self.unsharded[""] + own + (others if again is False else 0 if again is True else others // again)
+
+    def _all_gather_buffers(self, segment: Segment, last: str) -> int:
+        """In forward the unit's own buffer or the last one's, in backward the next one's."""
+        if self.engine.shard == 1:
+            return 0
+        if segment.phase == "forward":
+            return self.unsharded.get(segment.unit or last, 0)
+        if self.engine.reshard_after_forward is False:
+            return 0
+        return self.unsharded.get(self.before.get(segment.unit, "-"), 0)
+
+    def _gradients(self, done: Sequence[str]) -> MemoryAccount:
+        """Reduced gradients, summed over micro-batches, and unsharded ones that wait on the device."""
+        reduced = sum(self.elements[name] for name in done) * self.policy.master.itemsize
+        unsharded = 0
+        if self.engine.reduce_at_boundary and self.memory.waiting:
+            unsharded = sum(size for name, size in self.waiting.items() if name not in done)
+        else:
+            reduced = max(reduced, self.memory.waiting)
+        if self.engine.cpu_offload:
+            return MemoryAccount(device=KindBytes(gradients=unsharded), host=KindBytes(gradients=reduced))
+        return MemoryAccount(device=KindBytes(gradients=unsharded + reduced))
+
+    def _gathering(self, segment: Segment, base: MemoryAccount, gathered: int, before: int, reducing: int) -> Point:
+        """The unit is copied out of its all-gather buffer; ``before``: what the step had made until then."""
+        buffer = self.unsharded.get(segment.unit, 0)
+        if segment.phase == "backward" and self.engine.reshard_after_forward is False:
+            buffer = 0
+        start = replace(segment, peak=before, peak_gradients=0)
+        account = with_segment(base, start, gradients=0, gathered=gathered, communication=buffer + reducing)
+        return Point(name=f"{segment.phase} of {segment.unit}, gathering", account=account)
+
+    def _reduction(self, name: str, segment: Segment, base: MemoryAccount, gathered: int, in_flight: int) -> Point:
+        """The unit is resharded, then its gradients are copied into the buffer that they are reduced from."""
+        end = replace(segment, peak=segment.at_reduction or segment.end_activations, peak_gradients=0)
+        account = with_segment(
+            base,
+            end,
+            gradients=self.elements[name] * self.policy.reduce.itemsize,
+            gathered=gathered - (self.unsharded[name] if name and name == segment.unit else 0),
+            communication=in_flight + self.reduced[name],
+        )
+        return Point(name=f"reduction of {name or 'the root'}", account=account)
+
+
+def collectives(model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
+    """See `lightning_shard.planning.predict.collectives`."""
+    shards = engine.shard
+    units = {name: _gathered_bytes(members, shards, policy.compute) for name, members in model.units.items()}
+    reduced = sum(_reduced_bytes(members, shards, policy.reduce) for members in model.units.values())
+    reduced *= 1 if engine.reduce_at_boundary else micro_batches
+
+    def over(axis: str, kind: str, what: str, payload: int, ranks: int, stride: int = 1) -> Collective:
+        return Collective(kind=kind, what=what, axis=axis, ranks=ranks, stride=stride, payload=payload)
+
+    found = [over("shard", "all-gather", "parameters, forward", sum(units.values()) * micro_batches, shards)]
+    again = engine.reshard_after_forward
+    if again is not False:
+        # The root stays gathered from forward to backward.
+        below = (sum(units.values()) - units[""]) * micro_batches
+        ranks = shards if again is True else int(again)
+        found.append(over("shard", "all-gather", "parameters, backward", below, ranks))
+    found.append(over("shard", "reduce-scatter", "gradients", reduced, shards))
+    if engine.replicate > 1:
+        found.append(
+            over("replicate", "all-reduce", "gradient shards", reduced // shards, engine.replicate, stride=shards)
+        )
+    return found

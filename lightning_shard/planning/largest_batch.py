@@ -10,9 +10,9 @@ from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.live_bytes import MEASURES, Segment
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.predict import predict
+from lightning_shard.planning.predict import predict, step_points
 from lightning_shard.planning.step_memory import POINTS
-from lightning_shard.planning.step_points import Point, walk
+from lightning_shard.planning.step_points import Point
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.policy import PrecisionPolicy
 
@@ -64,7 +64,7 @@ class Traces:
 
 
 def _parts(trace: Trace) -> list[tuple[str, str, bool]]:
-    return [(s.phase, s.unit, s.begun) for s in trace.segments]
+    return [(s.phase, s.unit, s.has_gradients) for s in trace.segments]
 
 
 def _between(a: Segment, b: Segment, ratio: float) -> Segment:
@@ -93,7 +93,7 @@ class Run:
             moments = predict(self.model, engine, self.policy, self.optimizer, micro_batches=self.micro_batches)
             return [Point(name=name, account=getattr(moments, name)) for name in POINTS]
         trace = self.traces.one if batch is None else self.traces.at(batch)
-        return walk(self.model, engine, self.policy, self.optimizer, trace, micro_batches=self.micro_batches)
+        return step_points(self.model, engine, self.policy, self.optimizer, trace, micro_batches=self.micro_batches)
 
     def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:
         """The account at the moment when the device holds most."""

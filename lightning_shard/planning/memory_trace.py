@@ -11,25 +11,26 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import fake_tensors
-from lightning_shard.planning.attention import fused_attention
-from lightning_shard.planning.live_bytes import DataDependent, LiveBytes, Segment, live_tensors
+from lightning_shard.meters.traced_operations import attention_by, attention_without_dropout, flop_counter
+from lightning_shard.planning.live_bytes import DataDependent, LiveBytes, Segment
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one training step makes, per micro-batch."""
+    """The activations and FLOPs of one training step, of one micro-batch."""
 
     segments: tuple[Segment, ...]
     """In the order of the step."""
@@ -60,16 +61,14 @@ class TraceError(ConfigurationError):
 class Step:
     """How to run a step of a module."""
 
-    loss: Callable[[Any], Any]
-    """``(batch) -> loss``, or a mapping with ``loss``: the module's ``training_step``."""
+    training_step: Callable[[Any], Any]
+    """``(batch) -> loss``, or to a mapping with ``loss``."""
 
     batch: Any
     """The first batch of the user's data: tensors on the CPU in any nesting."""
 
     units: Sequence[Unit] = ()
     checkpointing: Checkpointing = None
-    checkpoint_units: Sequence[Unit] | None = None
-    """The units that ``checkpointing`` goes by, where they are others."""
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
@@ -88,127 +87,115 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
     batch, size = scaled(step.batch, scale)
     with ExitStack() as stack:
         stack.callback(_restore(root))
-        see_in(root, policy.compute)
+        cast_parameters(root, policy.compute)
         if policy.compute != torch.float32:
             stack.callback(install_casts(root, policy.compute, output=policy.output))
-        units = step.units if step.checkpoint_units is None else step.checkpoint_units
-        for module in checkpointed_modules(root, list(units), step.checkpointing):
+        for module in checkpointed_modules(root, list(step.units), step.checkpointing):
             stack.callback(checkpoint_forward(module, step.checkpointing))
-        live = LiveBytes(live_tensors(root))
-        watch = _Watch(root, step.units, live)
-        stack.callback(watch.remove)
+        live, flops = LiveBytes([*root.parameters(), *root.buffers()]), flop_counter()
+        hooks = _UnitHooks(root, step.units, live)
+        stack.callback(hooks.remove)
         root.train()
         try:
             with mode:
                 batch = tree_map(lambda t: fake_tensors.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
-                with fused_attention(), live:
-                    forward = watch.run(step.loss, batch)
+                with attention_by(attention_without_dropout), live, flops:
+                    live.begin("forward", "")
+                    loss = _loss(step.training_step(batch))
+                    forward = flops.get_total_flops()
+                    hooks.backward = True
+                    live.begin("backward", "")
+                    loss.backward()
+                    live.finish()
         except Exception as error:
-            raise TraceError(explained(error, live.last)) from error
+            raise TraceError(explained(error, live.last_operation)) from error
         finally:
             root.zero_grad(set_to_none=True)
     return Trace(
         segments=tuple(live.segments),
         batch_size=size,
         forward_flops=forward,
-        backward_flops=live.flops - forward,
+        backward_flops=flops.get_total_flops() - forward,
     )
 
 
-class _Watch:
-    """Tells where in a step each operation is, and drops the gradients of a unit once it has all of them."""
+def _loss(output: Any) -> Tensor:
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"training_step returned {type(loss).__name__}, and not a loss")
+    return loss
+
+
+class _UnitHooks:
+    """Tells where in a step each operation is, and frees the gradients of a unit once it has all of them."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], live: LiveBytes) -> None:
         self.live = live
         self.inside: list[str] = []
         self.backward = False
         self.handles: list[Any] = []
-        self.done: list[str] = []
+        self.complete: list[str] = []
         unit_of: dict[int, str] = {}
         for unit in units:
             for module in unit.modules:
                 for parameter in module.parameters():
                     unit_of.setdefault(id(parameter), unit.names[0])
                 self.handles += [
-                    module.register_forward_pre_hook(self._enter(unit.names[0]), prepend=True),
-                    module.register_forward_hook(self._leave(unit.names[0]), always_call=True),
+                    module.register_forward_pre_hook(partial(self._enter, unit.names[0]), prepend=True),
+                    module.register_forward_hook(partial(self._leave, unit.names[0]), always_call=True),
                 ]
-        self.waiting: dict[str, set[int]] = {}
+        self.missing: dict[str, set[int]] = {}
         self.parameters: dict[str, list[Tensor]] = {}
         for parameter in root.parameters():
             if parameter.requires_grad:
                 name = unit_of.get(id(parameter), "")
-                self.waiting.setdefault(name, set()).add(id(parameter))
+                self.missing.setdefault(name, set()).add(id(parameter))
                 self.parameters.setdefault(name, []).append(parameter)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
-
-    def run(self, loss_of: Callable[[Any], Any], batch: Any) -> int:
-        """The step; FLOPs of its forward."""
-        self.live.begin("forward", "")
-        loss = loss_of(batch)
-        loss = loss["loss"] if isinstance(loss, Mapping) else loss
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"training_step returned {type(loss).__name__}, and not a loss")
-        forward = self.live.flops
-        self.backward = True
-        self.live.begin("backward", "")
-        loss.backward()
-        self.live.finish()
-        return forward
+                hook = partial(self._accumulated, name)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
 
-    def _enter(self, unit: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            if not self.backward:
-                self.inside.append(unit)
-                self.live.begin("forward", unit)
+    def _enter(self, unit: str, module: nn.Module, args: Any) -> None:
+        if not self.backward:
+            self.inside.append(unit)
+            self.live.begin("forward", unit)
 
-        return enter
+    def _leave(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.backward or not self.inside:
+            return
+        self.inside.pop()
+        self.live.begin("forward", self.inside[-1] if self.inside else "")
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.live.begin("backward", unit))
 
-    def _leave(self, unit: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self.backward or not self.inside:
-                return
-            self.inside.pop()
-            self.live.begin("forward", self.inside[-1] if self.inside else "")
-            tree_map(lambda t: self._hook_output(t, unit), output)
-
-        return leave
-
-    def _hook_output(self, tensor: Any, unit: str) -> None:
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.live.begin("backward", unit))
-
-    def _accumulated(self, unit: str) -> Callable[[Tensor], None]:
-        def accumulated(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self.live.is_gradient(parameter.grad)
-            self.live.first_gradient()
-            self.waiting[unit].discard(id(parameter))
-            if self.waiting[unit] or unit in self.done:
-                return
-            self.live.note()
-            segment = self.live.segments[-1]
-            # The engines reduce them here, and keep what they keep.
-            segment.reduced = max(segment.reduced, self.live.activations + self.live.gradients)
-            for own in self.parameters[unit]:
-                own.grad = None
-            self.done.append(unit)
-            segment.done = tuple(self.done)
-            if unit:
-                self.live.begin("backward", "")
-                self.live.segments[-1].done = tuple(self.done)
-
-        return accumulated
+    def _accumulated(self, unit: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.live.is_gradient(parameter.grad)
+        self.live.first_gradient()
+        self.missing[unit].discard(id(parameter))
+        if self.missing[unit] or unit in self.complete:
+            return
+        self.live.note()
+        segment = self.live.segments[-1]
+        # The engines reduce them here; which of them they keep is arithmetic.
+        segment.at_reduction = max(segment.at_reduction, self.live.activations + self.live.gradients)
+        for own in self.parameters[unit]:
+            own.grad = None
+        self.complete.append(unit)
+        segment.complete = tuple(self.complete)
+        if unit:
+            self.live.begin("backward", "")
+            self.live.segments[-1].complete = tuple(self.complete)
 
 
-def see_in(root: nn.Module, compute: torch.dtype) -> None:
-    """Put every floating parameter in place as forward sees it; ties stay ties."""
+def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
+    """Replace every floating parameter by one of dtype ``compute``; ties stay ties."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):

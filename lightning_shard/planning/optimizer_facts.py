@@ -1,20 +1,41 @@
-"""An optimizer's step on tensors without data: its state, and what it needs on its way."""
+"""The state of an optimizer, before its first step: seen on fake tensors, or on a small optimizer of its kind."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_shard.planning.facts import OptimizerFacts
-from lightning_shard.planning.live_bytes import LiveBytes, live_tensors
+from lightning_shard.planning.live_bytes import LiveBytes
 from lightning_shard.planning.memory_trace import TraceError, explained
 
+# Settings of how a step is computed, which go with some devices alone.
+_IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
-def trace_optimizer(root: nn.Module, optimizer: torch.optim.Optimizer, mode: Any) -> OptimizerFacts:
-    """The state that an optimizer makes in a step on fake parameters, and what the step needs on its way.
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
+    """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
+    known = inspect.signature(type(optimizer)).parameters.keys() - _IMPLEMENTATIONS
+    parameter = nn.Parameter(torch.zeros(3, 5))
+    parameter.grad = torch.zeros(3, 5)
+    try:
+        small = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
+        small.step()
+    except Exception:
+        return None
+    tensors = [value for value in small.state[parameter].values() if isinstance(value, Tensor)]
+    return OptimizerFacts(
+        slots=tuple(_slot_dtype(tensor, parameter) for tensor in tensors if tensor.shape == parameter.shape),
+        fixed_bytes=sum(tensor.nbytes for tensor in tensors if tensor.shape != parameter.shape),
+    )
+
+
+def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> OptimizerFacts:
+    """The state that ``optimizer`` makes in a step on fake parameters of ``root``, and what the step allocates besides.
 
     Raises:
         TraceError: the step depends on data.
@@ -23,45 +44,36 @@ def trace_optimizer(root: nn.Module, optimizer: torch.optim.Optimizer, mode: Any
     with mode:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-    live = LiveBytes([*live_tensors(root), *(p.grad for p in parameters if p.grad is not None)])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    live = LiveBytes([*root.parameters(), *root.buffers(), *gradients])
     live.begin("backward", "")
     try:
         with mode, live:
             optimizer.step()
         live.finish()
     except Exception as error:
-        raise TraceError(explained(error, live.last)) from error
+        raise TraceError(explained(error, live.last_operation)) from error
     finally:
         optimizer.zero_grad(set_to_none=True)
-    return _slots(optimizer, parameters, root, live)
-
-
-def _slots(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], root: nn.Module, live: LiveBytes
-) -> OptimizerFacts:
-    names = {id(p): fqn for fqn, p in root.named_parameters()}
-    like: dict[str, torch.dtype | None] = {}
-    uncut: dict[str, int] = {}
-    fixed = state = 0
+    slots: dict[str, torch.dtype | None] = {}
+    fixed = unsharded = total = 0
     for parameter in parameters:
-        small = 0
-        for name, slot in optimizer.state.get(parameter, {}).items():
-            if not isinstance(slot, Tensor):
-                continue
-            state += slot.numel() * slot.element_size()
-            if slot.shape == parameter.shape and parameter.ndim:
-                like[name] = None if slot.dtype == parameter.dtype else slot.dtype
-            elif slot.ndim == 0:
-                small += slot.element_size()
-            else:
-                fqn = names.get(id(parameter), "")
-                uncut[fqn] = uncut.get(fqn, 0) + slot.numel() * slot.element_size()
+        tensors = {k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, Tensor)}
+        same = {k: v for k, v in tensors.items() if v.shape == parameter.shape and parameter.ndim}
+        slots |= {name: _slot_dtype(slot, parameter) for name, slot in same.items()}
+        small = sum(slot.nbytes for name, slot in tensors.items() if name not in same and not slot.ndim)
+        unsharded += sum(slot.nbytes for name, slot in tensors.items() if name not in same and slot.ndim)
         fixed = max(fixed, small)
-    stepped = sum(p.numel() * p.element_size() for p in parameters)
-    peak = live.segments[0].activations - state
+        total += sum(slot.nbytes for slot in tensors.values())
+    stepped = sum(p.nbytes for p in parameters)
+    peak = live.segments[0].activations - total
     return OptimizerFacts(
-        slots=tuple(like.values()),
+        slots=tuple(slots.values()),
         fixed_bytes=fixed,
-        uncut=uncut,
-        on_the_way=max(0.0, peak / stepped) if stepped else 0.0,
+        unsharded_bytes=unsharded,
+        temporary=max(0.0, peak / stepped) if stepped else 0.0,
     )
+
+
+def _slot_dtype(slot: Tensor, parameter: Tensor) -> torch.dtype | None:
+    return None if slot.dtype == parameter.dtype else slot.dtype

@@ -1,4 +1,4 @@
-"""The points of a step where a rank may hold most, and what the arithmetic of all engines shares."""
+"""The memory of one rank at the three points of a step where it may peak, without activations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.planning.facts import ParameterFacts
 
 POINTS = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moments:
-    """What one rank holds at the three points of a step where there may be most, without activations."""
+class StepMemory:
+    """What the rank that needs most has resident, without activations. Bytes below are of its device."""
 
     forward: MemoryAccount
     """While the unit computes that needs most."""
@@ -27,63 +26,42 @@ class Moments:
     step: MemoryAccount
     """While the optimizer steps."""
 
-    at_end: int = 0
-    """Of backward's communication on the device, the bytes that are there at its end alone: copies for a reduction."""
+    copies_after_backward: int = 0
+    """Bytes of ``backward``'s communication that are allocated after backward only: copies for the last reduction."""
 
-    made: int = 0
-    """Of backward's gradients on the device, one as backward makes it, which a trace has among its activations."""
+    newest_gradient: int = 0
+    """Bytes of ``backward``'s gradients that are of the one that backward just made, which a trace counts among its
+    activations."""
 
-    moved: int = 0
-    """Of backward's gradients on the device, the bytes that are in a bucket when they are reduced after backward."""
+    freed_in_reduction: int = 0
+    """Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
+    until backward is over."""
 
-    left: int = 0
-    """Bytes of gradients as backward made them, on the device beside those that the optimizer steps with."""
+    left_in_step: int = 0
+    """Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads."""
 
     waiting: int = 0
-    """Bytes of earlier micro-batches' gradients that the last one's are added to or wait beside; stage 2's and 3's
-    sums are not among them."""
+    """Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
+    stages 2 and 3 keep in any case are not among them."""
 
     @property
     def largest(self) -> MemoryAccount:
         """Each kind at the point where there is most of it."""
-        return MemoryAccount(
-            **{
-                place.name: KindBytes(
-                    **{k: max(getattr(getattr(self, p), place.name).__dict__[k] for p in POINTS) for k in KINDS}
-                )
-                for place in fields(MemoryAccount)
-            }
-        )
-
-    @property
-    def resting(self) -> MemoryAccount:
-        """Between two steps: no gradients, nothing gathered or in flight."""
-        device, host = self.step.device, self.step.host
-        return MemoryAccount(
-            device=replace(device, gradients=0, gathered=0, communication=0),
-            host=replace(host, gradients=0, gathered=0, communication=0),
-            nvme=self.step.nvme,
-        )
+        at_points = [getattr(self, point) for point in POINTS]
+        devices = {
+            device.name: KindBytes(
+                **{kind: max(getattr(getattr(account, device.name), kind) for account in at_points) for kind in KINDS}
+            )
+            for device in fields(MemoryAccount)
+        }
+        return MemoryAccount(**devices)
 
 
-def optimizer_bytes(elements: Iterable[tuple[int, torch.dtype]], optimizer: OptimizerFacts) -> int:
-    """Bytes of the state of stepped tensors, given as elements and dtype."""
-    total = sum(optimizer.uncut.values())
-    for count, dtype in elements:
-        total += sum(count * (slot or dtype).itemsize for slot in optimizer.slots) + optimizer.fixed_bytes
-    return total
+def on_device(resident: KindBytes, **kinds: int) -> MemoryAccount:
+    """``resident`` on the device, with other bytes of some kinds."""
+    return MemoryAccount(device=replace(resident, **kinds))
 
 
-def seen_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> int:
-    """Bytes of whole parameters as forward sees them."""
+def compute_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> int:
+    """Bytes of full parameters in the dtype in which forward sees them."""
     return sum(p.numel * p.seen_in(compute).itemsize for p in parameters)
-
-
-def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
-    """Bytes of the copies that the reduction of a bucket makes, and those of them that are made after backward alone.
-
-    What fits into one bucket is reduced when all of it is there.
-    """
-    numel = sum(p.numel for p in model.trainable)
-    copies = min(numel, engine.reduce_bucket_size) * per_element
-    return copies, copies if numel <= engine.reduce_bucket_size else 0

@@ -1,4 +1,4 @@
-"""Bytes of a rank under ZeRO-3, which cuts each parameter.
+"""Bytes of a rank under ZeRO stage 3, which partitions each parameter.
 
 Sources, of DeepSpeed 0.19.8: ``runtime/zero/stage3.py``, ``runtime/zero/partition_parameters.py``,
 ``runtime/zero/partitioned_param_coordinator.py`` and ``runtime/swap_tensor/``.
@@ -14,7 +14,8 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.step_memory import Moments, reduction_copies, seen_bytes
+from lightning_shard.planning.step_memory import StepMemory, compute_bytes
+from lightning_shard.planning.zero_stages_1_2 import reduction_copies
 from lightning_shard.precision.policy import PrecisionPolicy
 
 MIN_SWAPPED_BYTES = 1024**2
@@ -23,75 +24,74 @@ MIN_SWAPPED_BYTES = 1024**2
 
 def stage_3(
     model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> Moments:
-    compute, master, sums, ranks = policy.compute, policy.master, engine.accumulate, engine.ranks
-    trainable = model.trainable
-    own = sum(_piece(p, ranks) for p in trainable)
-    shards = MemoryAccount(device=KindBytes(buffers=model.buffer_bytes)) + _shards(model, engine, compute)
-    persistent = persistent_parameters(model.parameters, engine)
-    offload = engine.optimizer_device != "none"
-    groups = sub_groups(trainable, engine)
-    slots = sum((slot or master).itemsize for slot in optimizer.slots)
-    swapped = sum(g for g in groups if engine.optimizer_device == "nvme" and g * master.itemsize >= MIN_SWAPPED_BYTES)
-    in_memory = own - swapped
+) -> StepMemory:
+    """See `lightning_shard.planning.predict.predict`."""
+    compute, master, trainable = policy.compute, policy.master, model.trainable
+    groups = _sub_groups(trainable, engine)
+    on_nvme = engine.optimizer_device == "nvme"
+    in_memory = [0 if on_nvme and size * master.itemsize >= MIN_SWAPPED_BYTES else size for size in groups]
+    swapped = sum(groups) - sum(in_memory)
     # DeepSpeed means to share masters with parameters of the same dtype, but compares a device with its name.
-    state = KindBytes(
-        masters=in_memory * master.itemsize,
-        optimizer=in_memory * slots + len(groups) * optimizer.fixed_bytes + sum(optimizer.uncut.values()),
-    )
+    state = KindBytes(masters=sum(in_memory) * master.itemsize, optimizer=optimizer.state_bytes(in_memory, master))
+    slots = sum((slot or master).itemsize for slot in optimizer.slots)
     files = KindBytes(masters=swapped * master.itemsize, optimizer=swapped * slots)
-    # One flat buffer of sums, and under offload the optimizer's own beside it, for as long as the run lasts.
-    gradients = KindBytes(gradients=own * sums.itemsize + (in_memory * master.itemsize if offload else 0))
+    # One flat buffer of sums for as long as the run lasts, and under offload the optimizer's own beside it.
+    gradients = sum(groups) * engine.accumulate.itemsize
     bucket = engine.reduce_bucket_size * policy.reduce.itemsize if engine.contiguous_gradients else 0
-    gathered = 0 if engine.forward_uses_shards else seen_bytes(persistent, compute)
-    always = shards + MemoryAccount(device=KindBytes(communication=bucket, gathered=gathered), nvme=files)
-    if offload:
-        always += MemoryAccount(host=state + gradients)
-        if engine.optimizer_device == "nvme":
+    persistent = persistent_parameters(model.parameters, engine)
+    gathered = 0 if engine.forward_uses_shards else compute_bytes(persistent, compute)
+    always = _shards(model, engine, compute) + MemoryAccount(
+        device=KindBytes(buffers=model.buffer_bytes, communication=bucket, gathered=gathered), nvme=files
+    )
+    update = 0
+    if engine.optimizer_device == "none":
+        always += MemoryAccount(device=state + KindBytes(gradients=gradients))
+        # Gradients of a sub-group in the masters' dtype.
+        update = max(groups, default=0) * master.itemsize
+    else:
+        buffers = 0
+        if on_nvme:
             # One for each tensor of a sub-group that is swapped, and one that new slots are written through.
             needed = len(optimizer.slots) + 2 if swapped else 0
-            buffers = max(engine.optimizer_buffer_count, needed) * max(groups, default=0)
-            always += MemoryAccount(host=KindBytes(communication=buffers * master.itemsize))
-    else:
-        always += MemoryAccount(device=state + gradients)
-    live = live_elements(model, engine, {p.fqn for p in persistent}) * compute.itemsize
-    raw = max((p.numel for p in trainable), default=0) * compute.itemsize
-    copy = 0 if offload else max(groups, default=0) * master.itemsize
-    computing = MemoryAccount(device=KindBytes(gathered=live))
-    # A bucket's gradients are put together anew for the reduce-scatter (``reduce_scatter_coalesced``).
-    copies, at_end = reduction_copies(model, engine, policy.reduce.itemsize)
-    reducing = MemoryAccount(device=KindBytes(gradients=raw, communication=copies))
-    return Moments(
-        forward=always + computing,
-        backward=always + computing + reducing,
-        step=always + MemoryAccount(device=KindBytes(communication=copy)),
-        at_end=at_end,
-        made=raw,
+            buffers = max(engine.optimizer_buffer_count, needed) * max(groups, default=0) * master.itemsize
+        gradients += sum(in_memory) * master.itemsize
+        always += MemoryAccount(host=state + KindBytes(gradients=gradients, communication=buffers))
+    order = tuple(name for name in model.units if name)
+    at_most = max(gathered_elements(model, engine, order).values()) * compute.itemsize
+    newest = max((p.numel for p in trainable), default=0) * compute.itemsize
+    # A bucket's gradients are copied together for the reduce-scatter (``reduce_scatter_coalesced``).
+    copies, after_backward = reduction_copies(model, engine, policy.reduce.itemsize)
+    computing = always + MemoryAccount(device=KindBytes(gathered=at_most))
+    return StepMemory(
+        forward=computing,
+        backward=computing + MemoryAccount(device=KindBytes(gradients=newest, communication=copies)),
+        step=always + MemoryAccount(device=KindBytes(communication=update)),
+        copies_after_backward=after_backward,
+        newest_gradient=newest,
     )
 
 
-def _piece(parameter: ParameterFacts, ranks: int) -> int:
+def _shard_elements(parameter: ParameterFacts, ranks: int) -> int:
     return -(-parameter.numel // ranks)
 
 
 def _shards(model: ModelFacts, engine: DeepSpeedFacts, compute: torch.dtype) -> MemoryAccount:
-    """This rank's pieces of the parameters, where they wait, and the buffers of NVMe."""
-    place: dict[str, int] = {"device": 0, "host": 0, "nvme": 0}
+    """This rank's shards of the parameters, where they are resident, and the buffers of NVMe."""
+    sizes = {"device": 0, "host": 0, "nvme": 0}
     in_cpu = 0
     for p in model.parameters:
-        piece = _piece(p, engine.ranks)
-        size = piece * p.seen_in(compute).itemsize
+        shard, itemsize = _shard_elements(p, engine.ranks), p.seen_in(compute).itemsize
         where = "device" if engine.param_device == "none" else "host"
         if engine.param_device == "nvme":
-            # Pieces of trainable parameters are moved into host memory up to a limit, and small ones are never swapped.
-            if p.trainable and in_cpu + piece <= engine.param_max_in_cpu:
-                in_cpu += piece
-            elif size >= MIN_SWAPPED_BYTES:
+            # Shards of trainable parameters go into host memory up to a limit, and small ones are never swapped.
+            if p.trainable and in_cpu + shard <= engine.param_max_in_cpu:
+                in_cpu += shard
+            elif shard * itemsize >= MIN_SWAPPED_BYTES:
                 where = "nvme"
-        place[where] += size
+        sizes[where] += shard * itemsize
         if engine.zero_hpz_partition_size > 1:
-            place[where] += -(-p.numel // engine.zero_hpz_partition_size) * p.seen_in(compute).itemsize
-    account = MemoryAccount(**{name: KindBytes(parameters=count) for name, count in place.items()})
+            sizes[where] += _shard_elements(p, engine.zero_hpz_partition_size) * itemsize
+    account = MemoryAccount(**{name: KindBytes(parameters=size) for name, size in sizes.items()})
     if engine.param_device == "nvme":
         buffers = engine.param_buffer_count * engine.param_buffer_size * compute.itemsize
         account += MemoryAccount(host=KindBytes(communication=buffers))
@@ -99,7 +99,7 @@ def _shards(model: ModelFacts, engine: DeepSpeedFacts, compute: torch.dtype) -> 
 
 
 def persistent_parameters(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) -> list[ParameterFacts]:
-    """The small parameters that stage 3 keeps whole on every rank (``parameter_offload.py``)."""
+    """The small parameters that stage 3 keeps gathered on every rank (``parameter_offload.py``)."""
     found, total = [], 0
     limit = engine.model_persistence_threshold
     for p in parameters:
@@ -109,43 +109,40 @@ def persistent_parameters(parameters: Sequence[ParameterFacts], engine: DeepSpee
     return found
 
 
-def sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) -> list[int]:
-    """Elements of the pieces that stage 3 steps at a time (``_create_fp16_sub_groups``)."""
+def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) -> list[int]:
+    """Elements of the sub-groups of shards that are stepped one after the other (``_create_fp16_sub_groups``)."""
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
-        groups[p.group].append(_piece(p, engine.ranks))
+        groups[p.group].append(_shard_elements(p, engine.ranks))
     found: list[int] = []
-    for pieces in groups.values():
+    for shards in groups.values():
         current = 0
-        for index, piece in enumerate(pieces):
-            current += piece
-            if current >= engine.sub_group_size or index == len(pieces) - 1:
+        for index, shard in enumerate(shards):
+            current += shard
+            if current >= engine.sub_group_size or index == len(shards) - 1:
                 found.append(current)
                 current = 0
     return found
 
 
-def live_elements(model: ModelFacts, engine: DeepSpeedFacts, persistent: set[str]) -> int:
-    """The most elements that are gathered at a time, beside persistent ones."""
-    order = tuple(name for name in model.units if name)
-    return max(live_by_position(model, engine, persistent, order).values())
+def gathered_elements(model: ModelFacts, engine: DeepSpeedFacts, order: Sequence[str]) -> dict[tuple[str, str], int]:
+    """Elements that are gathered while each unit computes, without persistent parameters; by phase and unit.
 
+    A unit is freed after use unless it is used again within ``max_reuse_distance`` elements; the next ones are gathered
+    ahead, a bucket's worth, as long as no more than ``max_live_parameters`` are gathered
+    (``partitioned_param_coordinator.py``). What is in no unit is taken as used at the beginning and at the end of
+    forward and of backward.
 
-def live_by_position(
-    model: ModelFacts, engine: DeepSpeedFacts, persistent: set[str], order: Sequence[str]
-) -> dict[tuple[str, str], int]:
-    """Elements that are gathered while each unit computes, beside persistent ones; by phase and unit.
-
-    Shards that are whole are used as they are, without a copy. Else a unit is freed after use unless it is used again
-    within ``max_reuse_distance`` elements; the next ones are gathered ahead, a bucket's worth, as long as no more than
-    ``max_live`` are there (``partitioned_param_coordinator.py``). What is in no unit is taken as used at the beginning
-    and at the end of forward, in halves of a pass each.
+    Args:
+        model: with its units.
+        engine: with its thresholds.
+        order: the units in the order in which forward reaches them, without the root's "".
     """
-    apart = {p.fqn for p in model.parameters} if engine.forward_uses_shards else persistent
-    sizes = {name: sum(p.numel for p in members if p.fqn not in apart) for name, members in model.units.items()}
+    read_in_place = model.parameters if engine.forward_uses_shards else persistent_parameters(model.parameters, engine)
+    excluded = {p.fqn for p in read_in_place}
+    sizes = {name: sum(p.numel for p in unit if p.fqn not in excluded) for name, unit in model.units.items()}
     names = ["", *order, ""]
     steps = [("forward", name) for name in names] + [("backward", name) for name in reversed(names)]
-    # How far it is from the end of each step to the next use of each unit.
     found: dict[tuple[str, str], int] = {}
     for index, (phase, unit) in enumerate(steps):
         live, distance = {unit}, 0
@@ -157,8 +154,7 @@ def live_by_position(
                 live.add(later)
             distance += sizes.get(later, 0)
         count = sum(sizes.get(name, 0) for name in live)
-        ahead = min(
-            engine.prefetch_bucket_size, max(0, engine.max_live_parameters - count), sum(sizes.values()) - count
-        )
+        room = max(0, engine.max_live_parameters - count)
+        ahead = min(engine.prefetch_bucket_size, room, sum(sizes.values()) - count)
         found[phase, unit] = max(found.get((phase, unit), 0), count + ahead)
     return found

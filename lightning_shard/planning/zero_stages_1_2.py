@@ -1,4 +1,4 @@
-"""Bytes of a rank under ZeRO's stages 1 and 2, which cut a flat copy of the parameters.
+"""Bytes of a rank under ZeRO's stages 1 and 2, which partition a flat copy of the parameters.
 
 Sources, of DeepSpeed 0.19.8: ``runtime/zero/stage_1_and_2.py``, and ``runtime/bf16_optimizer.py``, which stage 1
 becomes with bf16 parameters and fp32 sums.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -17,81 +17,80 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.step_memory import Moments, reduction_copies, seen_bytes
+from lightning_shard.planning.step_memory import StepMemory, compute_bytes, on_device
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
 def stages_1_2(
     model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> Moments:
-    """Masters and state are cut, one flat partition for each of the optimizer's groups; parameters are whole."""
+) -> StepMemory:
+    """See `lightning_shard.planning.predict.predict`.
+
+    Masters and optimizer state are one flat partition for each of the optimizer's groups; parameters are replicated.
+    """
     compute, master = policy.compute, policy.master
-    flat = flat_partitions(model.trainable, engine.ranks)
-    parameters = flat.whole * compute.itemsize + seen_bytes((p for p in model.parameters if not p.trainable), compute)
-    kept = KindBytes(
-        masters=flat.partition * master.itemsize,
-        optimizer=flat.partition * sum((slot or master).itemsize for slot in optimizer.slots)
-        + flat.groups * optimizer.fixed_bytes
-        + sum(optimizer.uncut.values()),
-    )
-    device = KindBytes(parameters=parameters, buffers=model.buffer_bytes)
+    flat = _flat_partitions(model.trainable, engine.ranks)
+    frozen = compute_bytes((p for p in model.parameters if not p.trainable), compute)
+    device = KindBytes(parameters=flat.full * compute.itemsize + frozen, buffers=model.buffer_bytes)
+    state = KindBytes(masters=flat.own * master.itemsize, optimizer=optimizer.state_bytes(flat.partitions, master))
     offload = engine.optimizer_device != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
-        return _bf16_optimizer(device + kept, flat, model, policy, micro_batches)
+        return _bf16_optimizer(device + state, flat, model, policy, micro_batches)
     gradients = _gradients(model, engine, policy, flat)
-    held = 0
+    summed = 0
     if micro_batches > 1:
-        held = gradients.everything if engine.stage == 1 else gradients.own
+        summed = gradients.full if engine.stage == 1 else gradients.own
     if offload:
-        return _offloaded(device, kept, flat, gradients, policy, held, engine.stage)
-    device += kept
-    # The optimizer steps on a flat copy, where gradients do not lie flat already.
-    copy = 0 if gradients.compact and engine.accumulate == master else flat.partition * master.itemsize
-    in_backward = gradients.everything if engine.stage == 1 else gradients.own + gradients.largest
-    reducing = gradients.buckets + gradients.copies
-    waiting = held if engine.stage == 1 else 0
-    # Stage 2 makes room for whole parameters of its partition when the copies are gone.
-    late = 0 if gradients.compact or held else min(gradients.own, gradients.copies)
-    return Moments(
-        # Stage 1 makes its buckets in the first micro-batch, and lets go of them at the boundary.
-        forward=MemoryAccount(
-            device=replace(device, gradients=held, communication=gradients.buckets if waiting else 0)
+        return _offloaded(device, state, flat, gradients, policy, summed, engine.stage)
+    device += state
+    # Stage 1 allocates its buckets in the first micro-batch, and frees them at the accumulation boundary.
+    waiting = summed if engine.stage == 1 else 0
+    # The optimizer steps with a flat copy, unless gradients are summed in a flat partition of the masters' dtype.
+    update = 0 if gradients.in_flat_partition and engine.accumulate == master else flat.own * master.itemsize
+    # Stage 2 allocates the gradients of its partition's parameters after the bucket's copies are freed.
+    late = 0 if gradients.in_flat_partition or summed else min(gradients.own, gradients.copies)
+    return StepMemory(
+        forward=on_device(device, gradients=summed, communication=gradients.buckets if waiting else 0),
+        backward=on_device(
+            device,
+            gradients=gradients.full if engine.stage == 1 else gradients.own + gradients.largest,
+            communication=gradients.buckets + gradients.copies,
         ),
-        backward=MemoryAccount(device=replace(device, gradients=in_backward, communication=reducing)),
-        step=MemoryAccount(device=replace(device, gradients=gradients.own, communication=copy)),
-        at_end=gradients.at_end,
-        made=0 if engine.stage == 1 else gradients.largest,
-        moved=gradients.moved if engine.stage == 1 else late,
+        step=on_device(device, gradients=gradients.own, communication=update),
+        copies_after_backward=gradients.copies_after_backward,
+        newest_gradient=0 if engine.stage == 1 else gradients.largest,
+        freed_in_reduction=gradients.freed_in_reduction if engine.stage == 1 else late,
         waiting=waiting,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Flat:
-    """The flat partitions of the optimizer's groups."""
+    """The flat tensors of the optimizer's groups, in elements."""
 
-    whole: int
-    """Elements of all groups, each padded to two for each rank."""
+    full: int
+    """Of all ranks' partitions."""
 
-    partition: int
-    """Elements of this rank's part of them."""
+    partitions: tuple[int, ...]
+    """Of one rank's partition of each group."""
 
-    groups: int
     overlapping: int
-    """Elements of the parameters that have a part in the partition, of the rank where these are most."""
+    """Of the parameters that have a part in one rank's partitions, on the rank where these are most."""
+
+    @property
+    def own(self) -> int:
+        """Of one rank's partitions."""
+        return sum(self.partitions)
 
 
-def flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> _Flat:
-    """How stages 1 and 2 lie: each group's parameters behind one another, padded to ``2 * ranks``, cut evenly."""
+def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> _Flat:
+    """Each group's parameters follow one another in a flat tensor, padded to ``2 * ranks``, split evenly."""
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
         groups[p.group].append(p.numel)
-    whole = partition = overlapping = 0
-    for sizes in groups.values():
-        padded = -(-sum(sizes) // (2 * ranks)) * 2 * ranks
-        whole, partition = whole + padded, partition + padded // ranks
-        overlapping += _most_overlapping(sizes, padded // ranks)
-    return _Flat(whole=whole, partition=partition, groups=len(groups), overlapping=overlapping)
+    partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups.values()]
+    overlapping = sum(map(_most_overlapping, groups.values(), partitions))
+    return _Flat(full=sum(partitions) * ranks, partitions=tuple(partitions), overlapping=overlapping)
 
 
 def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
@@ -99,7 +98,7 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
     ends = list(accumulate(sizes))
     starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     most = 0
-    # Where no parameter begins or ends, a partition lies in one parameter alone.
+    # A partition in which no parameter begins or ends is inside of one parameter.
     for edge in {*starts, *(end - 1 for end in ends)} if partition else ():
         low = max(0, edge) // partition * partition
         first, last = bisect_right(ends, low), bisect_left(starts, low + partition)
@@ -109,112 +108,120 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
 
 def _bf16_optimizer(
     always: KindBytes, flat: _Flat, model: ModelFacts, policy: PrecisionPolicy, micro_batches: int
-) -> Moments:
+) -> StepMemory:
     """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
 
-    Backward's own are set to zero, and not freed, before the next micro-batch, and are there in the step.
+    Backward's own are set to zero, and not freed, before the next micro-batch, and are resident in the step.
     """
-    always = replace(always, gradients=flat.whole * torch.float32.itemsize)
-    raw = sum(p.numel for p in model.trainable) * policy.compute.itemsize
-    return Moments(
-        forward=MemoryAccount(device=replace(always, gradients=always.gradients + (raw if micro_batches > 1 else 0))),
-        backward=MemoryAccount(device=replace(always, gradients=always.gradients + raw)),
-        step=MemoryAccount(device=always),
-        left=raw,
-        waiting=raw if micro_batches > 1 else 0,
+    sums = flat.full * torch.float32.itemsize
+    own = sum(p.numel for p in model.trainable) * policy.compute.itemsize
+    waiting = own if micro_batches > 1 else 0
+    return StepMemory(
+        forward=on_device(always, gradients=sums + waiting),
+        backward=on_device(always, gradients=sums + own),
+        step=on_device(always, gradients=sums),
+        left_in_step=own,
+        waiting=waiting,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gradients:
-    """Bytes of gradients in stages 1 and 2."""
+    """Gradients in stages 1 and 2, in bytes."""
 
-    compact: bool
-    """Whether they are summed in a flat fp32 partition beside 16-bit parameters."""
+    in_flat_partition: bool
+    """Whether this rank's are summed in a flat fp32 partition beside 16-bit parameters."""
 
     own: int
-    """Of those that this rank keeps until the step."""
+    """Of this rank's, as they are kept until the step."""
 
-    everything: int
-    """Of all, as stage 1 sums them until the boundary."""
+    full: int
+    """Of all, as stage 1 sums them until the accumulation boundary."""
+
+    largest: int
+    """Of the largest parameter's, as backward makes it."""
 
     buckets: int
     """Of the buffers that they are reduced in."""
 
     copies: int
-    """Of what the reduction of a bucket copies: flattened, and in the dtype of the network where that is another."""
+    """Of what the reduction of a bucket copies: flattened, and in ``reduce`` where the bucket has another dtype."""
 
-    at_end: int
-    """Of these copies, those that are made after backward alone."""
+    copies_after_backward: int
+    """Of these copies, those that are allocated after backward only."""
 
-    moved: int
-    """Of those that stage 1 sums, what is in a bucket or dropped when the partition is made, less the partition."""
-
-    largest: int
-    """Of the largest, as backward makes it."""
+    freed_in_reduction: int
+    """Of ``full``, what stage 1 no longer has at the peak of its reduction: the gradients that were copied into the
+    first bucket are freed, less what this rank has allocated of ``own`` at that time."""
 
 
 def _gradients(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, flat: _Flat) -> _Gradients:
     compute, sums = policy.compute, engine.accumulate
-    separate = compute != sums
-    compact = separate and sums == torch.float32
-    in_bucket = sums if separate and engine.stage == 1 else compute
-    buckets = engine.reduce_bucket_size * in_bucket.itemsize * (2 if engine.overlap_comm else 1)
-    buckets = buckets if engine.contiguous_gradients or engine.optimizer_device != "none" else 0
+    in_flat_partition = compute != sums and sums == torch.float32
+    bucket_dtype = sums if engine.stage == 1 else compute
+    buckets = engine.reduce_bucket_size * bucket_dtype.itemsize * (2 if engine.overlap_comm else 1)
     numel = [p.numel for p in model.trainable]
-    converted = policy.reduce.itemsize if policy.reduce != in_bucket else 0
-    copies, at_end = reduction_copies(model, engine, in_bucket.itemsize + converted)
-    everything = sum(numel) * (sums if separate else compute).itemsize
-    # Without a flat partition of their own they stay whole for every parameter that has a part in it.
-    own = flat.partition * sums.itemsize if compact else flat.overlapping * compute.itemsize
+    converted = policy.reduce.itemsize if policy.reduce != bucket_dtype else 0
+    copies, after_backward = reduction_copies(model, engine, bucket_dtype.itemsize + converted)
+    full = sum(numel) * sums.itemsize
+    # Outside of a flat partition, each parameter that has a part in this rank's keeps its full gradient.
+    own = flat.own * sums.itemsize if in_flat_partition else flat.overlapping * compute.itemsize
+    # The flat partition is allocated while the bucket's copies are there, full gradients once they are freed.
+    allocated = own if in_flat_partition else max(0, own - copies)
     return _Gradients(
-        compact=compact,
+        in_flat_partition=in_flat_partition,
         own=own,
-        everything=everything,
-        # Parameters of the partition get theirs when the copies are gone, a flat partition is added to from them.
-        moved=min(everything, engine.reduce_bucket_size * in_bucket.itemsize)
-        - (own if compact else max(0, own - copies)),
-        buckets=buckets,
-        copies=copies,
-        # Stage 1 reduces at the boundary, after backward.
-        at_end=at_end if engine.stage == 2 else copies,
+        full=full,
         largest=max(numel, default=0) * compute.itemsize,
+        buckets=buckets if engine.contiguous_gradients or engine.optimizer_device != "none" else 0,
+        copies=copies,
+        # Stage 1 reduces at the accumulation boundary, after backward.
+        copies_after_backward=after_backward if engine.stage == 2 else copies,
+        freed_in_reduction=min(full, engine.reduce_bucket_size * bucket_dtype.itemsize) - allocated,
     )
+
+
+def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
+    """Bytes of the copies that the reduction of a bucket makes, and how many of them are made after backward only.
+
+    Gradients that fit into one bucket are reduced when all of them are there.
+    """
+    numel = sum(p.numel for p in model.trainable)
+    copies = min(numel, engine.reduce_bucket_size) * per_element
+    return copies, copies if numel <= engine.reduce_bucket_size else 0
 
 
 def _offloaded(
     device: KindBytes,
-    kept: KindBytes,
+    state: KindBytes,
     flat: _Flat,
     gradients: _Gradients,
     policy: PrecisionPolicy,
-    held: int,
+    summed: int,
     stage: int,
-) -> Moments:
-    """Masters, state and gradients lie on the host; what is reduced passes through the device."""
-    staging = flat.partition * policy.compute.itemsize + gradients.largest
-    if held and not gradients.compact:
+) -> StepMemory:
+    """Masters, state and gradients are resident on the host; what is reduced passes through the device."""
+    staging = flat.own * policy.compute.itemsize + gradients.largest
+    if summed and not gradients.in_flat_partition:
         staging += flat.overlapping * policy.master.itemsize
-    host = kept + KindBytes(gradients=flat.partition * policy.master.itemsize, communication=staging)
-    on_device = gradients.own if gradients.compact else 0
-    device = replace(device, communication=gradients.largest)
-    in_backward = gradients.everything if stage == 1 else on_device + gradients.largest
-    in_flight = gradients.buckets + gradients.copies + gradients.largest
-    reducing = replace(device, gradients=in_backward, communication=in_flight)
-    waiting = held if stage == 1 else 0
-    return Moments(
-        forward=MemoryAccount(
-            device=replace(
-                device,
-                gradients=waiting or (on_device if held else 0),
-                communication=device.communication + (gradients.buckets if waiting else 0),
-            ),
-            host=host,
-        ),
-        backward=MemoryAccount(device=reducing, host=host),
-        step=MemoryAccount(device=replace(device, gradients=on_device), host=host),
-        at_end=gradients.at_end,
-        made=0 if stage == 1 else gradients.largest,
-        moved=gradients.moved if stage == 1 else 0,
+    host = state + KindBytes(gradients=flat.own * policy.master.itemsize, communication=staging)
+    own = gradients.own if gradients.in_flat_partition else 0
+    waiting = summed if stage == 1 else 0
+    forward = KindBytes(
+        gradients=waiting or (own if summed else 0),
+        communication=gradients.largest + (gradients.buckets if waiting else 0),
+    )
+    backward = KindBytes(
+        gradients=gradients.full if stage == 1 else own + gradients.largest,
+        communication=gradients.buckets + gradients.copies + gradients.largest,
+    )
+    step = KindBytes(gradients=own, communication=gradients.largest)
+    return StepMemory(
+        forward=MemoryAccount(device=device + forward, host=host),
+        backward=MemoryAccount(device=device + backward, host=host),
+        step=MemoryAccount(device=device + step, host=host),
+        copies_after_backward=gradients.copies_after_backward,
+        newest_gradient=0 if stage == 1 else gradients.largest,
+        freed_in_reduction=gradients.freed_in_reduction if stage == 1 else 0,
         waiting=waiting,
     )

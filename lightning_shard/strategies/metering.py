@@ -13,8 +13,8 @@ from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.resident import Held, gathered, module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
-from lightning_shard.meters.slots import optimizer_facts
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
+from lightning_shard.planning.optimizer_facts import optimizer_facts
 from lightning_shard.planning.predict import predict_account
 from lightning_shard.strategies.planned import PlannedRun, PlannedStrategy
 

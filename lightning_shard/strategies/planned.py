@@ -78,7 +78,7 @@ class PlannedStrategy(WatchedStrategy):
             groups: the optimizer's parameter groups.
         """
         _, whole = ignored_parameters(module, self._ignored_modules())
-        return model_facts(module, units=self.find_units(module), whole=whole(), groups=groups)
+        return model_facts(module, units=self.find_units(module), unsharded=whole(), groups=groups)
 
     def _ignored_modules(self) -> tuple[str, ...]:
         """Class names of modules that are not cut."""

@@ -18,7 +18,8 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.memory_trace import Step, trace_step
 from lightning_shard.planning.optimizer_facts import trace_optimizer
-from lightning_shard.planning.step_points import peak, walk
+from lightning_shard.planning.predict import step_points
+from lightning_shard.planning.step_points import peak
 from lightning_shard.registry import build
 from lightning_shard.strategies.planned import PlannedRun
 from lightning_shard.strategies.precision import ShardPrecision
@@ -145,14 +146,14 @@ def peaks(
     engine = strategy.planned_engine(whole, run)
     found = trace_optimizer(whole, optimizer, mode)
     step = Step(
-        loss=lambda b: whole.training_step(b, 0),
+        training_step=lambda b: whole.training_step(b, 0),
         batch=batch,
         units=strategy.find_units(whole),
         checkpointing=checkpointing,
     )
     trace = trace_step(whole, step, strategy.policy, mode)
     del optimizer
-    most = peak(walk(facts, engine, strategy.policy, found, trace, micro_batches=micro_batches))
+    most = peak(step_points(facts, engine, strategy.policy, found, trace, micro_batches=micro_batches))
     predicted = most.account.device.total + most.account.host.total
     module = MODELS[model]()
     module.configure_optimizers = at_once(module.configure_optimizers)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.planning.predict import predict, predict_account
-from lightning_shard.planning.traffic import Nodes, collectives, step_time
+from lightning_shard.planning.predict import collectives, predict, predict_account
+from lightning_shard.planning.traffic import Nodes, step_time
 from tests.planning.support import BF16, FP32, model
 
 

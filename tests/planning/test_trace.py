@@ -27,7 +27,8 @@ def trace(module: pl.LightningModule, *, mode: Any = None, **kwargs: Any) -> Any
     mode = mode or fake_tensors.fake_mode()
     fake_tensors.make_fake(module, mode)
     module.__dict__["log"] = lambda *args, **kwargs: None
-    step = Step(loss=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=find_units(module, "auto"))
+    units = find_units(module, "auto")
+    step = Step(training_step=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=units)
     return trace_step(module, step, BF16, mode, **kwargs)
 
 
@@ -42,7 +43,7 @@ def test_a_trace_leaves_the_module_as_it_was() -> None:
     assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
     assert found.order == ("blocks.0", "blocks.1", "blocks.2")
     # All but the loss and the batch is freed.
-    assert found.segments[-1].end < 1000
+    assert found.segments[-1].end_activations < 1000
     # A product and its two gradients.
     assert found.backward_flops == 2 * found.forward_flops
 
@@ -56,7 +57,7 @@ def test_activations_grow_with_the_batch() -> None:
     known = Traces(one=traces[0], two=traces[1])
     assert known.scales
     expected, found = traces[2].segments, known.at(32).segments
-    assert [(s.phase, s.unit, s.done) for s in found] == [(s.phase, s.unit, s.done) for s in expected]
+    assert [(s.phase, s.unit, s.complete) for s in found] == [(s.phase, s.unit, s.complete) for s in expected]
     # Where a part's most is now one moment and now another, which small parts show, a line lies below it.
     assert max(s.activations for s in found) == pytest.approx(max(s.activations for s in expected), rel=0.01)
     assert known.at(32).flops == traces[2].flops
@@ -76,7 +77,7 @@ def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
         """Twice what the line through the two small batches says."""
         sizes.append(batch)
         found = run.traces.at(batch)
-        doubled = [replace(s, activations=2 * s.activations, together=2 * s.together) for s in found.segments]
+        doubled = [replace(s, activations=2 * s.activations, peak=2 * s.peak) for s in found.segments]
         return replace(found, segments=tuple(doubled))
 
     memory = run.peak(engine, 100).device.total

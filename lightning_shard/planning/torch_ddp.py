@@ -1,0 +1,78 @@
+"""Bytes of a rank under torch's DistributedDataParallel, and what it sends (``nn/parallel/distributed.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
+from lightning_shard.memory import KindBytes, MemoryAccount
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
+from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.step_memory import StepMemory, on_device
+from lightning_shard.planning.step_points import Point, gradient_elements, segment_name, with_segment
+from lightning_shard.planning.traffic import Collective, over_all_ranks
+from lightning_shard.precision.policy import PrecisionPolicy
+
+
+def step_memory(
+    model: ModelFacts, engine: TorchDDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
+) -> StepMemory:
+    """See `lightning_shard.planning.predict.predict`."""
+    trainable = model.trainable
+    gradients = sum(p.numel for p in trainable) * policy.master.itemsize
+    in_buckets = engine.gradient_as_bucket_view
+    resident = KindBytes(
+        parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
+        optimizer=optimizer.state_bytes([p.numel for p in trainable], policy.master),
+        buffers=model.buffer_bytes,
+        # The buckets, which DDP makes when it is built, and copies gradients into and back unless these are its views.
+        communication=0 if in_buckets else gradients,
+    )
+    waiting = gradients if micro_batches > 1 else 0
+    # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
+    beside = 0 if engine.reduce_at_boundary else waiting
+    return StepMemory(
+        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
+        forward=on_device(resident, gradients=gradients if in_buckets else waiting),
+        backward=on_device(resident, gradients=gradients + beside),
+        step=on_device(resident, gradients=gradients),
+        waiting=waiting,
+    )
+
+
+def step_points(
+    model: ModelFacts,
+    engine: TorchDDPFacts,
+    policy: PrecisionPolicy,
+    memory: StepMemory,
+    trace: Trace,
+    micro_batches: int,
+) -> Iterator[Point]:
+    """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
+    elements = gradient_elements(model, lambda p: p.numel)
+    base = MemoryAccount(device=replace(memory.step.device, gradients=0))
+    done: tuple[str, ...] = ()
+    in_buckets = engine.gradient_as_bucket_view
+    # Gradients that lie in buckets, and those that are added to sums, take no memory of their own.
+    in_place = in_buckets or (engine.reduce_at_boundary and memory.waiting > 0)
+    for segment in trace.segments:
+        gradients = memory.forward.device.gradients
+        if segment.phase == "backward" and not in_place:
+            reduced = sum(elements[name] for name in done) * policy.master.itemsize
+            gradients = memory.waiting + reduced + segment.peak_gradients
+        elif segment.phase == "backward" and in_buckets and not engine.reduce_at_boundary:
+            gradients += memory.waiting
+        if in_place:
+            segment = replace(segment, peak=segment.activations, peak_gradients=0)
+        yield Point(name=segment_name(segment), account=with_segment(base, segment, gradients=gradients))
+        done = segment.complete or done
+
+
+def collectives(
+    model: ModelFacts, engine: TorchDDPFacts | ReplicateFacts, policy: PrecisionPolicy, micro_batches: int
+) -> list[Collective]:
+    """See `lightning_shard.planning.predict.collectives`."""
+    payload = sum(p.numel for p in model.trainable) * policy.reduce.itemsize
+    times = 1 if engine.reduce_at_boundary else micro_batches
+    return [over_all_ranks("all-reduce", "gradients", engine.ranks, payload * times)]
