@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.manifest import Manifest, is_checkpoint
 from lightning_shard.checkpoint.save import CheckpointInfo, save
 from lightning_shard.checkpoint.trainer_state import check_trainer_state, read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
-from tests.checkpoint.hostile import RAN, Hostile, nothing_ran  # noqa: F401, for every test here
+from tests.checkpoint.hostile import RAN, Hostile
 from tests.harness import run_distributed
 
 INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"model.w": "float32"})

@@ -1,0 +1,92 @@
+"""What DeepSpeed saved, in real processes: its partitions become full tensors, and training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.inspect import describe
+from tests.checkpoint.foreign.stock import Tied, fit, groups_of, save_deepspeed, state_of
+from tests.harness import run_distributed
+
+
+def check_deepspeed(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroups: int = 10**9) -> Path:
+    path = tmp_path / f"zero{stage}-{bf16}-{ranks}-{subgroups}"
+    client = {"epoch": 3, "mine": {"x": [1, 2]}}
+    expected = run_distributed(save_deepspeed, ranks, stage, bf16, str(path), client, subgroups, timeout=300)[0]
+    stored = open_any(path)
+    found = {key: tensor.read() for key, tensor in stored.tensors.items()}
+    for key, tensor in expected.items():
+        assert torch.equal(found.pop(key), tensor), key
+    steps = {key: found.pop(key) for key in list(found) if key.endswith(".step")}
+    assert len(steps) == len(expected) // 3
+    assert all(step.item() == 3 for step in steps.values())
+    assert found.keys() == {"model.frozen", "model.shift"}
+    assert found["model.frozen"].tolist() == [0.25, 0.5, 0.75]
+    assert found["model.shift"].item() == 2.5
+    assert stored.aliases == {"model.tied.weight": "model.first.weight"}
+    assert (stored.world_size, stored.engine) == (ranks, f"DeepSpeed ZeRO-{stage}")
+    (described,) = stored.trainer_state[OPTIMIZER_STATES]
+    weights, rest = described["groups"]
+    assert sorted(weights["params"]) == ["first.weight", "second.weight"]
+    assert sorted(rest["params"]) == ["first.bias", "one", "tied.bias"]
+    assert (weights["weight_decay"], rest["weight_decay"], rest["lr"]) == (0.3, 0.01, 0.1 * 0.5**3)
+    assert (stored.trainer_state["epoch"], stored.trainer_state["mine"]) == (3, {"x": [1, 2]})
+    assert "model.first.weight" in describe(path, stored)
+    return path
+
+
+class FromDeepSpeed(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: dict[str, Tensor] = {}
+        for name, child in Tied().named_children():
+            self.add_module(name, child)
+        whole = Tied()
+        self.one, self.frozen = whole.one, whole.frozen
+        self.tied.weight = self.first.weight
+        self.register_buffer("shift", torch.tensor(0.0))
+
+    def training_step(self, rows: Tensor, index: int) -> Tensor:
+        return Tied.forward(self, rows).square().mean()
+
+    def on_train_start(self) -> None:
+        self.started = state_of(self.trainer)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(groups_of(self), lr=9.0)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def start_from_deepspeed(path: str) -> tuple[dict[str, Tensor], float]:
+    trainer = fit("shard_fsdp", 1, ckpt_path=path, module=FromDeepSpeed, max_steps=1)
+    return trainer.lightning_module.started, trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, False), (3, False), (3, True)])
+def test_deepspeed_partitions_become_whole_tensors(tmp_path: Path, stage: int, bf16: bool) -> None:
+    path = check_deepspeed(tmp_path, stage, bf16, 2)
+    if (stage, bf16) != (3, True):
+        return
+    started, last_epoch = run_distributed(start_from_deepspeed, 2, str(path))[0]
+    assert last_epoch == 3, "the checkpoint's scheduler; one step ends no epoch"
+    for key, tensor in open_any(path).tensors.items():
+        name = key.removeprefix("model.").removeprefix("optimizer.0.")
+        assert torch.equal(started[name], tensor.read().to(started[name].dtype)), key
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("stage", "subgroups"), [(1, 10**9), (2, 10**9), (3, 10**9), (3, 20)])
+def test_deepspeed_partitions_of_any_number_of_ranks(
+    tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroups: int
+) -> None:
+    check_deepspeed(tmp_path, stage, bf16, ranks, subgroups)

@@ -1,0 +1,125 @@
+"""Weights as safetensors files: what is in them, and the host memory that an export takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lightning_shard.checkpoint.export import export
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+)
+from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.harness import ROOT
+
+INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"tensors": []})
+
+
+# Safetensors
+
+
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 not a mapping
+    return found
+
+
+def test_export_is_read_by_the_library(tmp_path: Path, trained: Path) -> None:
+    files = export(open_any(trained), tmp_path / "out")
+    assert [file.name for file in files] == ["model.safetensors"]
+    weights = {k.removeprefix("model."): t for k, t in tensors_of(trained).items() if k.startswith("model.")}
+    assert_equal(read_safetensors(tmp_path / "out"), weights)
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors of an earlier export"):
+        export(open_any(trained), tmp_path / "out")
+
+
+def test_export_in_shards_with_an_index(tmp_path: Path, trained: Path) -> None:
+    files = export(open_any(trained), tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=64)
+    weights = {k.removeprefix("model."): t for k, t in tensors_of(trained).items() if k.startswith("model.")}
+    found = read_safetensors(tmp_path / "out")
+    assert_equal(found, {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()})
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert index["weight_map"].keys() == found.keys()
+    for name in {*index["weight_map"].values()}:
+        with safe_open(tmp_path / "out" / name, "pt") as opened:
+            keys = [*opened.keys()]
+            assert keys == sorted(key for key, file in index["weight_map"].items() if file == name)
+            assert sum(found[key].nbytes for key in keys) <= 64 or len(keys) == 1
+    assert len(files) > 3
+    assert {file.name for file in files} == {*index["weight_map"].values(), "model.safetensors.index.json"}
+
+
+def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> None:
+    export(open_any(trained), tmp_path / "head", module="head")
+    found = read_safetensors(tmp_path / "head")
+    assert torch.equal(found["weight"], tensors_of(trained)["model.embed.weight"]), "tied to one outside of it"
+    assert found.keys() == {"weight", "bias"}
+    with pytest.raises(CheckpointMismatchError, match="no tensor of 'tail'; the module has body, count, embed"):
+        export(open_any(trained), tmp_path / "tail", module="tail")
+
+
+def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, tensors={"model.c": torch.ones(2, dtype=torch.complex64)}, trainer_state={}, info=INFO)
+    with pytest.raises(CheckpointError, match="no dtype for complex64"):
+        export(open_any(path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Memory
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from lightning_shard.checkpoint.export import export
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.full import write_full
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.stored import write_portable
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def growth(work):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    work()
+    print(status("VmHWM") - before)
+
+torch.set_num_threads(1)
+tensors = {f"model.w{i}": torch.full((1024, 1024), float(i)) for i in range(32)}
+save("a.ckpt", tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
+del tensors
+growth(lambda: write_full("full.ckpt", open_any("a.ckpt")))
+growth(lambda: write_portable("back.ckpt", open_any("full.ckpt")))
+growth(lambda: export(open_any("back.ckpt"), "out", dtype=torch.bfloat16, max_shard_bytes=50_000_000))
+growth(lambda: torch.load("full.ckpt", weights_only=True))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
+    """32 tensors of 4 MiB: each conversion holds a stored box, the tensor made of it and its copy at most."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    full, back, exported, whole = map(int, run.stdout.split())
+    # Memory that the earlier steps gave back to malloc, not to the system, is not counted again.
+    assert whole > 24 * 2**22, "the whole at once is seen as such"
+    # Three tensors, their bytes on the way from and to the files, and what Python allocates for the first time.
+    assert max(full, back, exported) < 8 * 2**22

@@ -1,0 +1,243 @@
+"""Fits that save in the background: what they resume from, and how they end while a save is under way."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shard import registry
+from lightning_shard.checkpoint import writer
+from lightning_shard.checkpoint.load import verify_files
+from lightning_shard.checkpoint.manifest import is_checkpoint
+from lightning_shard.cluster.preemption import Preempted
+from lightning_shard.errors import CheckpointError
+from tests.harness import DistributedError, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.resume.test_resume import _assert_continues, _fit
+from tests.run.test_preemption import RUN, Told
+
+# In a fit
+
+FAMILIES = {
+    "shard_fsdp_offload": "32-true",
+    "shard_deepspeed_stage_3_offload": "32-true",
+}
+OTHERS = {
+    "shard_ddp_aligned": "bf16-mixed",
+    "shard_ddp": "32-true",
+    "shard_fsdp": "bf16-mixed",
+    "shard_fsdp_hybrid": "32-true",
+    "shard_deepspeed_stage_0": "32-true",
+    "shard_deepspeed_stage_1": "bf16-mixed",
+    "shard_deepspeed_stage_2_offload": "bf16-mixed",
+    "shard_deepspeed_stage_2": "32-true",
+    "shard_deepspeed_stage_3_aligned": "bf16-mixed",
+}
+
+
+def in_background(name: str) -> Any:
+    """A strategy by its name, with ``async_save``."""
+    strategy = registry.build(name)
+    strategy.async_save = True
+    return strategy
+
+
+class Slow:
+    """Saves take so long that steps are taken meanwhile: some 0.2 s, for about 2000 writes."""
+
+    def __init__(self) -> None:
+        self._number, self._write = itertools.count(), writer.HashedFile.write
+
+    def __enter__(self) -> None:
+        def write(file: writer.HashedFile, data: Any) -> int:
+            if next(self._number) % 10 == 0:
+                time.sleep(0.001)
+            return self._write(file, data)
+
+        writer.HashedFile.write = write  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        writer.HashedFile.write = self._write  # type: ignore[method-assign]
+
+
+class Seen(pl.Callback):
+    """At every step: whether a save was under way, and which whole checkpoints there were."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.during: list[list[str]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+        if any(trainer.strategy.saver.is_writing(self.folder / f"step={step}.ckpt") for step in range(20)):
+            # By the manifest alone: reading would wait.
+            self.during.append([name for name in names if (self.folder / name / "manifest.json").exists()])
+
+
+def slow_fit_and_resume(names: dict[str, str], folder: str) -> list[Any]:
+    results = []
+    for name, precision in names.items():
+        own, straight = f"{folder}/{name}", {"steps": 6, "precision": precision}
+        seen = Seen(own)
+        with Slow():
+            whole_run = _fit(in_background(name), folder=own, every=2, callbacks=[seen], **straight)
+        resumed = _fit(name, resume=f"{own}/step=2.ckpt", **straight)
+        results.append((whole_run, resumed, len(seen.during)))
+    return results
+
+
+def check_families(names: dict[str, str], folder: Path) -> None:
+    for rank in run_distributed(slow_fit_and_resume, 2, names, str(folder), timeout=300):
+        for whole_run, resumed, steps_during in rank:
+            assert steps_during > 0
+            _assert_continues([whole_run], [resumed], 2)
+
+
+def test_resuming_from_a_save_beside_training_is_bitwise_going_on(tmp_path: Path) -> None:
+    """Steps were taken, and tensors changed, while it was written."""
+    check_families(FAMILIES, tmp_path)
+
+
+@pytest.mark.matrix
+def test_resuming_from_a_save_beside_training_on_the_other_engines(tmp_path: Path) -> None:
+    check_families(OTHERS, tmp_path)
+
+
+def fit_with_checkpoints(folder: str) -> dict[str, Any]:
+    """Two ``ModelCheckpoint``s with one file name; the best one only, and links to the last."""
+    seen, kept = Seen(folder), {"dirpath": folder, "filename": "{step}", "every_n_train_steps": 2, "save_top_k": 1}
+    callbacks = [seen, ModelCheckpoint(**kept, save_last="link"), ModelCheckpoint(**kept, monitor="train_loss")]
+    with Slow():
+        strategy = in_background("shard_fsdp")
+        quiet_trainer(strategy=strategy, max_steps=6, enable_checkpointing=True, callbacks=callbacks).fit(
+            TinyLM(), loader()
+        )
+    first, second = (callback.best_model_path for callback in callbacks[1:])
+    return {"during": seen.during, "paths": (Path(first).name, Path(second).name)}
+
+
+def test_top_k_and_last_while_a_save_is_under_way(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first, _ = run_distributed(fit_with_checkpoints, 2, str(folder))
+    assert any("last.ckpt" in names for names in first["during"])
+    for names in first["during"][1:]:
+        # Of the checkpoint before the one under way, and of its link, nothing is gone.
+        assert [name for name in names if name.startswith("step=")], names
+    one, other = first["paths"]
+    assert one == "step=6.ckpt"
+    assert other != one, "a name that is being written is taken"
+    assert sorted(os.listdir(folder)) == sorted({"last.ckpt", one, other})
+    assert os.readlink(folder / "last.ckpt") == one
+    for name in os.listdir(folder):
+        verify_files(folder / name)
+
+
+class FailsOnRank1(TinyLM):
+    """Rank 1 can't write any more from the third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and self.trainer.global_rank == 1:
+
+            def full(self: object, data: Any) -> int:
+                raise OSError(28, "No space left on device")
+
+            writer.HashedFile.write = full  # type: ignore[method-assign]
+
+
+def fit_that_fails(folder: str) -> dict[str, Any]:
+    original, module, error = writer.HashedFile.write, FailsOnRank1(), ""
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    trainer = quiet_trainer(
+        strategy=in_background("shard_fsdp"), max_steps=500, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    try:
+        trainer.fit(module, loader())
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    return {"error": error, "steps": len(module.losses)}
+
+
+def test_a_fit_whose_save_fails_ends_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+    first, second = run_distributed(fit_that_fails, 2, str(tmp_path))
+    assert first == second
+    assert re.match(r"while writing .*step=4\.ckpt: rank 1: OSError: \[Errno 28\] No space left", first["error"])
+    assert 4 <= first["steps"] < 500
+    assert os.listdir(tmp_path) == ["step=2.ckpt"]
+    verify_files(tmp_path / "step=2.ckpt")
+
+
+def preempted(folder: str, fails: bool) -> dict[str, Any]:
+    """Told to stop at the step after a save has begun in the background, which may fail."""
+    module, original, code = Told(("train", 2)), writer.HashedFile.write, None
+    held: dict[str, Any] = {}
+    number = itertools.count()
+
+    def slow(file: writer.HashedFile, data: Any) -> int:
+        if next(number) % 10 == 0:
+            time.sleep(0.002)
+        if fails and threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        return original(file, data)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(f"{folder}/step=3.ckpt")
+                held["under way"] = trainer.strategy.saver.is_writing(f"{folder}/step=3.ckpt")
+
+    writer.HashedFile.write = slow  # type: ignore[method-assign]
+    try:
+        trainer = quiet_trainer(
+            strategy=in_background("shard_ddp"), default_root_dir=folder, max_steps=8, callbacks=[Save()]
+        )
+        trainer.fit(module, loader(4, count=40))
+    except Preempted as stop:
+        code = stop.code
+    finally:
+        writer.HashedFile.write = original  # type: ignore[method-assign]
+    return {"code": code, **held}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_preempted_while_a_save_is_under_way(tmp_path: Path, fails: bool) -> None:
+    """The save of the stopped run comes behind it, whatever becomes of it."""
+    for rank in run_distributed(preempted, 2, str(tmp_path), fails):
+        assert rank == {"code": 75, "under way": True}
+    own = tmp_path / "preempted" / f"{RUN}.ckpt"
+    assert verify_files(own).run["step"] == 4
+    assert is_checkpoint(tmp_path / "step=3.ckpt") is not fails
+
+
+def interrupted(folder: str) -> None:
+    """One rank raises while a save is under way."""
+
+    class Fails(TinyLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and self.trainer.global_rank == 1:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2)
+    trainer = quiet_trainer(
+        strategy=in_background("shard_ddp"), max_steps=8, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    with Slow():
+        trainer.fit(Fails(), loader())
+
+
+def test_an_exception_lets_the_save_under_way_become_whole(tmp_path: Path) -> None:
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(interrupted, 2, str(tmp_path), timeout=60)
+    assert caught.value.failed[1] == "ValueError"
+    verify_files(tmp_path / "step=2.ckpt")

@@ -1,0 +1,110 @@
+"""What is said of a checkpoint, and every kind of damage that is found in it."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.full import write_full
+from lightning_shard.checkpoint.inspect import describe, verify
+from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
+
+INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"tensors": []})
+
+
+# Inspecting and verifying
+
+
+def test_describe_names_what_is_there(trained: Path) -> None:
+    text = describe(trained, open_any(trained))
+    for part in (
+        "test on 1 process",
+        "epoch 3, step 2",
+        "AdamW",
+        "dtypes as measured: not recorded",
+        "model.frozen                          3x5                         bfloat16  30",
+        "model.count                           scalar",
+        "model.head.weight                     tied to model.embed.weight",
+        "9 tensors of the model with 96 elements, 18 of optimizers; 1,018 bytes",
+    ):
+        assert part in text, part
+
+
+def test_describe_summarises_the_ledger(tmp_path: Path) -> None:
+    rows = [{"what": "trainable", "count": 3, "first": "w", "dtypes": {"loaded": "bfloat16", "step": "float32"}}]
+    info = CheckpointInfo(engine="fsdp", policy="p", ledger={"tensors": rows, "reduction": ["float32"]})
+    save(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(2)}, trainer_state={}, info=info)
+    text = describe("a", open_any(tmp_path / "a.ckpt"))
+    assert "dtypes, as measured  count  loaded    step\ntrainable            3      bfloat16  float32" in text
+    assert "gradients reduced in: float32" in text
+
+
+def test_verify_names_every_damaged_file(trained: Path) -> None:
+    assert verify(trained) == [".metadata", "__0_0.distcp", "trainer.pt", "manifest.json"]
+    for name in (".metadata", "trainer.pt"):
+        data = bytearray((trained / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (trained / name).write_bytes(data)
+    (trained / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointCorruptError) as raised:
+        verify(trained)
+    first, *lines, _ = str(raised.value).splitlines()
+    assert first.endswith("is damaged: .metadata, __0_0.distcp, trainer.pt")
+    assert len(lines) == 3
+
+
+def test_verify_finds_each_flipped_and_missing_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, tensors={"model.w": torch.ones(3)}, trainer_state={"epoch": 1}, info=INFO)
+    for file in sorted(path.iterdir()):
+        original = file.read_bytes()
+        for position in [*range(0, len(original), 37), len(original) - 1]:
+            damaged = bytearray(original)
+            damaged[position] ^= 1 << position % 8
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=re.escape(file.name)):
+                verify(path)
+        for length in (0, 1, len(original) // 2, len(original) - 1):
+            file.write_bytes(original[:length])
+            with pytest.raises(CheckpointError, match=re.escape(file.name)):
+                verify(path)
+        file.write_bytes(original)
+    assert len(verify(path)) == 4
+
+
+def test_verify_of_one_file_checks_its_records(tmp_path: Path, trained: Path) -> None:
+    path = tmp_path / "full.ckpt"
+    write_full(path, open_any(trained))
+    assert verify(path) == ["full.ckpt"]
+    original = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if info.file_size]
+        starts = [info.header_offset + 30 + len(info.filename) + 20 + 4 for info in records]
+    for info, start in zip(records, starts, strict=True):
+        damaged = bytearray(original)
+        damaged[start + -start % 64] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointCorruptError, match=rf"full\.ckpt is damaged: .*{re.escape(info.filename)}"):
+            verify(path)
+    for length in (0, 100, len(original) // 2, len(original) - 1):
+        path.write_bytes(original[:length])
+        with pytest.raises(CheckpointCorruptError, match=r"full\.ckpt is damaged"):
+            verify(path)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for look in (verify, open_any):
+        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint at"):
+            look(tmp_path / "nothing")
+        with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
+            look(tmp_path)

@@ -1,0 +1,77 @@
+"""The commands ``checkpoint``: convert, export, show and verify."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.full import write_full
+from lightning_shard.checkpoint.load import load_tensors, read_manifest
+from lightning_shard.checkpoint.stored import write_portable
+from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.foreign.test_export import read_safetensors
+
+# The command line
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run ``lightning-shard checkpoint ...`` in the temporary folder; its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        from lightning_shard import ShardCLI
+
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ended:
+            ShardCLI(args=["checkpoint", *arguments], environ={})
+        return (ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:LightningCLI.s args parameter")
+def test_commands(command: Any, trained: Path) -> None:
+    code, text, _ = command("inspect", "trained.ckpt")
+    assert (code, "model.embed.weight" in text) == (0, True)
+    assert command("verify", "trained.ckpt")[:2] == (0, "trained.ckpt is whole: 4 files checked\n")
+    assert command("convert", "trained.ckpt", "full.ckpt")[0] == 0
+    assert command("verify", "full.ckpt")[:2] == (0, "full.ckpt is whole: 1 file checked\n")
+    assert command("convert", "full.ckpt", "back.ckpt")[0] == 0
+    assert_equal(tensors_of(Path("back.ckpt")), tensors_of(trained))
+    assert command("convert", "full.ckpt", "weights.ckpt", "--weights_only", "true")[0] == 0
+    assert not [key for key in read_manifest("weights.ckpt").tensors if key.startswith("optimizer.")]
+    assert (
+        command("export", "full.ckpt", "out", "--dtype", "bf16", "--module", "body", "--max_shard_size", "1KB")[0] == 0
+    )
+    assert {t.dtype for t in read_safetensors(Path("out")).values()} == {torch.bfloat16}
+
+    for arguments, said in {
+        ("inspect", "nothing"): "there is no checkpoint at nothing",
+        ("verify", "nothing"): "there is no checkpoint at nothing",
+        ("convert", "trained.ckpt", "full.ckpt"): "full.ckpt exists",
+        ("export", "trained.ckpt", "new", "--max_shard_size", "big"): "max_shard_size is 'big'",
+        ("export", "trained.ckpt", "new", "--module", "tail"): "there is no tensor of 'tail'",
+        ("export", "trained.ckpt", "new", "--dtype", "fp8"): "dtype: got fp8",
+    }.items():
+        code, output, error = command(*arguments)
+        assert (code, output) == (2, "")
+        assert error.count("error: ") == 1
+        assert said in error
+    (trained / "trainer.pt").write_bytes(b"")
+    code, _, error = command("verify", "trained.ckpt")
+    assert code == 2
+    assert "trained.ckpt is damaged: trainer.pt" in error
+
+
+def test_a_portable_checkpoint_of_a_converted_file_loads(tmp_path: Path, trained: Path) -> None:
+    write_full(tmp_path / "full.ckpt", open_any(trained))
+    write_portable(tmp_path / "back.ckpt", open_any(tmp_path / "full.ckpt"))
+    tensors = {"model.embed.weight": torch.zeros(7, 5)}
+    load_tensors(tmp_path / "back.ckpt", tensors, prefixes=())
+    assert torch.equal(tensors["model.embed.weight"], tensors_of(trained)["model.embed.weight"])
