@@ -1,0 +1,204 @@
+"""The aligned contract: what breaks it is caught on every rank, and plain names only record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch import Tensor, nn
+
+from lightning_shard.errors import PrecisionContractError
+from lightning_shard.precision.ledger import Ledger
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.precision.ledger.test_record import stages
+from tests.precision.ledger.zoo import ENGINES, assert_nothing_left, fit
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# The contract
+
+
+def _bf16_copies(module: TinyLM) -> None:
+    copies = [nn.Parameter(p.detach().to(BF16)) for p in module.parameters() if p.requires_grad]
+    module.configure_optimizers = lambda: torch.optim.SGD(copies, lr=0.1)  # type: ignore[method-assign]
+
+
+class LowMomentum(torch.optim.SGD):
+    """Keeps its momentum in bf16, as optimizers that save memory do."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=BF16)
+        return result
+
+
+def _bf16_state(module: TinyLM) -> None:
+    module.configure_optimizers = lambda: LowMomentum(  # type: ignore[method-assign]
+        [p for p in module.parameters() if p.requires_grad], lr=0.1
+    )
+
+
+def _bf16_buffer(module: TinyLM) -> None:
+    def cast() -> None:
+        module.blocks[1].scale = module.blocks[1].scale.to(BF16)
+
+    module.on_train_start = cast  # type: ignore[method-assign]
+
+
+def _recast(module: TinyLM) -> None:
+    def cast() -> None:
+        module.frozen.data = module.frozen.data.to(BF16)
+
+    module.on_train_start = cast  # type: ignore[method-assign]
+
+
+def _recast_on_rank_1(module: TinyLM) -> None:
+    def cast() -> None:
+        if dist.get_rank() == 1:
+            module.blocks[2].scale = module.blocks[2].scale.to(BF16)
+
+    module.on_train_start = cast  # type: ignore[method-assign]
+
+
+def _bf16_gradients(module: TinyLM) -> None:
+    _plain_sgd(module)
+
+    def replace(optimizer: Any) -> None:
+        module.head.weight.grad_dtype = None  # type: ignore[attr-defined]
+        module.head.weight.grad = module.head.weight.grad.to(BF16)
+
+    module.on_before_optimizer_step = replace  # type: ignore[method-assign]
+
+
+def _plain_sgd(module: TinyLM) -> None:
+    module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]
+        [p for p in module.parameters() if p.requires_grad], lr=0.1
+    )
+
+
+def _bf16_ddp_hook(module: TinyLM) -> None:
+    def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        low = bucket.buffer().to(BF16).div_(2)
+        work = dist.all_reduce(low, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0].to(bucket.buffer().dtype))
+
+    # torch compares them with the classes themselves, which they are not under postponed evaluation.
+    compress.__annotations__ = {}
+
+    def register() -> None:
+        module.trainer.strategy.model.register_comm_hook(None, compress)  # type: ignore[union-attr, operator]
+
+    module.on_train_start = register  # type: ignore[method-assign]
+
+
+def _bf16_fsdp_hook(module: TinyLM) -> None:
+    def reduce_again(gradient: Tensor) -> None:
+        low = gradient.to(BF16)
+        dist.all_reduce(low)
+        gradient.copy_(low)
+
+    def register() -> None:
+        module.set_all_reduce_hook(reduce_again)  # type: ignore[operator]
+
+    module.on_train_start = register  # type: ignore[method-assign]
+
+
+def broken(engines: list[str], precision: str, breaks: list[Callable[[TinyLM], None]]) -> dict[Any, str]:
+    """Each run's message, the same under ``aligned``; and what the plain name's ledger says of it."""
+    found: dict[Any, str] = {}
+    for engine in engines:
+        for spoil in breaks:
+            module = TinyLM()
+            module.configure_model()
+            spoil(module)
+            strategy = ENGINES[engine](aligned=True)
+            trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=3)
+            try:
+                trainer.fit(module, loader())
+                found[engine, spoil.__name__] = "not caught"
+            except PrecisionContractError as error:
+                found[engine, spoil.__name__] = str(error)
+            assert_nothing_left(module, [])
+            assert trainer.global_step <= 1
+    return found
+
+
+def assert_caught(world: list[dict[Any, str]], name: str, *parts: str) -> None:
+    messages = {message for rank in world for key, message in rank.items() if key[1] == name}
+    assert len({str(sorted(r.items(), key=str)) for r in world}) == 1, "ranks disagree"
+    assert messages
+    for message in messages:
+        assert message.startswith("The aligned precision contract is broken ")
+        assert all(part in message for part in parts), message
+
+
+BREAKS: list[Any] = [_bf16_copies, _bf16_state, _bf16_buffer, _recast, _recast_on_rank_1, _bf16_gradients]
+
+
+def test_broken_set_ups_are_caught_on_every_rank_alike() -> None:
+    world = run_distributed(broken, 2, ["ddp", "full"], "bf16-mixed", BREAKS, timeout=240)
+    assert_caught(
+        world,
+        "_bf16_copies",
+        "the start of the fit: optimizer 0, group 0, parameter 0 is bf16 in the optimizer's groups, required is fp32",
+        "and 18 more. Build the optimizer in configure_optimizers from self.parameters()",
+    )
+    assert_caught(world, "_bf16_state", "is bf16 in the optimizer's state 'momentum', required is fp32", "keeps its")
+    assert_caught(world, "_bf16_buffer", "step: blocks.1.scale is bf16 at the optimizer step, required is fp32. ")
+    assert_caught(world, "_recast", "step: frozen is bf16 at the optimizer step, required is fp32. Remove the code ")
+    assert_caught(world, "_recast_on_rank_1", "step: blocks.2.scale is bf16 at the optimizer step, required is fp32. ")
+    assert_caught(world, "_bf16_gradients", "step: head.weight is bf16 as the gradient handed to the optimizer, requ")
+
+
+@pytest.mark.parametrize(("engine", "precision"), [("ddp", "32-true"), ("full", "bf16-mixed")])
+def test_a_hook_that_reduces_in_bf16_is_caught(engine: str, precision: str) -> None:
+    hook: Any = _bf16_ddp_hook if engine == "ddp" else _bf16_fsdp_hook
+    world = run_distributed(broken, 2, [engine], precision, [hook])
+    assert_caught(
+        world,
+        hook.__name__,
+        "in the first optimizer step: A gradient, after that of ",
+        "in allreduce of ",
+        "is bf16 where gradients are reduced over ranks, required is fp32",
+        "Remove the hook that casts gradients",
+    )
+
+
+def on_the_plain_name() -> Ledger:
+    module = TinyLM()
+    module.configure_model()
+    _bf16_buffer(module)
+    ledger: Ledger = fit("full", module, loader(), "bf16-mixed", steps=2, aligned=False).strategy.ledger
+    return ledger
+
+
+def test_plain_names_only_record() -> None:
+    assert stages(run_distributed(on_the_plain_name, 2)[0], "blocks.1.scale")["step"] == "bfloat16"
+
+
+class Fails(TinyLM):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        raise RuntimeError("the user's own")
+
+
+def failing() -> bool:
+    module = Fails()
+    trainer = quiet_trainer(strategy=ShardFSDPStrategy(aligned=True), precision="bf16-mixed", max_steps=3)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        trainer.fit(module, loader())
+    assert_nothing_left(module, trainer.optimizers)
+    return trainer.strategy.ledger.dtypes("head.weight", "forward") == {BF16}  # type: ignore[attr-defined]
+
+
+def test_an_exception_leaves_no_hook() -> None:
+    assert run_distributed(failing, 2) == [True, True]

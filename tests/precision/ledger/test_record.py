@@ -1,0 +1,214 @@
+"""The ledger says what dtypes are, from live tensors, and changes no number of the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.nn.functional
+from torch import Tensor
+
+from lightning_shard.checkpoint.manifest import read_manifest
+from lightning_shard.precision.ledger import Ledger
+from lightning_shard.strategies.ddp import ShardDDPStrategy
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, whole_parameters
+from tests.precision.ledger.zoo import ENGINES, Zoo, batches, fit
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def ledgers(
+    engines: list[str], model: str, precision: str, options: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Ledger]:
+    result = {}
+    for engine in engines:
+        module, data = (Zoo(), batches()) if model == "zoo" else (TinyLM(**given), loader())
+        result[engine] = fit(engine, module, data, precision, **options).strategy.ledger
+    return result
+
+
+def measured(engines: list[str], model: str, precision: str, given: Any = None, **options: Any) -> dict[str, Ledger]:
+    """Every rank's ledgers are equal, and every engine's JSON form is; engine -> rank 0's."""
+    first, second = run_distributed(ledgers, 2, engines, model, precision, options, given or {})
+    for engine, ledger in first.items():
+        assert ledger.to_json() == second[engine].to_json()
+        assert json.dumps(ledger.to_json()) == json.dumps(first[engines[0]].to_json())
+        assert ledger.reductions
+    return first
+
+
+def stages(ledger: Ledger, name: str) -> dict[str, str]:
+    """Stage -> dtype of a tensor; it must have had just one in each."""
+    found = ledger.entries[name].stages
+    assert all(len(dtypes) == 1 for dtypes in found.values()), found
+    return {stage: str(next(iter(dtypes))).removeprefix("torch.") for stage, dtypes in found.items()}
+
+
+IN_FP32 = dict.fromkeys(["loaded", "prepared", "optimizer", "forward", "backward", "gradient", "step"], "float32")
+ADAMW = dict.fromkeys(["state.exp_avg", "state.exp_avg_sq", "state.step"], "float32")
+MIXED = {**IN_FP32, **ADAMW, "forward": "bfloat16", "backward": "bfloat16"}
+
+
+def test_fp32_is_fp32_all_through() -> None:
+    for ledger in measured(["ddp", "full"], "tiny", "32-true").values():
+        names = {name for name, entry in ledger.entries.items() if entry.kind == "trainable"}
+        assert len(names) == 3 + 6 * 3
+        assert all(stages(ledger, name) == {**IN_FP32, **ADAMW} for name in names)
+        assert ledger.reduced_in == {FP32}
+
+
+def test_bf16_mixed_of_a_model_loaded_in_bf16() -> None:
+    found = measured(list(ENGINES), "tiny", "bf16-mixed", {"dtype": BF16, "tie": True})
+    for ledger in found.values():
+        assert stages(ledger, "blocks.0.up.weight") == {**MIXED, "loaded": "bfloat16"}
+        # On the LightningModule itself, and made after the cast.
+        assert stages(ledger, "shift") == MIXED
+        assert stages(ledger, "frozen") == {"loaded": "float32", "prepared": "float32", "forward": "bfloat16"} | {
+            "step": "float32"
+        }
+        assert stages(ledger, "blocks.0.scale") == dict.fromkeys(["loaded", "prepared", "step"], "float32")
+        assert "head.weight" not in ledger.entries  # the tie's other name
+        assert ledger.reduced_in == {FP32}
+    assert {r.operation for r in found["ddp"].reductions} == {"allreduce"}
+    assert {r.operation for r in found["full"].reductions} == {"reduce_scatter_base"}
+
+
+def test_frozen_backbone_batch_norm_buffers_and_metrics() -> None:
+    for ledger in measured(list(ENGINES), "zoo", "bf16-mixed").values():
+        frozen = dict.fromkeys(["loaded", "prepared", "forward", "step"], "bfloat16")
+        assert stages(ledger, "backbone.0.weight") == frozen
+        assert stages(ledger, "adapter.weight") == stages(ledger, "down.weight") == MIXED
+        # From weights that were rounded to bf16, in fp32.
+        assert stages(ledger, "norm.weight") == {**IN_FP32, **ADAMW}
+        kept = dict.fromkeys(["loaded", "prepared", "step"], "float32")
+        assert stages(ledger, "frequencies") == stages(ledger, "norm.running_var") == kept
+        assert stages(ledger, "mean.mean_value") == kept
+        assert ledger.entries["mean.mean_value"].kind == "metric state"
+
+
+def test_low_memory_form_shows_what_it_is() -> None:
+    for ledger in measured(["ddp", "full"], "tiny", "bf16-true", aligned=False).values():
+        assert {*stages(ledger, "head.weight").values()} == {"bfloat16", "float32"}
+        low = {stage for stage, dtype in stages(ledger, "head.weight").items() if dtype == "bfloat16"}
+        # Loaded in fp32; and AdamW counts its steps in fp32.
+        assert low == {*IN_FP32, *ADAMW} - {"loaded", "state.step"}
+        assert ledger.reduced_in == {BF16}
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "boundary"])
+def test_gradients_held_between_micro_batches(sync: str) -> None:
+    options = {"accumulate_grad_batches": 2, "strategy": {"accumulate_sync": sync}}
+    for ledger in measured(["ddp", "full"], "tiny", "bf16-mixed", **options).values():
+        assert stages(ledger, "head.weight") == {**MIXED, "accumulated": "float32"}
+        assert stages(ledger, "shift")["accumulated"] == "float32"
+
+
+def test_modules_outside_of_fsdp_and_recomputed_ones() -> None:
+    options = {"ignored_modules": ["LayerNorm"], "activation_checkpointing": "units"}
+    ledger = measured(["full"], "tiny", "bf16-mixed", strategy=options)["full"]
+    assert stages(ledger, "blocks.1.norm.weight") == stages(ledger, "blocks.1.up.weight") == MIXED
+    assert {r.operation for r in ledger.reductions} == {"reduce_scatter_base", "allreduce"}
+
+
+def test_table_has_a_row_for_each_combination() -> None:
+    ledger = measured(["full"], "zoo", "bf16-mixed")["full"]
+    lines = ledger.table().splitlines()
+    assert lines[0].split()[3:] == [
+        *("count", "loaded", "prepared", "optimizer", "forward", "backward", "gradient", "step", "state")
+    ]
+    assert ["trainable", "3", *["fp32"] * 3, *["bf16"] * 2, *["fp32"] * 3] in [line.split() for line in lines]
+    assert ["buffer", "3", "fp32", "fp32", *["-"] * 4, "fp32"] in [line.split()[:9] for line in lines]
+    assert lines[-1].startswith("gradients reduced by: reduce_scatter_base fp32 (")
+    assert sum(row["count"] for row in ledger.to_json()["tensors"]) == len(ledger.entries)
+
+
+# The run is not changed
+
+
+def numbers(engine: str, model: str, precision: str, options: dict[str, Any], installed: bool) -> dict[str, Any]:
+    module, data = (Zoo(), batches()) if model == "zoo" else (TinyLM(tie=True, dropout=0.1), loader())
+    with pytest.MonkeyPatch.context() as patch:
+        if not installed:
+            patch.setattr(ENGINES_CLASS[engine], "_begin_ledger", lambda self, module: None)
+        trainer = fit(engine, module, data, precision, steps=4, **options)
+    assert (trainer.strategy.ledger is not None) == installed
+    return {"parameters": whole_parameters(module), "buffers": dict(module.named_buffers()), "seen": module.seen}
+
+
+ENGINES_CLASS = {name: ShardDDPStrategy if name == "ddp" else ShardFSDPStrategy for name in ENGINES}
+
+
+def with_and_without(engines: list[str], *args: Any) -> list[dict[str, Any]]:
+    return [numbers(engine, *args, installed) for engine in engines for installed in (True, False)]
+
+
+def assert_equal_numbers(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for part in ("parameters", "buffers"):
+        assert one[part].keys() == other[part].keys()
+        for name, tensor in one[part].items():
+            assert tensor.dtype == other[part][name].dtype
+            assert torch.equal(tensor, other[part][name]), name
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "options"),
+    [
+        ("tiny", "32-true", {"gradient_clip_val": 0.05}),
+        ("tiny", "bf16-mixed", {"accumulate_grad_batches": 2, "strategy": {"accumulate_sync": "boundary"}}),
+        ("zoo", "bf16-mixed", {}),
+    ],
+)
+def test_recording_changes_no_number_and_engines_agree(model: str, precision: str, options: dict[str, Any]) -> None:
+    """Also BatchNorm, rotary-like buffers, adapters on a frozen backbone and a tie: the same numbers everywhere."""
+    ranks = run_distributed(with_and_without, 2, list(ENGINES), model, precision, options, timeout=240)
+    assert ranks[0][0]["seen"] != ranks[1][0]["seen"]
+    for runs in ranks:
+        for run in runs[1:]:
+            assert_equal_numbers(runs[0], run)
+
+
+@pytest.mark.matrix
+def test_compiled_units_are_compiled_and_seen() -> None:
+    options = {"strategy": {"compile": True}}
+    ranks = run_distributed(with_and_without, 2, ["full"], "tiny", "bf16-mixed", options, timeout=300)
+    for recorded, plain in ranks:
+        assert_equal_numbers(recorded, plain)
+    ledger = measured(["full"], "tiny", "bf16-mixed", **options)["full"]
+    assert stages(ledger, "blocks.0.up.weight") == stages(ledger, "head.weight") == MIXED
+
+
+class Exchanges(TinyLM):
+    """A loss over the features of all ranks, whose backward reduces activations in bf16."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        features = self(batch[0]).flatten(1)
+        gathered = torch.distributed.nn.functional.all_reduce(features)
+        return super().loss(batch) + gathered.float().square().mean()
+
+
+def exchanging() -> set[torch.dtype]:
+    ledger = fit("full", Exchanges(), loader(), "bf16-mixed").strategy.ledger
+    reduced: set[torch.dtype] = ledger.reduced_in
+    return reduced
+
+
+def test_activations_that_are_exchanged_are_no_gradients_reduction() -> None:
+    assert run_distributed(exchanging, 2) == [{FP32}, {FP32}]
+
+
+def saved(engine: str) -> tuple[Any, Any]:
+    trainer = fit(engine, TinyLM(), loader(), "bf16-mixed", steps=2)
+    trainer.save_checkpoint(f"{engine}.ckpt")
+    return read_manifest(f"{engine}.ckpt").ledger, trainer.strategy.ledger.to_json()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "full"])
+def test_the_manifest_holds_the_ledger(engine: str) -> None:
+    for stored, measured_here in run_distributed(saved, 2, engine):
+        assert stored == measured_here
+        assert stored["reduction"] == ["float32"]
+        assert stored["tensors"][0]["first"] == "frozen"
