@@ -11,6 +11,8 @@ from lightning_shard.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_shard.run.full_tensors import FullTensors
+
 
 def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor | None:
     """A copy of a whole tensor, the same on every rank. Collective: all ranks call it.
@@ -28,7 +30,7 @@ def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor |
     Raises:
         ConfigurationError: another strategy, or no such parameter, with the nearest names.
     """
-    return _strategy(trainer).full_tensor(fqn, kind)
+    return _tensors(trainer).read(fqn, kind)
 
 
 def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "parameter") -> None:
@@ -43,11 +45,12 @@ def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "para
     Raises:
         ConfigurationError: as for `full_tensor`; a gradient or slot that is not there; another shape.
     """
-    _strategy(trainer).set_full_tensor(fqn, value, kind)
+    _tensors(trainer).write(fqn, value, kind)
 
 
-def _strategy(trainer: Trainer):  # type: ignore[no-untyped-def]
-    from lightning_shard.strategies.base import ShardStrategy
+def _tensors(trainer: Trainer) -> FullTensors:
+    from lightning_shard.run.full_tensors import FullTensors
+    from lightning_shard.strategies.strategy import ShardStrategy
 
     strategy = trainer.strategy
     if not isinstance(strategy, ShardStrategy):
@@ -55,4 +58,4 @@ def _strategy(trainer: Trainer):  # type: ignore[no-untyped-def]
             f"the Trainer's strategy is {type(strategy).__name__}, but full tensors are read from a strategy of "
             "lightning_shard, such as shard_fsdp."
         )
-    return strategy
+    return FullTensors(trainer.lightning_module, strategy.engine, strategy.checkpoints, device=strategy.root_device)

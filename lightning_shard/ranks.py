@@ -6,6 +6,7 @@ compare what they find over its store (`lightning_shard.cluster.preflight`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -76,6 +77,11 @@ class Ranks:
         dist.broadcast_object_list(box, dist.get_global_rank(self.group, source), group=self.group)
         return box[0]
 
+    def barrier(self) -> None:
+        """Wait for all ranks. All ranks call it."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
     def exchange(self, doing: str, step: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run ``step`` on every rank, give rank 0 all results, return what it decided for this rank.
 
@@ -141,6 +147,12 @@ class Ranks:
         with _dead_rank_is_an_error(doing):
             dist.scatter_object_list(received, replies, src=dist.get_global_rank(self.group, 0), group=self.group)
         return received[0]
+
+
+def warn_on_first_rank(message: str) -> None:
+    """Give a warning once for all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
 
 
 class _dead_rank_is_an_error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.memory_meter import StepMeter, account, most
+from lightning_shard.meters.memory_meter import StepMeter, most
 from lightning_shard.meters.memory_table import from_numbers, largest, memory_table, to_numbers
 from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
 from lightning_shard.meters.throughput import gather_rows, peak_bytes
@@ -51,19 +52,20 @@ class MemoryCallback(Callback):
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the module's parameters while they are whole. This package's strategies call it."""
-        self._predicting(trainer, "note_module")
+        self._predicting(trainer, lambda memory: memory.note_module())
 
-    def _predicting(self, trainer: Trainer, name: str) -> Any:
-        """Call a method of this package's strategies; what is not in the arithmetic is no reason to end a run."""
+    def _predicting(self, trainer: Trainer, ask: Callable[[Any], Any]) -> Any:
+        """Ask this package's strategies; what is not in the arithmetic is no reason to end a run."""
+        memory = _memory(trainer)
         try:
-            return getattr(trainer.strategy, name, lambda: None)()
+            return None if memory is None else ask(memory)
         except Exception as error:
             rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what the first step will need."""
         self.measured, self.ranks = None, []
-        self.predicted = self._predicting(trainer, "predicted_account")
+        self.predicted = self._predicting(trainer, lambda memory: memory.predicted(trainer.optimizers))
         if self.predicted is not None:
             title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
             optimizer = self.predicted.device.optimizer + self.predicted.host.optimizer + self.predicted.nvme.optimizer
@@ -74,13 +76,13 @@ class MemoryCallback(Callback):
         self._forward_is_next = True
 
     def _new_meter(self, trainer: Trainer, module: LightningModule) -> StepMeter:
-        make = getattr(trainer.strategy, "step_meter", None)
-        if make is not None:
-            return make()
+        memory = _memory(trainer)
+        if memory is not None:
+            return memory.step_meter()
         device = trainer.strategy.root_device
 
         def held() -> Any:
-            return module_tensors(module, trainer.optimizers, device=device, wrapped=trainer.strategy.model)
+            return module_tensors(module, trainer.optimizers, device=device, wrapper=trainer.strategy.model)
 
         return StepMeter(module, held, device=device)
 
@@ -151,12 +153,16 @@ class MemoryCallback(Callback):
     def _explanation(self, trainer: Trainer, meter: StepMeter | None) -> str:
         """No communication: other ranks may be anywhere."""
         rank = trainer.global_rank
-        held = getattr(trainer.strategy, "held_tensors", None)
+        memory = _memory(trainer)
         found = self.measured or self.predicted or MemoryAccount()
         if meter is not None:
             found = most(found, meter.failed())
-        elif held is not None:
-            found = most(found, account(held()))
+        elif memory is not None:
+            found = most(found, memory.account())
         text = memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
-        memory_advice = getattr(trainer.strategy, "memory_advice", None)
-        return text if memory_advice is None else f"{text}\n{memory_advice(found)}"
+        return text if memory is None else f"{text}\n{memory.advice(found)}"
+
+
+def _memory(trainer: Trainer) -> Any:
+    """The memory of a run under this package's strategies; None under others."""
+    return getattr(trainer.strategy, "memory", None)

@@ -98,7 +98,7 @@ class ThroughputCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Under another strategy, copy what it left."""
-        if self.mfu and not hasattr(trainer.strategy, "step_meter"):
+        if self.mfu and not hasattr(trainer.strategy, "memory"):
             self.flops.copy(pl_module)
 
     def _count(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:

@@ -57,7 +57,7 @@ def _is_own(strategy: Any) -> bool:
     """Whether ``trainer.strategy``, as it was parsed, is a strategy of this package, by its name or its class."""
     if isinstance(strategy, str):
         return strategy.lower() in registry.PRESETS
-    from lightning_shard.strategies.base import ShardStrategy
+    from lightning_shard.strategies.strategy import ShardStrategy
 
     found = imported(getattr(strategy, "class_path", ""))
     return isinstance(found, type) and issubclass(found, ShardStrategy)

@@ -125,4 +125,4 @@ def _ask(trainer: Any) -> None:
     if count is None:
         _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet
     else:
-        strategy._check_configuration()
+        strategy.check()

@@ -23,8 +23,8 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.memory_trace import error_location
 from lightning_shard.planning.traffic import Nodes
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.precision import ShardPrecision
+from lightning_shard.strategies.strategy import ShardStrategy
 
 
 class _StandIn(SimpleNamespace):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.plan_inputs import Inputs
+from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
@@ -24,8 +25,8 @@ from lightning_shard.planning.predict import collectives
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.traffic import Nodes, StepTime, step_time
 from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.strategies.base import ShardStrategy
-from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.run.memory import facts_of
+from lightning_shard.strategies.strategy import ShardStrategy
 
 
 @dataclass(kw_only=True)
@@ -89,10 +90,10 @@ class Planner:
 
     def facts(self, strategy: ShardStrategy) -> ModelFacts:
         """Of the module under a strategy."""
-        return strategy.model_facts(self.module, groups=self.groups)
+        return facts_of(self.module, strategy.engine_for(self.module), groups=self.groups)
 
     def _traces(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Traces | None:
-        units = strategy.find_units(self.module)
+        units = strategy.engine_for(self.module).units(self.module)
         key = repr((checkpointing, [unit.names for unit in units], strategy.policy))
         if key not in self.traces and self.batch is not None:
             step = self._step(strategy, checkpointing)
@@ -113,13 +114,16 @@ class Planner:
 
     def engine(self, strategy: ShardStrategy, nodes: Nodes) -> EngineFacts:
         """The engine of ``strategy`` on some machines."""
-        run = PlannedRun(
+        return strategy.engine_for(self.module).facts(self.module, self.planned_run(strategy, nodes))
+
+    def planned_run(self, strategy: ShardStrategy, nodes: Nodes) -> PlannedRun:
+        """What ``strategy`` is told of a run on some machines."""
+        return strategy.planned_run(
             ranks=nodes.ranks,
             per_node=nodes.devices,
             accumulate_grad_batches=self.inputs.micro_batches,
             optimizer=None if self.optimizer_name is None else {"type": self.optimizer_name},
         )
-        return strategy.planned_engine(self.module, run)
 
     def row(self, name: str, strategy: ShardStrategy, checkpointing: Checkpointing, *, confirm: bool = False) -> Row:
         """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
@@ -172,7 +176,7 @@ class Planner:
         return fake_tensors.as_fake(value, self.inputs.mode) if isinstance(value, Tensor) else value
 
     def _step(self, strategy: ShardStrategy, checkpointing: Checkpointing) -> Step:
-        units = strategy.find_units(self.module)
+        units = strategy.engine_for(self.module).units(self.module)
         return Step(training_step=self._loss, batch=self.batch, units=units, checkpointing=checkpointing)
 
     def _time(self, run: Run, sent: Sequence[Any]) -> StepTime | None:

@@ -124,12 +124,12 @@ def _others(planner: Planner) -> list[Row]:
         strategy = registry.build(name)
         try:
             strategy.precision_plugin = planner.inputs.strategy.precision_plugin
-            strategy.check_precision()
+            strategy.engine_for(planner.module).check(planner.planned_run(strategy, planner.nodes))
         except ConfigurationError as error:
             rows.append(Row(name=name, refused=str(error)))
             continue
         for checkpointing in FORMS:
-            if checkpointing is not None and not strategy.find_units(planner.module):
+            if checkpointing is not None and not strategy.engine_for(planner.module).units(planner.module):
                 continue
             rows.append(planner.row(name, strategy, checkpointing))
     return rows

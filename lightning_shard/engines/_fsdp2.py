@@ -75,7 +75,7 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     return compute, mp_policy.reduce_dtype or compute
 
 
-def whole_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def unreduced_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The gradients that ``module``'s unit holds before their reduction: owner, attribute and tensor of each."""
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
@@ -97,7 +97,7 @@ def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
             yield kept
 
 
-def cut_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
     """The shards of all units below ``root``, whether their parameters are gathered or not."""
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -5,7 +5,8 @@ Both replace ``module.forward`` on the instance, so that no FQN gains a prefix a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import CodeType, FunctionType
 from typing import Any, Final, Literal
@@ -71,13 +72,48 @@ def compiled_modules(units: list[Unit], wanted: bool) -> list[nn.Module]:
     return modules
 
 
-def transform(
-    checkpointed: Iterable[nn.Module], spec: Checkpointing, compiled: Iterable[nn.Module]
-) -> list[Callable[[], None]]:
-    """Apply both; returns functions that take it back, to be called from the last to the first."""
-    undo = [checkpoint_forward(module, spec) for module in checkpointed]
-    # Outside of it, so that the compiler sees what is recomputed.
-    return undo + [compile_forward(module) for module in compiled]
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions:
+    """What changes the forward of the units, on every engine."""
+
+    activation_checkpointing: Checkpointing = None
+    """Whose forward runs again in backward; see the strategies."""
+
+    compile: bool = False
+    """Whether the units' forward is compiled."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any forward runs again in backward."""
+        return self.activation_checkpointing is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transforms:
+    """The modules whose forward is to be changed, all of them found."""
+
+    checkpointed: list[nn.Module]
+    compiled: list[nn.Module]
+    spec: Checkpointing
+
+    def apply(self) -> list[Callable[[], None]]:
+        """Change them; returns functions that take it back, to be called from the last to the first."""
+        undo = [checkpoint_forward(module, self.spec) for module in self.checkpointed]
+        # Outside of it, so that the compiler sees what is recomputed.
+        return undo + [compile_forward(module) for module in self.compiled]
+
+
+def find_transforms(root: nn.Module, units: list[Unit], options: ForwardOptions) -> Transforms:
+    """Look up the modules that ``options`` mean.
+
+    Raises:
+        WrappingError: there are none.
+    """
+    return Transforms(
+        checkpointed=checkpointed_modules(root, units, options.activation_checkpointing),
+        compiled=compiled_modules(units, options.compile),
+        spec=options.activation_checkpointing,
+    )
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import selective
-from lightning_shard.engines.resident import Held, gathered, module_tensors
+from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
 
 Storage = tuple[torch.device, int]
 
 
-def account(held: Iterable[Held], *, known: set[Storage] | None = None) -> MemoryAccount:
+def account(held: Iterable[Resident], *, known: set[Storage] | None = None) -> MemoryAccount:
     """The bytes of ``held``: of each storage once, whatever views there are, for the kind that is given first.
 
     Args:
@@ -93,7 +93,7 @@ def account_of(
         zero: DeepSpeed's ``engine.optimizer`` of stages 1 to 3, if there is one.
     """
     if zero is None:
-        return account(module_tensors(module, optimizers, device=device, wrapped=wrapped))
+        return account(module_tensors(module, optimizers, device=device, wrapper=wrapped))
     from lightning_shard.engines.zero.resident import zero_tensors
 
     return account(zero_tensors(zero, module, device=device))
@@ -121,8 +121,8 @@ class StepMeter:
     def __init__(
         self,
         module: nn.Module,
-        held: Callable[[], Iterable[Held]],
-        gathered: Callable[[], Iterable[Held]] | None = None,
+        held: Callable[[], Iterable[Resident]],
+        gathered: Callable[[], Iterable[Resident]] | None = None,
         *,
         device: torch.device,
     ) -> None:
@@ -179,7 +179,7 @@ class StepMeter:
     def _note(self, saved: Iterable[_Saved] = ()) -> None:
         known: set[Storage] = set()
         kept = account(self._held(), known=known)
-        kept += account((Held(each.kind, "device", each.tensor) for each in saved), known=known)
+        kept += account((Resident(each.kind, "device", each.tensor) for each in saved), known=known)
         self.account = most(self.account, kept)
 
     def forward_ended(self) -> None:
@@ -236,5 +236,5 @@ def _is_cut(parameter: nn.Parameter | None) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
-def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Held]:
-    return gathered(module, device=device)
+def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Resident]:
+    return unsharded(module)

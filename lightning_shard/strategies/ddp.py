@@ -1,4 +1,4 @@
-"""Lightning's adapter of data parallelism with whole replicas."""
+"""Lightning's adapter of data parallelism with full replicas."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from lightning_shard import _lightning
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import ddp, fsdp
-from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
-from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
+from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.replicate import Replicate, needs_replicate
+from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.strategies.base import AccumulateSync
-from lightning_shard.strategies.composable import ComposableStrategy
-from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.strategies.settings import AccumulateSync, CommonSettings
+from lightning_shard.strategies.strategy import ShardStrategy
 
 
-class ShardDDPStrategy(ComposableStrategy):
+class ShardDDPStrategy(ShardStrategy):
     """Data parallelism with a whole replica on every rank.
 
     Precision ``32-true`` runs on torch's ``DistributedDataParallel``. Every other precision, and a model with frozen
     16-bit parameters, runs on torch's FSDP2-based ``replicate``, which casts, reduces and accumulates exactly as
     ``ShardFSDPStrategy`` does. The options below say which of the two honours them.
     """
-
-    engine = "ddp"
 
     def __init__(
         self,
@@ -101,21 +94,23 @@ class ShardDDPStrategy(ComposableStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        super().__init__(
+        by_default: AccumulateSync = "micro_batch" if aligned else "boundary"
+        settings = CommonSettings(
             mesh=MeshConfig(replicate="auto", shard=1),
             aligned=aligned,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
-            accumulate_sync=accumulate_sync,
+            accumulate_sync=by_default if accumulate_sync == "auto" else accumulate_sync,
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
             process_group_backend=process_group_backend,
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
-            preemption=preemption,
+            preemption=preemption or PreemptionConfig(),
             async_save=async_save,
         )
+        super().__init__(settings)
         if aligned and comm_hook is not None:
             raise ConfigurationError(
                 f"comm_hook is {_named(comm_hook)}, which changes how gradients are reduced, but aligned: true holds "
@@ -126,7 +121,7 @@ class ShardDDPStrategy(ComposableStrategy):
                 f"comm_state is given, but comm_hook is {_named(comm_hook)}, which takes none. Give a comm_hook "
                 "function that uses it, or remove comm_state."
             )
-        self._ddp_options = ddp.DDPOptions(
+        self._options = DDPOptions(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -136,152 +131,21 @@ class ShardDDPStrategy(ComposableStrategy):
             comm_state=comm_state,
         )
         self._start_method = start_method
-        self._set_aside: ddp.SetAsideGradients | None = None
-        self._redirection = _lightning.DDPForwardRedirection()
-        self._delayed_static_graph = False
-        self._undo: list[Callable[[], None]] = []
+
+    def engine_for(self, module: nn.Module | None = None) -> Engine:
+        """Torch's DDP in fp32, FSDP2's replicate where something is cast."""
+        casts = self._base_policy.compute != torch.float32 or (module is not None and needs_replicate(module))
+        forward, at_boundary = self._settings.forward, self._settings.at_boundary
+        if not casts:
+            return TorchDDP(self._options, forward, at_boundary=at_boundary)
+        # Lightning hands a state dict back to the main process, whose module is full and plain.
+        plain = self._start_method != "popen"
+        return Replicate(self._options, forward, at_boundary=at_boundary, plain_state_dict=plain)
 
     def _make_launcher(self) -> Any:
         if self._start_method == "popen":
             return super()._make_launcher()
         return _lightning.MultiProcessingLauncher(self, start_method=self._start_method)
-
-    def _check_configuration(self) -> None:
-        super()._check_configuration()
-        if self.policy.compute != torch.float32:
-            self._refuse_what_replicate_lacks(f"precision {self.precision_plugin.precision!r}")
-
-    def _refuse_what_replicate_lacks(self, reason: str) -> None:
-        lacking = {n: v for n, v in ddp.differing_defaults(self._ddp_options).items() if n != "find_unused_parameters"}
-        if lacking:
-            shown = ", ".join(f"{name}: {_named(value)}" for name, value in lacking.items())
-            raise ConfigurationError(
-                f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2-based replicate instead of "
-                "DistributedDataParallel. Remove it, or use precision '32-true'."
-            )
-
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts | ReplicateFacts:
-        """See the parent's."""
-        if self.policy.compute.itemsize != 4 or ddp.needs_composable(module):
-            return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._syncs_at_boundary)
-        return TorchDDPFacts(
-            ranks=run.ranks,
-            gradient_as_bucket_view=self._ddp_options.gradient_as_bucket_view,
-            reduce_at_boundary=self._syncs_at_boundary,
-        )
-
-    def _sharding_options(self) -> fsdp.ShardingOptions:
-        return fsdp.ShardingOptions(
-            activation_checkpointing=self.activation_checkpointing,
-            compile=self.compile,
-            replicate_only=True,
-            reduce_unused=self._ddp_options.find_unused_parameters,
-        )
-
-    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
-        if not self._keeps_parameters_whole():
-            if self.policy.compute == torch.float32:
-                self._refuse_what_replicate_lacks("frozen 16-bit parameters")
-            self._shard(module)
-            if self._start_method != "popen":
-                # Lightning hands a state dict back to the main process, whose module is whole and plain.
-                module.register_state_dict_post_hook(_plain_values)
-            return module
-        refuse_cut_by_fsdp(module, type(self).__name__)
-        refuse_cut_by_zero(module, type(self).__name__)
-        units = self.find_units(module)
-        checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
-        compiled = compiled_modules(units, self.compile)
-        ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
-        self._undo = transform(checkpointed, self.activation_checkpointing, compiled)
-        self._warn_upcast(cast_trainable_parameters(module, self.policy.master))
-        return self._wrap(module) if fitting else module
-
-    def _wrap(self, module: LightningModule) -> nn.Module:
-        if not any(p.requires_grad for p in module.parameters()):
-            return module
-        self._delayed_static_graph = False
-        self._set_aside = ddp.SetAsideGradients(module) if not self._syncs_at_boundary else None
-        return ddp.replicate(module, device=self.root_device, options=self._ddp_options)
-
-    def _keeps_parameters_whole(self) -> bool:
-        assert self.lightning_module is not None
-        return self.policy.compute == torch.float32 and not ddp.needs_composable(self.lightning_module)
-
-    def _follow_freezing(self) -> None:
-        if self._sharded is not None:
-            super()._follow_freezing()
-            return
-        # DDP reduces what was trainable when it was built.
-        assert self.lightning_module is not None
-        if isinstance(self.model, DistributedDataParallel):
-            ddp.unwrap(self.model)
-        self.model = self._wrap(self.lightning_module)
-
-    @property
-    def _syncs_at_boundary(self) -> bool:
-        if self.accumulate_sync == "auto":
-            return not self.aligned
-        return self.accumulate_sync == "boundary"
-
-    def _run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        # Evaluation needs none of DDP's collectives, and ranks may have different numbers of batches there.
-        if isinstance(self.model, DistributedDataParallel) and module.trainer.training:
-            return self._redirection(self.model, module, step.__name__, *args, **kwargs)
-        return super()._run(step, *args, **kwargs)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Before backward: see `SetAsideGradients`, and start DDP's reducer by hand in manual optimization."""
-        if not isinstance(self.model, DistributedDataParallel):
-            super().pre_backward(closure_loss)
-            return
-        assert self.lightning_module is not None
-        if self._set_aside is not None:
-            self._set_aside.put_aside()
-        if not self.lightning_module.automatic_optimization:
-            _lightning.prepare_for_backward(self.model, closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """After backward: see `SetAsideGradients`."""
-        if not isinstance(self.model, DistributedDataParallel):
-            return
-        assert self.lightning_module is not None
-        if (
-            self._ddp_options.static_graph
-            and not self.lightning_module.automatic_optimization
-            and not self._delayed_static_graph
-        ):
-            # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
-            # this backward in manual optimization.
-            self.model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-            self._delayed_static_graph = True
-        if self._set_aside is not None:
-            self._set_aside.add_back()
-
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.require_backward_grad_sync = enabled
-        else:
-            super()._set_gradient_sync(enabled)
-
-    def teardown(self) -> None:
-        """Unwrap the module and, as Lightning's DDP does, move it back to the host."""
-        unwrapped = isinstance(self.model, DistributedDataParallel) or self._sharded is None
-        if unwrapped:
-            self.model = self.lightning_module
-        while self._undo:
-            self._undo.pop()()
-        super().teardown()
-        if unwrapped and self.lightning_module is not None:
-            self.lightning_module.cpu()
-
-
-def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, value in state_dict.items():
-        if isinstance(value, DTensor):
-            state_dict[name] = value.to_local()
 
 
 def _named(value: Any) -> str:

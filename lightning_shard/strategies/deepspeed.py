@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
+from typing_extensions import override
 
-from lightning_shard import _lightning
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import ddp
-from lightning_shard.engines.transforms import Checkpointing, checkpointed_modules, compiled_modules, transform
-from lightning_shard.engines.zero import partition, process
-from lightning_shard.engines.zero import running as zero
+from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.engines.zero import process, refusals
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -25,29 +20,18 @@ from lightning_shard.engines.zero.config import (
     ZeroBuckets,
     ZeroPlusPlus,
     check_fields,
-    check_policy,
-    deepspeed_config,
     effective,
-    loss_scaling_from,
+    read_config,
 )
-from lightning_shard.engines.zero.values import Values
+from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.precision.casting import install_casts
-from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
-from lightning_shard.strategies import deepspeed_checks as checks
-from lightning_shard.strategies import deepspeed_offload as offload
-from lightning_shard.strategies.base import AccumulateSync
-from lightning_shard.strategies.cut_modules import refuse_cut_by_fsdp, refuse_cut_by_zero
-from lightning_shard.strategies.deepspeed_facts import asks_for_steps, run_facts
-from lightning_shard.strategies.deepspeed_stepping import SteppingStrategy
-from lightning_shard.strategies.precision import ShardPrecision
-from lightning_shard.tensors import masters
+from lightning_shard.strategies.settings import AccumulateSync, CommonSettings
+from lightning_shard.strategies.strategy import ShardStrategy
 
 
-class ShardDeepSpeedStrategy(SteppingStrategy):
+class ShardDeepSpeedStrategy(ShardStrategy):
     """ZeRO stages 0 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
-
-    engine = "deepspeed"
 
     def __init__(
         self,
@@ -111,6 +95,7 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
+        process.require_tested_version()
         self._fields = DeepSpeedFields(
             stage=stage,
             offload_optimizer=offload_optimizer,
@@ -119,188 +104,67 @@ class ShardDeepSpeedStrategy(SteppingStrategy):
             stage3=stage3 or Stage3Options(),
             zero_plus_plus=zero_plus_plus or ZeroPlusPlus(),
             communication_data_type=communication_data_type,
-            config=config,
+            # Read once: a file that is edited or deleted during the run changes nothing.
+            config=read_config(config),
         )
-        process.require_tested_version()
         check_fields(self._fields, aligned)
-        self._stage = effective(self._fields).stage
-        checks.refuse_compiling(compile, self._stage)
-        super().__init__(
+        stage_number = effective(self._fields).stage
+        refusals.refuse_compiling(compile, stage_number)
+        settings = CommonSettings(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
-            accumulate_sync=checks.accumulation(accumulate_sync, self._stage),
+            accumulate_sync=_accumulation(accumulate_sync, stage_number),
             log_grad_norm=log_grad_norm,
             error_if_nonfinite=error_if_nonfinite,
             timeout_seconds=timeout_seconds,
+            process_group_backend=process_group_backend,
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
-            preemption=preemption,
+            preemption=preemption or PreemptionConfig(),
             async_save=async_save,
-            process_group_backend=process_group_backend,
         )
-        self._running = None
-        self._config = {}
-        self._folders: list[Path] = []
-        self._values = None
-        self._failed = False
-        self._ended = False
-        self._listed = []
+        super().__init__(settings)
         self._connection: process.Connection | None = None
-        self._undo: list[Callable[[], None]] = []
-        self._in_step = False
 
-    # Precision
+    def engine_for(self, module: nn.Module | None = None) -> Engine:
+        """DeepSpeed's engine, whatever the module."""
+        return Zero(self._fields, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
 
-    def _policy_of(self, plugin: ShardPrecision) -> PrecisionPolicy:
-        policy = super()._policy_of(plugin)
-        communicated = effective(self._fields).communication_data_type
-        if communicated is not None:
-            policy = replace(policy, reduce=DTYPES[communicated])
-        given = loss_scaling_from(self._fields.config)
-        if policy.loss_scale is None or given is None or plugin.sets_loss_scale:
-            return policy
-        return replace(policy, loss_scale=given)
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The full configuration that DeepSpeed was given, "auto" resolved; empty before a run. It is saved too."""
+        return {} if self._engine is None else dict(self._engine.notes()["deepspeed_config"])
 
-    def _check_configuration(self) -> None:
-        super()._check_configuration()
-        self.check_precision()
-
-    def check_precision(self) -> None:
-        """See the parent's."""
-        check_policy(self._fields, self.policy, self.aligned)
-        checks.refuse_16_bits(self._stage, self.policy.compute, self.precision_plugin.precision)
-
-    def _mesh_shape(self) -> tuple[int, int]:
-        replicas, pieces = super()._mesh_shape()
-        checks.refuse_replicas(replicas)
-        return replicas, pieces
-
-    # Set-up
-
+    @override
     def setup_environment(self) -> None:
         """Connect the processes, and DeepSpeed to them. All ranks call it."""
         super().setup_environment()
-        self._connection = process.connect(
-            self.root_device,
-            backend=torch.distributed.get_backend(),
-            local_size=self.num_processes,
-        )
+        backend = torch.distributed.get_backend()
+        self._connection = process.connect(self.root_device, backend=backend, local_size=self.num_processes)
 
-    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
-        refuse_cut_by_fsdp(module, type(self).__name__)
-        if self._stage < 3:
-            refuse_cut_by_zero(module, f"{type(self).__name__}(stage={self._stage})")
-            ddp.prepare_whole(module, device=self.root_device, seed=self._agreed_seed())
-        if fitting:
-            offload.warn_of_lock()
-        self._undo = self._add_transforms(module)
-        self._running, self._ended, self._failed = None, False, False
-        self._values = Values(module)
-        if not fitting and self._stage == 3:
-            config = deepspeed_config(self._fields, run_facts(self, module.trainer))
-            # Evaluation steps nothing.
-            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
-            self._config, self._folders = offload.prepare(self, config, None)
-            self._cut(module, self._values)
-            self._running = zero.start(module, optimizer=None, config=self._config, names={})
-            self._values.share(self._running, rank=self.global_rank, size=self.world_size)
-        elif not fitting and self.policy.compute != torch.float32:
-            self._values.round(self.policy.compute)
-        if not fitting:
-            self._stand_in(module)
-        return module
-
-    def _add_transforms(self, module: LightningModule) -> list[Callable[[], None]]:
-        units = self.find_units(module)
-        checkpointed = checkpointed_modules(module, units, self.activation_checkpointing)
-        compiled = compiled_modules(units, self.compile)
-        undo = []
-        # First, so that what checkpointing runs again in backward has the casts in it.
-        if self.policy.compute != torch.float32:
-            undo.append(install_casts(module, self.policy.compute, output=self.policy.output))
-        return undo + transform(checkpointed, self.activation_checkpointing, compiled)
-
-    def _engage(self, trainer: Trainer) -> None:
-        module, values = self.lightning_module, self._values
-        assert module is not None
-        assert values is not None
-        optimizer = checks.only_optimizer(self.optimizers, self._fields)
-        if optimizer is None:
-            # What stands there in its place is not a fact about the run.
-            self.optimizers = []
-        facts = run_facts(self, trainer, count_steps=asks_for_steps(self._fields))
-        config = deepspeed_config(self._fields, facts)
-        self._config, self._folders = offload.prepare(self, config, optimizer)
-        trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
-        self._warn_upcast({n: p.dtype for n, p in trainable if p.dtype != self.policy.master and n not in values.kept})
-        if self._stage == 3:
-            self._cut(module, values)
-            _lightning.count_sharded_parameters(self._replacements, trainer)
-        else:
-            values.keep(self.policy.compute)
-        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in module.named_parameters()}
-        self._running = zero.start(module, optimizer=optimizer, config=self._config, names=names)
-        assert self._running.optimizer is not None
-        self._listed = list(module.parameters())
-        self.optimizers = [self._running.optimizer]
-        if self._running.scheduler is not None:
-            self.lr_scheduler_configs.append(_lightning.step_scheduler(self._running.scheduler))
-        values.share(self._running, rank=self.global_rank, size=self.world_size)
-        self._stand_in(module)
-
-    def _stand_in(self, module: LightningModule) -> None:
-        """Let who fills the module's parameters find what is stepped in their place."""
-        masters.register(module, masters.Masters(tensors=self._model_tensors, publish=self._after_reading_tensors))
-
-    def _cut(self, module: LightningModule, values: Values) -> None:
-        if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
-            # A zero.Init of the user's in configure_model has replaced them.
-            self._connection.restore_functions()
-        kept, made = partition.cut(
-            module,
-            device=self.root_device,
-            compute=self.policy.compute,
-            seed=self._agreed_seed(),
-            config=self._config,
-        )
-        values.keep_cut(kept)
-        partition.replace_parameters(self.optimizers, made)
-
-    def _gathers_in_forward(self) -> bool:
-        return self._stage == 3
-
-    # End
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Communicate no more: other ranks may be anywhere."""
-        self._failed = True
-        super().on_exception(exception)
-
+    @override
     def teardown(self) -> None:
-        """Take DeepSpeed off the module and give the process back as it was.
-
-        Parameters that are whole get their masters' values; cut ones stay cut, and another run with stage 3 goes on
-        with them.
-        """
-        self._stop_ledger()
-        module = self.lightning_module
-        if module is not None:
-            masters.forget(module)
-        if self._running is not None and self._values is not None and not self._ended:
-            self._values.leave(self._running, device=self.root_device, communicate=not self._failed)
-            # What it stepped stays, so that a checkpoint can be saved after the fit too.
-            zero.stop(self._running)
-            self._ended = True
-        offload.clean_up(self, self._folders)
-        if self._values is not None:
-            self._values.unround()
-        while self._undo:
-            self._undo.pop()()
-        self._release()
-        if module is not None and self._stage < 3 and not self._failed:
-            module.cpu()
+        """Give the process back as it was before DeepSpeed."""
+        super().teardown()
         if self._connection is not None:
             self._connection.undo()
             self._connection = None
+
+
+def _accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
+    """When a stage reduces accumulated gradients.
+
+    Raises:
+        ConfigurationError: ``asked`` is the other way.
+    """
+    own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
+    if asked in ("boundary", "micro_batch") and asked != own:
+        stages = "0 and 1" if asked == "boundary" else "2 and 3"
+        raise ConfigurationError(
+            f"accumulate_sync is {asked!r}, but ZeRO stage {stage} reduces accumulated gradients "
+            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use stages {stages}, or "
+            "accumulate_sync: auto."
+        )
+    return own if asked == "auto" else asked

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines import fsdp
-from lightning_shard.engines.facts import FSDPFacts
+from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.fsdp2 import FORWARD_METHODS, UnitOptions
+from lightning_shard.engines.fully_shard import FullyShard
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.engines.units import Unit, find_units
-from lightning_shard.errors import ConfigurationError, MeshError
-from lightning_shard.mesh import MeshConfig, resolve_mesh
-from lightning_shard.strategies.base import AccumulateSync
-from lightning_shard.strategies.composable import FORWARD_METHODS, ComposableStrategy
-from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig
+from lightning_shard.strategies.settings import AccumulateSync, CommonSettings
+from lightning_shard.strategies.strategy import ShardStrategy
 
 
-class ShardFSDPStrategy(ComposableStrategy):
+class ShardFSDPStrategy(ShardStrategy):
     """Fully sharded data parallelism on torch's FSDP2 (``fully_shard``): full, hybrid, grad-op and with offload."""
-
-    engine = "fsdp"
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class ShardFSDPStrategy(ComposableStrategy):
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
         """
-        super().__init__(
+        settings = CommonSettings(
             mesh=mesh or MeshConfig(),
             aligned=aligned,
             activation_checkpointing=activation_checkpointing,
@@ -101,61 +97,30 @@ class ShardFSDPStrategy(ComposableStrategy):
             process_group_backend=process_group_backend,
             init_timeout_seconds=init_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
-            preemption=preemption,
+            preemption=preemption or PreemptionConfig(),
             async_save=async_save,
         )
+        super().__init__(settings)
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
-        self._options = fsdp.ShardingOptions(
+        self._units = UnitOptions(
             units=units,
             reshard_after_forward=reshard_after_forward,
-            cpu_offload=cpu_offload,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
             ignored_modules=tuple(ignored_modules or ()),
         )
+        self._cpu_offload = cpu_offload
         self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS
 
-    @property
-    def _forward_methods(self) -> tuple[str, ...]:
-        return self._methods
-
-    def _sharding_options(self) -> fsdp.ShardingOptions:
-        return self._options
-
-    def planned_engine(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
-        """See the parent's."""
-        replicate, shard = resolve_mesh(self.mesh_config, world_size=run.ranks, processes_per_node=run.per_node)
-        return FSDPFacts(
-            replicate=replicate,
-            shard=shard,
-            reshard_after_forward=self._options.reshard_after_forward,
-            cpu_offload=self._options.cpu_offload,
-            backward_prefetch=self._options.backward_prefetch,
-            reduce_at_boundary=self._syncs_at_boundary,
+    def engine_for(self, module: nn.Module | None = None) -> Engine:
+        """FSDP2's ``fully_shard``, whatever the module."""
+        return FullyShard(
+            self._units,
+            self._settings.forward,
+            mesh=self._settings.mesh,
+            cpu_offload=self._cpu_offload,
+            at_boundary=self._settings.at_boundary,
+            methods=self._methods,
         )
-
-    def find_units(self, module: nn.Module) -> list[Unit]:
-        """See the parent's."""
-        return find_units(module, self._options.units, with_children=False)
-
-    def _ignored_modules(self) -> tuple[str, ...]:
-        return self._options.ignored_modules
-
-    def _check_configuration(self) -> None:
-        super()._check_configuration()
-        _, size = self._mesh_shape()
-        ranks = self._options.reshard_after_forward
-        if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
-            divisors = [str(d) for d in range(2, size) if size % d == 0]
-            raise MeshError(
-                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
-                f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
-            )
-
-    def _prepare_module(self, module: LightningModule, *, fitting: bool) -> nn.Module:
-        self._shard(module)
-        return module

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,11 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.loss_scale import (
     LossScaleState,
@@ -29,13 +32,31 @@ from lightning_shard.precision.loss_scale import (
     state_to_dict,
     unscale,
 )
-from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, policy_from, short
+from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, policy_from
+from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
-ClipFunction = Callable[[Optimizer, float, str], None]
-GradientsFunction = Callable[[Optimizer], list[Tensor]]
-StepFunction = Callable[[Optimizer], None]
-BackwardFunction = Callable[..., None]
 DType = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """What a strategy sets about clipping, beside the Trainer's ``gradient_clip_val``."""
+
+    log_grad_norm: bool = False
+    """Log ``grad_norm`` also when clipping does not need it."""
+
+    error_if_nonfinite: bool = False
+    """Raise at a norm of inf or NaN, instead of scaling by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Connected:
+    """A run of the strategy."""
+
+    engine: Engine
+    run: Run
+    module: LightningModule
+    clip: ClipOptions
 
 
 class ShardPrecision(Precision):
@@ -83,11 +104,7 @@ class ShardPrecision(Precision):
             "loss_scale": loss_scale,
         }
         self._refuse_what_no_form_runs()
-        self._clip: ClipFunction | None = None
-        self._gradients: GradientsFunction | None = None
-        self._step: StepFunction | None = None
-        self._backward: BackwardFunction | None = None
-        self._device: Callable[[], torch.device] | None = None
+        self._connected: _Connected | None = None
         self._scaling: LossScaling | None = None
         self._scale: LossScaleState | None = None
         self._optimizers: list[Optimizer] = []
@@ -113,34 +130,26 @@ class ShardPrecision(Precision):
         """The dtypes that this precision stands for."""
         return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)
 
-    def connect_to_strategy(
-        self,
-        *,
-        clip: ClipFunction,
-        gradients: GradientsFunction,
-        policy: PrecisionPolicy,
-        device: Callable[[], torch.device],
-        step: StepFunction | None = None,
-        backward: BackwardFunction | None = None,
-    ) -> None:
-        """Let the strategy do what depends on how gradients are cut, and say where and whether the loss is scaled.
-
-        Args:
-            clip: clips the gradients of an optimizer to a value by an algorithm.
-            gradients: this rank's gradients of an optimizer, once they are reduced.
-            policy: the strategy's.
-            device: tells where this rank computes, once that is known.
-            step: steps an optimizer whose steps the engine makes; it is called for skipped steps too. None: the
-                optimizer steps itself.
-            backward: ``(loss, module, *args, **kwargs)``, where the engine runs backward. None: the module does.
-        """
-        self._clip = clip
-        self._gradients = gradients
-        self._step = step
-        self._backward = backward
-        self._device = device
+    def begin(self, policy: PrecisionPolicy) -> None:
+        """Start with the loss scale of ``policy``, for a Trainer that was given this plugin."""
         self._scaling = policy.loss_scale
         self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
+
+    def connect_engine(self, engine: Engine, run: Run, module: LightningModule, clip: ClipOptions) -> None:
+        """Get to know what steps in a run.
+
+        Args:
+            engine: it prepared ``module``; gradients are read from it, and it runs backward and the steps.
+            run: the run.
+            module: logs the norm and the loss scale.
+            clip: how to clip.
+        """
+        self._connected = _Connected(engine=engine, run=run, module=module, clip=clip)
+
+    @property
+    def _now(self) -> _Connected:
+        assert self._connected is not None, "the precision plugin is connected by a strategy of this package"
+        return self._connected
 
     # Loss scale
 
@@ -192,17 +201,21 @@ class ShardPrecision(Precision):
 
         Hooks run and ``global_step`` counts on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
-        if self._scale is None and self._step is None:
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        result = closure()
+        engine = self._now.engine
+
+        def closure_with_reduction() -> Any:
+            result = closure()
+            engine.finish_gradients()
+            return result
+
+        if self._scale is None and not engine.steps_itself:
+            return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
+        result = closure_with_reduction()
         if self._scale is not None:
             self.step_skipped = self._unscale(optimizer)
             model.log("loss_scale", self._scale.scale)
         self._after_closure(model, optimizer)
-        if self._step is not None:
-            self._step(optimizer)
-        elif not self.step_skipped:
-            optimizer.step(**kwargs)
+        engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
             self._update(optimizer)
         return result
@@ -210,20 +223,19 @@ class ShardPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run backward from ``tensor``, by the engine where it does so itself."""
-        if self._backward is None:
-            super().backward(tensor, model, optimizer, *args, **kwargs)
-        else:
-            self._backward(tensor, model, *args, **kwargs)
+        """Run backward from ``tensor`` under the engine."""
+
+        def call(loss: Tensor) -> None:
+            super(ShardPrecision, self).backward(loss, model, optimizer, *args, **kwargs)
+
+        self._now.engine.backward(tensor, call, overridden=is_overridden("backward", model), **kwargs)
 
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""
         assert self._scale is not None
-        assert self._device is not None
-        assert self._gradients is not None
         if id(optimizer) not in self._overflows:
-            gradients = self._gradients(optimizer)
-            self._overflows[id(optimizer)] = unscale(gradients, self._scale, device=self._device())
+            gradients, _ = self._now.engine.gradients(optimizer)
+            self._overflows[id(optimizer)] = unscale(gradients, self._scale, device=self._now.run.device)
         return self._overflows[id(optimizer)]
 
     def _update(self, optimizer: Optimizer) -> None:
@@ -233,12 +245,12 @@ class ShardPrecision(Precision):
         self._scale = next_state(self._scaling, self._scale, overflow=overflow)
         if self._scale.scale == before:
             return
-        assert self._gradients is not None
-        own = {id(gradient) for gradient in self._gradients(optimizer)}
+        engine = self._now.engine
+        own = {id(gradient) for gradient in engine.gradients(optimizer)[0]}
         for other in self._optimizers:
             # Its gradients, from a backward before this step, wait for a step of their own.
             if other is not optimizer and id(other) not in self._overflows:
-                rescale([g for g in self._gradients(other) if id(g) not in own], self._scale.scale / before)
+                rescale([g for g in engine.gradients(other)[0] if id(g) not in own], self._scale.scale / before)
 
     def clip_gradients(
         self,
@@ -246,20 +258,30 @@ class ShardPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
-        """Clip the gradients of ``optimizer`` by the strategy's one formula, after unscaling. All ranks call it.
+        """Clip the gradients of ``optimizer`` by one formula, after unscaling, and log their norm before it.
 
-        Gradients of a step that will be skipped are left as they are.
+        The norm is logged as ``grad_norm`` where it was computed. Gradients of a step that will be skipped are left
+        as they are. All ranks call it.
         """
-        assert self._clip is not None, "the precision plugin was not connected to a strategy of this package"
+        now = self._now
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
+        if not now.run.automatic:
+            # The user clips ahead of `optimizer_step`.
+            now.engine.finish_gradients()
         if self._scale is not None and self._unscale(optimizer):
             return
-        self._clip(
-            optimizer,
-            float(clip_val),
-            str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)),
-        )
+        gradients, mesh = now.engine.gradients(optimizer)
+        by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
+        norm: Tensor | None = None
+        if now.clip.log_grad_norm or by_norm:
+            norm = gradient_norm(gradients, sharded_over=mesh)
+        if by_norm:
+            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.clip.error_if_nonfinite)
+        elif clip_val > 0:
+            clip_by_value(gradients, float(clip_val))
+        if norm is not None:
+            now.module.log("grad_norm", norm)
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, for the checkpoint; empty where there is none."""
@@ -273,23 +295,6 @@ class ShardPrecision(Precision):
         """
         if self._scale is not None:
             self._scale = state_from_dict(state_dict)
-
-
-def low_memory_warning(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> str:
-    """What a run whose optimizer steps 16-bit parameters is told at its start."""
-    name, spacing = short(policy.master), torch.finfo(policy.master).eps
-    text = (
-        f"precision {precision!r} steps parameters in {name}: an update smaller than about {spacing / 2:.1g} of its "
-        f"parameter is lost. For fp32 masters use precision {precision.removesuffix('true')}mixed, or the strategy's "
-        "_aligned name."
-    )
-    if policy.master == torch.float16:
-        text += " Gradients below 6e-8 are zero, because fp16 gradients can't be scaled."
-        for optimizer in optimizers:
-            eps = optimizer.defaults.get("eps")
-            if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
-                text += f" {type(optimizer).__name__}'s eps {eps:g} is zero in fp16, so that it may divide by zero."
-    return text
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:

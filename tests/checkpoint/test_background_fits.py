@@ -78,7 +78,7 @@ class Seen(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
-        if any(trainer.strategy.saver.is_writing(self.folder / f"step={step}.ckpt") for step in range(20)):
+        if any(trainer.strategy.checkpoints.saver.is_writing(self.folder / f"step={step}.ckpt") for step in range(20)):
             # By the manifest alone: reading would wait.
             self.during.append([name for name in names if (self.folder / name / "manifest.json").exists()])
 
@@ -194,7 +194,7 @@ def preempted(folder: str, fails: bool) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == 3:
                 trainer.save_checkpoint(f"{folder}/step=3.ckpt")
-                held["under way"] = trainer.strategy.saver.is_writing(f"{folder}/step=3.ckpt")
+                held["under way"] = trainer.strategy.checkpoints.saver.is_writing(f"{folder}/step=3.ckpt")
 
     writer.HashedFile.write = slow  # type: ignore[method-assign]
     try:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.checkpoint.fit import LoadReport
 from lightning_shard.checkpoint.load import load_training_state, read_manifest
 from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.engines.own_parameters import ModuleTensors
+from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
 from lightning_shard.tensors.names import fqns
@@ -212,46 +215,60 @@ class Vectors(TinyLM):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad and p.ndim == 1], lr=self.lr)
 
 
-class PartlyFlat(ShardDDPStrategy):
+class FlatHead(TorchDDP):
     """DDP with the checkpoint of an engine that keeps a rank's rows of the head in flat memory."""
 
     rows: Tensor
     flattened: int = 0
     """How often the optimizer's state was asked for."""
 
-    def _before_reading_parameters(self) -> None:
-        super()._before_reading_parameters()
-        self.rows = self._my_rows().flatten().clone()
+    def before_reading(self) -> None:
+        super().before_reading()
+        self.rows = self.my_rows().flatten().clone()
 
-    def _my_rows(self) -> Tensor:
-        weight = self.lightning_module.head.weight.detach()
-        return weight[: len(weight) // 2] if self.global_rank == 0 else weight[len(weight) // 2 :]
+    def my_rows(self) -> Tensor:
+        weight = self._module.head.weight.detach()
+        return weight[: len(weight) // 2] if dist.get_rank() == 0 else weight[len(weight) // 2 :]
 
-    def _model_tensors(self) -> dict[str, FlatTensor]:
-        weight = self.lightning_module.head.weight
-        start = weight.shape[1] * (len(weight) // 2) * self.global_rank
-        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatSlice(self.rows, start)])}
+    @property
+    def tensors(self) -> ModuleTensors:
+        return FlatHeadTensors(self, self._module, self._optimizers, device=self._run.device)
 
-    def _after_reading_tensors(self) -> None:
-        weight = self.lightning_module.head.weight.detach()
-        self._my_rows().copy_(self.rows.view_as(self._my_rows()))
+    def publish(self) -> None:
+        weight = self._module.head.weight.detach()
+        self.my_rows().copy_(self.rows.view_as(self.my_rows()))
         for rank, rows in enumerate((weight[: len(weight) // 2], weight[len(weight) // 2 :])):
             dist.broadcast(rows, rank)
 
-    def _optimizer_states(self) -> list[FlatOptimizer]:
-        self.flattened += 1
-        names = fqns(self.lightning_module)
-        optimizer = self.optimizers[0]
+
+class FlatHeadTensors(ModuleTensors):
+    def __init__(self, engine: FlatHead, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self._engine, self._weight, self._names = engine, module.head.weight, fqns(module)
+
+    def masters(self) -> dict[str, FlatTensor]:
+        shape = self._weight.shape
+        start = shape[1] * (shape[0] // 2) * dist.get_rank()
+        return {"head.weight": FlatTensor(shape, self._weight.dtype, [FlatSlice(self._engine.rows, start)])}
+
+    def optimizers(self) -> list[FlatOptimizer]:
+        self._engine.flattened += 1
+        optimizer = self._optimizers[0]
         group = optimizer.param_groups[0]
         groups = [
             FlatGroup(
                 flat=flat,
-                members=(FlatMember(fqn=names.of(flat), shape=flat.shape, length=len(flat)),),
+                members=(FlatMember(fqn=self._names.of(flat), shape=flat.shape, length=len(flat)),),
                 group=group,
             )
             for flat in group["params"]
         ]
         return [FlatOptimizer(optimizer=optimizer, groups=groups)]
+
+
+class PartlyFlat(ShardDDPStrategy):
+    def engine_for(self, module: nn.Module | None = None) -> FlatHead:
+        return FlatHead(DDPOptions(), ForwardOptions(), at_boundary=True)
 
 
 def fit(strategy: type[ShardDDPStrategy], steps: int, save_to: str, resume: str | None) -> dict[str, Tensor]:
@@ -260,7 +277,9 @@ def fit(strategy: type[ShardDDPStrategy], steps: int, save_to: str, resume: str 
     trainer.fit(module, loader(), ckpt_path=resume)
     trainer.save_checkpoint(save_to)
     if strategy is PartlyFlat:
-        assert trainer.strategy.flattened == (1 if resume is None else 2), "by the save, and by the load before it"
+        assert trainer.strategy.engine.flattened == (1 if resume is None else 2), (
+            "by the save, and by the load before it"
+        )
     return whole_parameters(module)
 
 

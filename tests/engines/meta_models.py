@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines import ddp, fsdp
-from lightning_shard.mesh import build_mesh
+from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines.fsdp2 import UnitOptions
+from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.replicate import Replicate
+from lightning_shard.engines.torch_ddp import DDPOptions, prepare_replica
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
 from tests.models import llama, whole
 
@@ -98,7 +103,7 @@ def values(root: nn.Module) -> dict[str, Tensor]:
 
 def replicated(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
     root = make()
-    ddp.prepare_whole(root, device=CPU, seed=SEED)
+    prepare_replica(root, device=CPU, seed=SEED)
     return values(root)
 
 
@@ -112,12 +117,20 @@ def sharded(
     **options: Any,
 ) -> dict[str, Tensor]:
     root = make()
-    fsdp.shard(
-        root,
-        mesh=build_mesh(shape, device_type="cpu"),
-        device=CPU,
-        policy=policy_from(precision, aligned=True),
-        options=fsdp.ShardingOptions(units=units, replicate_only=replicate_only, **options),
-        seed=SEED,
-    )
+    engine = engine_of(UnitOptions(units=units), **options)
+    if replicate_only:
+        engine = Replicate(DDPOptions(), ForwardOptions(), at_boundary=False)
+    engine.prepare(root, run_on(shape, precision))
     return values(root)
+
+
+def engine_of(units: UnitOptions | None = None, *, cpu_offload: bool = False) -> FullyShard | Replicate:
+    units = units or UnitOptions()
+    return FullyShard(units, ForwardOptions(), mesh=MeshConfig(), cpu_offload=cpu_offload, at_boundary=False)
+
+
+def run_on(shape: tuple[int, int], precision: str = "32-true") -> Run:
+    """An evaluation on a mesh of so many replicas and shards."""
+    ranks = shape[0] * shape[1]
+    planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy_from(precision, aligned=True), aligned=True)
+    return Run(planned=planned, device=CPU, mesh=build_mesh(shape, device_type="cpu"), seed=SEED, fitting=False)

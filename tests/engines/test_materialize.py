@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines import fsdp
 from lightning_shard.engines.materialize import derived_seed, find_initializers, materialize, meta_modules
 from lightning_shard.errors import MaterializationError
 from lightning_shard.mesh import build_mesh
-from lightning_shard.precision.policy import policy_from
-from tests.engines.meta_models import CPU, SEED, Angles, Block, Root, replicated, sharded, tied_llama, values
+from tests.engines.meta_models import (
+    CPU,
+    SEED,
+    Angles,
+    Block,
+    Root,
+    engine_of,
+    replicated,
+    run_on,
+    sharded,
+    tied_llama,
+    values,
+)
 from tests.harness import run_distributed
 
 
@@ -222,14 +233,7 @@ def _sharded_by_the_user(make: Callable[[], nn.Module]) -> tuple[dict[str, Tenso
     for block in root.model.blocks:
         fully_shard(block, mesh=mesh["shard"])
     assert isinstance(root.model.blocks[0].down.weight, DTensor)
-    fsdp.shard(
-        root,
-        mesh=mesh,
-        device=CPU,
-        policy=policy_from("32-true", aligned=True),
-        options=fsdp.ShardingOptions(),
-        seed=SEED,
-    )
+    engine_of().prepare(root, replace(run_on((1, 2)), mesh=mesh))
     assert root.model.blocks[0].down.weight.to_local().shape == (3, 13)
     return values(root), replicated(make)
 

@@ -13,11 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_shard.engines import ddp, fsdp
-from lightning_shard.mesh import build_mesh
+from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.precision.casting import cast_trainable_parameters
-from lightning_shard.precision.policy import policy_from
-from tests.engines.meta_models import CPU, SEED
+from tests.engines.meta_models import CPU, SEED, engine_of, run_on
 from tests.harness import run_distributed
 
 # Memory
@@ -71,17 +69,10 @@ def _peaks() -> tuple[int, int, int]:
     world = dist.get_world_size()
     with LiveBytes() as whole:
         root: nn.Module = Deep()
-        ddp.prepare_whole(root, device=CPU, seed=SEED)
+        prepare_replica(root, device=CPU, seed=SEED)
     with LiveBytes() as cut:
         root = Deep()
-        fsdp.shard(
-            root,
-            mesh=build_mesh((1, world), device_type="cpu"),
-            device=CPU,
-            policy=policy_from("32-true", aligned=True),
-            options=fsdp.ShardingOptions(units="auto"),
-            seed=SEED,
-        )
+        engine_of().prepare(root, run_on((1, world)))
     return whole.peak, cut.peak, cut.now()
 
 
@@ -108,17 +99,12 @@ def _fp32_peaks(copies: int) -> tuple[int, int, int]:
         root.to(torch.bfloat16)
         with LiveBytes(torch.float32) as live:
             if engine == "whole":
-                ddp.prepare_whole(root, device=CPU, seed=SEED)
+                prepare_replica(root, device=CPU, seed=SEED)
                 upcast = cast_trainable_parameters(root, torch.float32)
             else:
-                upcast = fsdp.shard(
-                    root,
-                    mesh=build_mesh((copies, dist.get_world_size() // copies), device_type="cpu"),
-                    device=CPU,
-                    policy=policy_from("bf16-true", aligned=True),
-                    options=fsdp.ShardingOptions(units="auto"),
-                    seed=SEED,
-                ).upcast
+                sharding = engine_of()
+                sharding.prepare(root, run_on((copies, dist.get_world_size() // copies), "bf16-true"))
+                upcast = sharding.upcast()
         assert upcast.keys() == dict(root.named_parameters()).keys()
         assert all(p.dtype == torch.float32 for p in root.parameters())
         seen.append(live)

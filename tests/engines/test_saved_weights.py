@@ -39,13 +39,13 @@ class _Alive(pl.Callback):
     """The bytes of gathered weights that are still in memory when forward has ended, by step."""
 
     def before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        trainer.strategy.note_module()
+        trainer.strategy.memory.note_module()
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.predicted = trainer.strategy.predicted_account().device.gathered
+        self.predicted = trainer.strategy.memory.predicted(trainer.optimizers).device.gathered
         self.gathered: list[tuple[weakref.ref[Any], int]] = []
         self.alive: list[int] = []
-        self.meter = trainer.strategy.step_meter()
+        self.meter = trainer.strategy.memory.step_meter()
         layers = [layer for block in module.blocks for layer in (block.up, block.down)]
         for layer in layers:
             # DeepSpeed's hook, which gathers, was there before.

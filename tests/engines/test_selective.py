@@ -21,7 +21,7 @@ from lightning_shard.engines import selective
 from lightning_shard.engines.compiling import Compiled, complaint
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.selective import is_kept
-from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, transform
+from lightning_shard.engines.transforms import Checkpointing, Transforms, checkpoint_forward
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
 
@@ -215,10 +215,10 @@ def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     blocks = [kind() for kind in (Block, Other, Third) for _ in range(3)]
     signature = inspect.signature(blocks[0].forward)
-    undo = transform([], None, blocks[:1])
+    undo = Transforms(checkpointed=[], compiled=blocks[:1], spec=None).apply()
     assert inspect.signature(blocks[0].forward) == signature
     undo.pop()()
-    undo = transform(blocks, "units", blocks)
+    undo = Transforms(checkpointed=blocks, compiled=blocks, spec="units").apply()
 
     def run(batch: int, time: int) -> None:
         x = torch.randn(batch, time, WIDTH, requires_grad=True)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.resident import Held, module_tensors
+from lightning_shard.engines.resident import Resident, module_tensors
 from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account, account_of
@@ -32,12 +32,12 @@ CPU = torch.device("cpu")
 def test_a_storage_counts_once_for_the_kind_that_comes_first() -> None:
     whole = torch.zeros(10)
     held = [
-        Held("parameters", "device", whole[:4]),
-        Held("gradients", "device", whole[4:]),
-        Held("optimizer", "host", torch.zeros(3, dtype=torch.float64)),
-        Held("optimizer", "nvme", torch.zeros(2)),
-        Held("buffers", "device", torch.zeros(5, device="meta")),
-        Held("communication", "device", 7),
+        Resident("parameters", "device", whole[:4]),
+        Resident("gradients", "device", whole[4:]),
+        Resident("optimizer", "host", torch.zeros(3, dtype=torch.float64)),
+        Resident("optimizer", "nvme", torch.zeros(2)),
+        Resident("buffers", "device", torch.zeros(5, device="meta")),
+        Resident("communication", "device", 7),
     ]
     assert account(held) == MemoryAccount(
         device=KindBytes(parameters=40, communication=7), host=KindBytes(optimizer=24), nvme=KindBytes(optimizer=8)
@@ -111,8 +111,8 @@ class _Meter(pl.Callback):
         self.account: MemoryAccount | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.start = trainer.strategy.memory_account()
-        self.meter = trainer.strategy.step_meter()
+        self.start = trainer.strategy.memory.account()
+        self.meter = trainer.strategy.memory.step_meter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 0:
@@ -129,7 +129,7 @@ class _Meter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 1:
             self.account = self.meter.stepped()
-            self.between = trainer.strategy.memory_account()
+            self.between = trainer.strategy.memory.account()
 
 
 WIDTH, DEPTH = 64, 3

@@ -16,8 +16,8 @@ from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.predict import predict
 from lightning_shard.registry import PRESETS, build
+from lightning_shard.run.memory import facts_of
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
-from lightning_shard.strategies.planned import PlannedRun
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import VOCAB, TinyLM, llama, loader, quiet_trainer
 
@@ -142,8 +142,10 @@ def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[s
     whole.configure_model()
     optimizer = whole.configure_optimizers()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-    facts = strategy.model_facts(whole, groups=optimizer.param_groups)
-    engine = strategy.planned_engine(whole, PlannedRun(ranks=ranks, per_node=ranks, device_type="cpu"))
+    facts = facts_of(whole, strategy.engine_for(whole), groups=optimizer.param_groups)
+    engine = strategy.engine_for(whole).facts(
+        whole, strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu")
+    )
     slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)
     step = predict(facts, engine, strategy.policy, slots).step
     trainer.fit(MODELS[model](), loader())

@@ -21,7 +21,7 @@ from lightning_shard.planning.optimizer_facts import trace_optimizer
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_points import peak
 from lightning_shard.registry import build
-from lightning_shard.strategies.planned import PlannedRun
+from lightning_shard.run.memory import facts_of
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import loader, quiet_trainer
 from tests.planning.counts import MODELS
@@ -141,14 +141,14 @@ def peaks(
     with mode:
         optimizer = at_once(whole.configure_optimizers)()
     optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer
-    facts = strategy.model_facts(whole, groups=optimizer.param_groups)
-    run = PlannedRun(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
-    engine = strategy.planned_engine(whole, run)
+    facts = facts_of(whole, strategy.engine_for(whole), groups=optimizer.param_groups)
+    run = strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu", accumulate_grad_batches=micro_batches)
+    engine = strategy.engine_for(whole).facts(whole, run)
     found = trace_optimizer(whole, optimizer, mode)
     step = Step(
         training_step=lambda b: whole.training_step(b, 0),
         batch=batch,
-        units=strategy.find_units(whole),
+        units=strategy.engine_for(whole).units(whole),
         checkpointing=checkpointing,
     )
     trace = trace_step(whole, step, strategy.policy, mode)

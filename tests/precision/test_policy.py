@@ -157,7 +157,7 @@ def test_the_plugin_from_yaml() -> None:
 
 
 def test_clipping_needs_a_strategy() -> None:
-    with pytest.raises(AssertionError, match="not connected"):
+    with pytest.raises(AssertionError, match="is connected by a strategy"):
         ShardPrecision().clip_gradients(torch.optim.SGD([torch.ones(1)]), 1.0)
 
 

@@ -135,11 +135,11 @@ from lightning_shard.cluster.preflight import Place
 import pytest
 
 from lightning_shard.mesh import build_mesh
-from lightning_shard.strategies.watching import remember_place
+from lightning_shard.run.processes import remember
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 build_mesh((1, 1), device_type="cpu")  # kept for later runs, with its group
-remember_place(Place(address="127.0.0.1", port=1, rank=0, world_size=1))
+remember(Place(address="127.0.0.1", port=1, rank=0, world_size=1))
 if sys.argv[1] == "fails":
     raise SyntaxError
 """

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from lightning_shard.strategies.strategy import ShardStrategy
 from tests.models import VOCAB
 
 BATCH = 4

@@ -18,8 +18,8 @@ from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_
 from lightning_shard.engines.zero import swapping
 from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from lightning_shard.strategies.strategy import ShardStrategy
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import Final, TinyLM, all_parameters, loader, quiet_trainer
@@ -85,7 +85,7 @@ class Watch(pl.Callback):
         if "grad_norm" in trainer.callback_metrics:
             self.norms.append(trainer.callback_metrics["grad_norm"].item())
         if isinstance(trainer.strategy, ShardDeepSpeedStrategy):
-            self.swapped = len(list(swapping.swapped(trainer.strategy._running.zero)))
+            self.swapped = len(list(swapping.swapped(trainer.strategy.engine.tensors.zero)))
             pieces = [p.ds_tensor for p in module.parameters()]
             self.parameters_in_files = sum(piece.final_location == swapping.IN_FILES for piece in pieces)
 

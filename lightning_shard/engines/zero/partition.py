@@ -1,4 +1,4 @@
-"""Cutting a module for stage 3, one submodule at a time, so that no rank ever holds the whole in any dtype.
+"""Sharding a module for stage 3, one submodule at a time, so that no rank ever holds the whole in any dtype.
 
 DeepSpeed's own way is to cast a module that is whole, or to build it under ``zero.Init`` in the compute dtype; both
 round the values that the masters are to begin with. Here each parameter is whole for a moment in the dtype that it
@@ -19,10 +19,10 @@ from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.masters import Kept, is_rounded
 
 
-def cut(
+def partition(
     root: nn.Module, *, device: torch.device, compute: torch.dtype, seed: int, config: Mapping[str, Any]
 ) -> tuple[Kept, dict[Tensor, Tensor]]:
-    """Cut every parameter under ``root`` and move its buffers. All ranks call it.
+    """Shard every parameter under ``root`` and move its buffers. All ranks call it.
 
     A parameter that is cut already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is cast alone.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.resident import Held, buffers, optimizer_tensors, place_of, tensors_in
+from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
 from lightning_shard.engines.zero import layout, swapping
 
 
@@ -19,7 +19,7 @@ def zero_tensors(
     device: torch.device,
     parameters: Sequence[Tensor] | None = None,
     kept: Iterable[Tensor] = (),
-) -> Iterator[Held]:
+) -> Iterator[Resident]:
     """What DeepSpeed's engine and a module under it hold. Tensors of files are those that are mapped between steps.
 
     Args:
@@ -37,50 +37,50 @@ def zero_tensors(
         yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
     stepping = "host" if offloaded else "device"
     flats = list(layout.flats(zero))
-    places = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
-    yield from (Held("masters", places[id(flat)], flat) for flat in flats)
-    yield from (Held("masters", "host", values) for values in kept)
-    yield from (Held("gradients", "device", p.grad) for p in parameters if p.grad is not None)
+    memories = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
+    yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
+    yield from (Resident("masters", "host", values) for values in kept)
+    yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
     # Whole, or this rank's part, or where parts are summed up: by the kind of DeepSpeed's optimizer.
     held = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
     for tensor in tensors_in([getattr(zero, name, None) for name in held]):
-        yield Held("gradients", stepping, tensor)
-    yield from (Held("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
-    yield from optimizer_tensors([zero.optimizer], lambda stepped, _: places.get(id(stepped), stepping))
+        yield Resident("gradients", stepping, tensor)
+    yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
+    yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
     yield from buffers(module, device=device)
     yield from _staging(zero, parameters, device=device)
 
 
-def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Held]:
+def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
     if not layout.is_cut(parameter):
-        yield Held("parameters", place_of(parameter, device), parameter)
+        yield Resident("parameters", memory_of(parameter, device), parameter)
         return
     in_file = parameter.ds_tensor.final_location == swapping.IN_FILES
-    place = "nvme" if in_file else "host" if offloaded else "device"
-    yield Held("parameters", place, swapping.piece(parameter))
+    memory = "nvme" if in_file else "host" if offloaded else "device"
+    yield Resident("parameters", memory, swapping.piece(parameter))
     if parameter.ds_secondary_tensor is not None:
         # hpZ's copy of the piece, which fewer ranks share.
-        yield Held("parameters", "device", parameter.ds_secondary_tensor)
+        yield Resident("parameters", "device", parameter.ds_secondary_tensor)
     # Empty while the parameter is not gathered.
-    yield Held("gathered", "device", parameter.data)
+    yield Resident("gathered", "device", parameter.data)
 
 
-def gathered(parameters: Iterable[Tensor]) -> Iterator[Held]:
-    """What is whole of stage 3's parameters at this moment; they are listed as for `zero_tensors`."""
-    return (Held("gathered", "device", p.data) for p in parameters if layout.is_cut(p))
+def unsharded(parameters: Iterable[Tensor]) -> Iterator[Resident]:
+    """What is gathered of stage 3's parameters at this moment; they are listed as for `zero_tensors`."""
+    return (Resident("gathered", "device", p.data) for p in parameters if layout.is_cut(p))
 
 
-def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Held]:
+def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
     """Whatever else DeepSpeed's optimizer refers to: buckets, and buffers between host, device and files."""
     swappers = {id(s): s for p in parameters if (s := getattr(p, "nvme_swapper", None)) is not None}
     for swapper in swappers.values():
         for tensor in tensors_in([swapper.buffers, swapper.partitioned_swap_buffer]):
-            yield Held("communication", "host", tensor)
+            yield Resident("communication", "host", tensor)
     if swapping.swaps(zero):
         for tensor in tensors_in(zero.optimizer_swapper.swap_buffer_manager.all_buffers):
-            yield Held("communication", "host", tensor)
+            yield Resident("communication", "host", tensor)
     for name, value in vars(zero).items():
         # DeepSpeed names its buffers on the host so, which on a CPU nothing else tells from the others.
         on_host = "cpu" in name or "pin_buffer" in name
         for tensor in tensors_in(value):
-            yield Held("communication", "host" if on_host else place_of(tensor, device), tensor)
+            yield Resident("communication", "host" if on_host else memory_of(tensor, device), tensor)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.engines.step_root import StepRoot
 from lightning_shard.engines.zero import gradients, layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
@@ -22,24 +23,8 @@ from lightning_shard.tensors.flat import FlatGroup
 from lightning_shard.tensors.full import gather_full
 
 
-class StepRoot(nn.Module):
-    """What DeepSpeed is given as the model: it runs any step of a module, and is no module that a user calls.
-
-    So a call of the user's module inside a step is a submodule's forward, with hooks of its own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Hold ``module`` as the only child."""
-        super().__init__()
-        self.module = module
-
-    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any]:
-        """``step(*args, **kwargs)`` in a tuple, in which DeepSpeed finds the tensors of any output."""
-        return (step(*args, **kwargs),)
-
-
 @dataclass(kw_only=True, eq=False)
-class ZeroEngine:
+class Running:
     """A running DeepSpeed engine, and what the steps around it need."""
 
     engine: Any
@@ -75,7 +60,7 @@ class ZeroEngine:
 
 def start(
     module: nn.Module, *, optimizer: Optimizer | None, config: Mapping[str, Any], names: Mapping[Tensor, str]
-) -> ZeroEngine:
+) -> Running:
     """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
 
     Args:
@@ -97,7 +82,7 @@ def start(
         dist_init_required=False,
     )
     stage = int(config["zero_optimization"]["stage"])
-    running = ZeroEngine(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
+    running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
     engine.lr_scheduler = None
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
@@ -111,7 +96,7 @@ def start(
     return running
 
 
-def _leave_gradients_to_engine(running: ZeroEngine) -> None:
+def _leave_gradients_to_engine(running: Running) -> None:
     """The engine zeroes gradients after each step; the memory that they are offloaded to must stay."""
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -125,7 +110,7 @@ def _leave_gradients_to_engine(running: ZeroEngine) -> None:
     running.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def _take_over_steps(running: ZeroEngine) -> None:
+def _take_over_steps(running: Running) -> None:
     """Let the optimizer of ``running`` skip steps when told so, and compute no norm of its own."""
     zero = running.zero
 
@@ -147,14 +132,14 @@ def _take_over_steps(running: ZeroEngine) -> None:
         zero.scaled_global_norm = no_norm
 
 
-def run(running: ZeroEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``step(*args, **kwargs)`` as the engine's forward: parameters are gathered for the modules in it."""
     with nullcontext() if running.saved is None else running.saved.dropped():
         (output,) = running.engine(step, *args, **kwargs)
     return output
 
 
-def backward(running: ZeroEngine, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:
+def backward(running: Running, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:
     """Run backward from ``loss``, which is scaled as it has to be already. All ranks call it.
 
     Args:
@@ -171,13 +156,13 @@ def backward(running: ZeroEngine, loss: Tensor, *, inside_forward: bool, **kwarg
     running.pending = True
 
 
-def set_boundary(running: ZeroEngine, enabled: bool) -> None:
+def set_boundary(running: Running, enabled: bool) -> None:
     """Say whether the backward pass to come ends an accumulation."""
     running.complete = enabled
     running.engine.set_gradient_accumulation_boundary(enabled)
 
 
-def finish_accumulation(running: ZeroEngine) -> None:
+def finish_accumulation(running: Running) -> None:
     """Complete gradients of backward passes of which none was said to be the last. All ranks call it."""
     if running.complete or not running.pending:
         return
@@ -188,7 +173,7 @@ def finish_accumulation(running: ZeroEngine) -> None:
         running.engine.allreduce_gradients()
 
 
-def step(running: ZeroEngine, *, skip: bool) -> None:
+def step(running: Running, *, skip: bool) -> None:
     """Step, or drop the gradients; without a backward pass since the last step there is nothing to do.
 
     All ranks call it. Gradients are zero afterwards, and forward sees the new parameters.
@@ -207,7 +192,7 @@ def step(running: ZeroEngine, *, skip: bool) -> None:
 
 
 @torch.no_grad()
-def refresh(running: ZeroEngine) -> None:
+def refresh(running: Running) -> None:
     """Let forward see masters, or cut parameters, that were changed from outside. All ranks call it."""
     zero = running.zero
     if running.stage < 3:
@@ -228,13 +213,13 @@ def refresh(running: ZeroEngine) -> None:
 
 
 @torch.no_grad()
-def make_whole(running: ZeroEngine, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
-    """Give parameters that are not cut the masters' whole values, on the host. All ranks call it, stages 1 and 2."""
+def make_full(running: Running, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
+    """Give parameters that are not sharded the masters' full values, on the host. All ranks call it, stages 1 and 2."""
     for fqn, live in layout.masters(running.groups).items():
         parameters[fqn].data = gather_full(live, device=device).cpu()
 
 
-def stop(running: ZeroEngine) -> None:
+def stop(running: Running) -> None:
     """Take DeepSpeed's hooks off the module and its parameters. No communication."""
     if running.optimizer is not None:
         vars(running.optimizer).pop("zero_grad", None)

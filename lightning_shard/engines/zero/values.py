@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.zero import layout, masters
 from lightning_shard.engines.zero import running as zero
+from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import LiveTensor
 
 _MASTERS = "_shard_zero_masters"
@@ -48,7 +49,7 @@ class Values:
         """Keep what DeepSpeed's cast to ``compute`` would round, ahead of it."""
         self._kept = masters.keep(self._module, compute)
 
-    def keep_cut(self, kept: masters.Kept) -> None:
+    def keep_sharded(self, kept: masters.Kept) -> None:
         """Keep what cutting the parameters set aside, unless an earlier run's masters are there."""
         self._kept = {**kept, **self._kept}
 
@@ -56,15 +57,15 @@ class Values:
         """Cast the parameters for an evaluation without an engine, until `leave`."""
         self._rounded = masters.Rounded(self._module, compute)
 
-    def share(self, running: zero.ZeroEngine, *, rank: int, size: int) -> None:
+    def share(self, running: zero.Running, *, ranks: Ranks) -> None:
         """Write what was kept into the masters, and keep this rank's share of the rest."""
         masters.put(running.groups, self._kept)
         stepped = {member.fqn for group in running.groups for member in group.members if member.stepped}
         rest = {n: p for n, p in self.parameters.items() if n in self._kept and n not in stepped}
-        self._frozen = masters.shares(self._kept, rest, rank=rank, size=size)
+        self._frozen = masters.shares(self._kept, rest, rank=ranks.rank, size=ranks.size)
         self._kept = {}
 
-    def tensors(self, running: zero.ZeroEngine | None) -> Mapping[str, LiveTensor]:
+    def tensors(self, running: zero.Running | None) -> Mapping[str, LiveTensor]:
         """FQN to the live tensor, where that is not the module's own."""
         if self._rounded is not None:
             return self._rounded.values()
@@ -74,7 +75,7 @@ class Values:
         cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
         return {**cut, **layout.masters(running.groups), **masters.flat(self._frozen, parameters)}
 
-    def show(self, running: zero.ZeroEngine | None, *, device: torch.device) -> None:
+    def show(self, running: zero.Running | None, *, device: torch.device) -> None:
         """Let forward see values that were changed from outside. All ranks call it."""
         if self._rounded is not None:
             self._rounded.refresh()
@@ -83,7 +84,7 @@ class Values:
         masters.show(self._frozen, self.parameters, device=device)
         zero.refresh(running)
 
-    def leave(self, running: zero.ZeroEngine, *, device: torch.device, communicate: bool) -> None:
+    def leave(self, running: zero.Running, *, device: torch.device, communicate: bool) -> None:
         """Give the module what it goes on with without its engine: whole values, or cut ones with their masters.
 
         Args:
@@ -94,7 +95,7 @@ class Values:
         if running.stage == 3:
             self._module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(running.groups)}
         elif communicate:
-            zero.make_whole(running, self.parameters, device=device)
+            zero.make_full(running, self.parameters, device=device)
 
     def unround(self) -> None:
         """Undo `round`."""

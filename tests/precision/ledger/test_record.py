@@ -10,10 +10,10 @@ import torch
 import torch.distributed.nn.functional
 from torch import Tensor
 
+from lightning_shard import run as parts
 from lightning_shard.checkpoint.manifest import read_manifest
 from lightning_shard.precision.ledger import Ledger
-from lightning_shard.strategies.ddp import ShardDDPStrategy
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from lightning_shard.run.ledger import NoLedger
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, whole_parameters
 from tests.precision.ledger.zoo import ENGINES, Zoo, batches, fit
@@ -133,13 +133,10 @@ def numbers(engine: str, model: str, precision: str, options: dict[str, Any], in
     module, data = (Zoo(), batches()) if model == "zoo" else (TinyLM(tie=True, dropout=0.1), loader())
     with pytest.MonkeyPatch.context() as patch:
         if not installed:
-            patch.setattr(ENGINES_CLASS[engine], "_begin_ledger", lambda self, module: None)
+            patch.setattr(parts, "FitLedger", lambda *args, **kwargs: NoLedger())
         trainer = fit(engine, module, data, precision, steps=4, **options)
     assert (trainer.strategy.ledger is not None) == installed
     return {"parameters": whole_parameters(module), "buffers": dict(module.named_buffers()), "seen": module.seen}
-
-
-ENGINES_CLASS = {name: ShardDDPStrategy if name == "ddp" else ShardFSDPStrategy for name in ENGINES}
 
 
 def with_and_without(engines: list[str], *args: Any) -> list[dict[str, Any]]:

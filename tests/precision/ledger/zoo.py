@@ -16,9 +16,9 @@ from torchmetrics import MeanMetric
 
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision import casting
-from lightning_shard.strategies.base import ShardStrategy
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from lightning_shard.strategies.strategy import ShardStrategy
 from tests.models import quiet_trainer
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,4 +1,4 @@
-"""Refusing modules whose parameters another engine has cut."""
+"""Refusing modules whose parameters another engine has sharded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_shard.errors import ConfigurationError
 
 
-def refuse_cut_by_zero(module: nn.Module, strategy: str) -> None:
-    """Refuse a module whose parameters ZeRO-3 has cut.
+def refuse_sharded_by_zero(module: nn.Module, strategy: str) -> None:
+    """Refuse a module whose parameters ZeRO-3 has sharded.
 
     Raises:
         ConfigurationError: with what to do.
@@ -17,13 +17,13 @@ def refuse_cut_by_zero(module: nn.Module, strategy: str) -> None:
     # The mark that DeepSpeed leaves on a parameter, asked for without importing it.
     if any(hasattr(p, "ds_tensor") for p in module.parameters()):
         raise ConfigurationError(
-            f"{strategy} needs a module with whole parameters, but those of this one were cut by ZeRO-3, in an earlier "
-            "run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with ckpt_path; "
-            "or use shard_deepspeed_stage_3."
+            f"{strategy} needs a module with full parameters, but those of this one were sharded by ZeRO-3, in an "
+            "earlier run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with "
+            "ckpt_path; or use shard_deepspeed_stage_3."
         )
 
 
-def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
+def refuse_sharded_by_fsdp(module: nn.Module, strategy: str) -> None:
     """Refuse a module that FSDP2 has sharded.
 
     Raises:
@@ -31,6 +31,6 @@ def refuse_cut_by_fsdp(module: nn.Module, strategy: str) -> None:
     """
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise ConfigurationError(
-            f"{strategy} needs a module with whole parameters, but this one was sharded with FSDP2, by an earlier run "
+            f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
             "or in configure_model. Build a new module, or use shard_fsdp."
         )

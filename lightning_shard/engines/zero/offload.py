@@ -1,26 +1,23 @@
-"""What a strategy does around DeepSpeed's offload: kernels and folders before a run, files after it."""
+"""Around DeepSpeed's offload: kernels and folders before a run, files after it."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import folder, kernels
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, short
-from lightning_shard.ranks import Ranks
-
-if TYPE_CHECKING:
-    from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from lightning_shard.ranks import Ranks, warn_on_first_rank
 
 
 def prepare(
-    strategy: ShardDeepSpeedStrategy, config: Mapping[str, Any], optimizer: Optimizer | None
+    config: Mapping[str, Any], optimizer: Optimizer | None, *, policy: PrecisionPolicy, device: torch.device
 ) -> tuple[dict[str, Any], list[Path]]:
     """Check that the kernels which DeepSpeed will build can be built, and make this run's folders for NVMe.
 
@@ -30,21 +27,21 @@ def prepare(
         The configuration with this run's folders in it, and the folders, which `clean_up` removes.
 
     Raises:
-        ConfigurationError: on every rank alike, with all that is wrong on any.
+        ConfigurationError: on every rank, with all that is wrong on any.
         PrecisionError: as `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
-    if optimizer is not None and strategy.policy.is_low_memory:
-        check_low_memory(optimizer, strategy.policy, offload.get("device", "none"))
+    if optimizer is not None and policy.is_low_memory:
+        check_low_memory(optimizer, policy, offload.get("device", "none"))
     needed = kernels.required_kernels(config, optimizer)
-    device = strategy.root_device.type
-    _raise_alike([*kernels.lacking(needed, device), *_locks(needed)])
-    config, folders = folder.in_run_folder(config, strategy.broadcast(uuid.uuid4().hex[:12]))
-    found = [folder.problem_with(path, rank=strategy.global_rank) for path in folders]
+    ranks = Ranks.of()
+    _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *_locks(ranks, needed)])
+    config, folders = folder.in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
+    found = [folder.problem_with(path, rank=ranks.rank) for path in folders]
     try:
-        _raise_alike([problem for problem in found if problem is not None])
+        _raise_on_all(ranks, [problem for problem in found if problem is not None])
     except ConfigurationError:
-        clean_up(strategy, folders)
+        clean_up(folders)
         raise
     return config, folders
 
@@ -57,7 +54,7 @@ def warn_of_lock() -> None:
     path = kernels.lock("cpu_adam")
     if path is not None and kernels.state_of_lock(path) is kernels.LockState.STALE:
         message = kernels.stale_message(path)
-        rank_zero_warn(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
+        warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
 
 def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
@@ -89,17 +86,17 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
     )
 
 
-def clean_up(strategy: ShardDeepSpeedStrategy, folders: list[Path]) -> None:
+def clean_up(folders: list[Path]) -> None:
     """Remove this rank's files, after the engine has let go of them."""
     while folders:
-        folder.remove(folders.pop(), rank=strategy.global_rank)
+        folder.remove(folders.pop(), rank=Ranks.of().rank)
 
 
-def _locks(needed: tuple[str, ...]) -> list[str]:
+def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
     """Wait for builds that are going on; the locks of those that were killed."""
     problems: list[str] = []
     waiting = {path for name in needed if (path := kernels.lock(name)) is not None}
-    while any(Ranks.of().gather(bool(waiting))):
+    while any(ranks.gather(bool(waiting))):
         for path in sorted(waiting):
             state = kernels.state_of_lock(path)
             if state is kernels.LockState.STALE:
@@ -111,9 +108,9 @@ def _locks(needed: tuple[str, ...]) -> list[str]:
     return problems
 
 
-def _raise_alike(own: list[str]) -> None:
+def _raise_on_all(ranks: Ranks, own: list[str]) -> None:
     # What is installed may differ between nodes.
-    problems = list(dict.fromkeys(problem for rank in Ranks.of().gather(own) for problem in rank))
+    problems = list(dict.fromkeys(problem for rank in ranks.gather(own) for problem in rank))
     if len(problems) == 1:
         raise ConfigurationError(f"DeepSpeed can't run with these settings: {problems[0]}.")
     if problems:

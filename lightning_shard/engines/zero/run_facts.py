@@ -1,57 +1,59 @@
-"""What DeepSpeed's configuration may ask of a Trainer, an optimizer and a model."""
+"""What DeepSpeed's configuration may ask of a run, an optimizer and a model."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_shard import _lightning
+from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.zero.config import DeepSpeedFields, RunFacts
 from lightning_shard.engines.zero.config.merging import get, merge
 from lightning_shard.engines.zero.config.reading import AUTO
 
-if TYPE_CHECKING:
-    from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 
-
-def run_facts(strategy: ShardDeepSpeedStrategy, trainer: Trainer, *, count_steps: bool = False) -> RunFacts:
-    """The facts of a fit whose optimizers are made and whose parameters are whole. All ranks call it.
+def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:
+    """The facts of a run whose optimizers are made. All ranks call it.
 
     Args:
-        strategy: of the run.
-        trainer: of the run.
+        module: with full parameters, or sharded by an earlier run.
+        run: the run.
+        optimizers: of a fit.
         count_steps: whether the number of optimizer steps is asked for, which sets up the training data for it.
     """
-    module = trainer.lightning_module
-    accumulate = trainer.accumulate_grad_batches
-    if not module.automatic_optimization:
-        # Only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under offload takes.
-        accumulate = max(2, accumulate)
+    trainer = run.trainer
+    # In manual optimization only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under
+    # offload takes.
+    accumulate = trainer.accumulate_grad_batches if run.automatic else max(2, trainer.accumulate_grad_batches)
     return RunFacts(
-        world_size=trainer.world_size,
-        device_type=strategy.root_device.type,
-        policy=strategy.policy,
-        aligned=strategy.aligned,
-        micro_batch_size=_lightning.train_batch_size(trainer),
+        world_size=run.planned.ranks,
+        device_type=run.device.type,
+        policy=run.policy,
+        aligned=run.planned.aligned,
+        micro_batch_size=trainer.micro_batch_size,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
-        optimizer=_optimizer_facts(strategy.optimizers),
-        total_steps=_total_steps(trainer) if count_steps else None,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        optimizer=_optimizer_facts(optimizers),
+        total_steps=trainer.total_steps() if count_steps else None,
         hidden_size=hidden_size(module),
-        # Of a module that an earlier run has cut, too.
         number_of_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
     )
 
 
-def _total_steps(trainer: Trainer) -> int | None:
-    """Optimizer steps of the whole fit; None: it has no end."""
-    steps = trainer.estimated_stepping_batches
-    return int(steps) if math.isfinite(steps) and steps > 0 else None
+def planned_facts(module: nn.Module, run: PlannedRun) -> RunFacts:
+    """The facts of a run that is planned only."""
+    return RunFacts(
+        world_size=run.ranks,
+        device_type=run.device_type,
+        policy=run.policy,
+        aligned=run.aligned,
+        accumulate_grad_batches=run.accumulate_grad_batches,
+        optimizer=run.optimizer,
+        hidden_size=hidden_size(module),
+        number_of_parameters=sum(p.numel() for p in module.parameters()),
+    )
 
 
 def asks_for_steps(fields: DeepSpeedFields) -> bool:

@@ -7,27 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from lightning_shard import _lightning
 from lightning_shard.engines.zero.config import DeepSpeedFields, read_config
 from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.strategies.base import AccumulateSync
-
-
-def accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
-    """When a stage reduces accumulated gradients.
-
-    Raises:
-        ConfigurationError: ``asked`` is the other way.
-    """
-    own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
-    if asked in ("boundary", "micro_batch") and asked != own:
-        stages = "0 and 1" if asked == "boundary" else "2 and 3"
-        raise ConfigurationError(
-            f"accumulate_sync is {asked!r}, but ZeRO stage {stage} reduces accumulated gradients "
-            f"{'at the boundary' if own == 'boundary' else 'after each micro-batch'}. Use stages {stages}, or "
-            "accumulate_sync: auto."
-        )
-    return own if asked == "auto" else asked
 
 
 def refuse_16_bits(stage: int, compute: torch.dtype, precision: str) -> None:
@@ -64,7 +45,7 @@ def refuse_replicas(replicas: int) -> None:
     """
     if replicas > 1:
         raise ConfigurationError(
-            f"mesh asks for {replicas} replicas, but DeepSpeed cuts over all processes: its MiCS, which copied "
+            f"mesh asks for {replicas} replicas, but DeepSpeed shards over all processes: its MiCS, which copied "
             "shards over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) only keeps a second copy "
             "of the parameters. Use shard_fsdp_hybrid, or remove replicate."
         )
@@ -81,12 +62,12 @@ def only_optimizer(optimizers: Sequence[Optimizer], fields: DeepSpeedFields) -> 
             f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one. "
             "Return one, with parameter groups where settings differ, or use shard_fsdp."
         )
-    if isinstance(optimizers[0], LBFGS):
+    if optimizers and isinstance(optimizers[0], LBFGS):
         raise ConfigurationError(
             "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
             "engine steps without a closure. Use another optimizer, or shard_ddp."
         )
-    if not _lightning.is_missing_optimizer(optimizers[0]):
+    if optimizers:
         return optimizers[0]
     if "optimizer" not in read_config(fields.config):
         raise ConfigurationError(

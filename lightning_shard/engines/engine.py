@@ -1,0 +1,306 @@
+"""What a strategy asks of its engine: the interface between Lightning's hooks and what shards and steps.
+
+A strategy makes an engine from its settings (`Engine.check`, `policy`, `facts` and `settings` need no more), lets it
+prepare the module of a run, in a fit lets it engage the optimizers, and closes it at the end. Nothing here and below
+knows Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.resident import Resident
+from lightning_shard.engines.units import Unit
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What is known of a run before it begins."""
+
+    ranks: int
+    """Processes."""
+
+    per_node: int
+    """Processes of a node."""
+
+    policy: PrecisionPolicy
+    """The dtypes of the run."""
+
+    precision: str = "32-true"
+    """The Trainer's word for them, for messages."""
+
+    aligned: bool = False
+    """Whether the precision contract holds."""
+
+    device_type: str = "cuda"
+    """"cpu" or "cuda"."""
+
+    accumulate_grad_batches: int = 1
+    optimizer: Mapping[str, Any] | None = None
+    """``type`` and hyperparameters, for DeepSpeed's "auto" values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFacts:
+    """What the Trainer and its data say of a run, as far as an engine may ask."""
+
+    micro_batch_size: int | None = None
+    """Samples of one rank in a micro-batch, where the dataloader says it."""
+
+    accumulate_grad_batches: int = 1
+    """Micro-batches of an optimizer step."""
+
+    gradient_clip_val: float | None = None
+    """None or 0: gradients are not clipped."""
+
+    gradient_clip_algorithm: str = "norm"
+    """"norm" or "value"."""
+
+    total_steps: Callable[[], int | None] = lambda: None
+    """Optimizer steps of the whole fit, None without an end. All ranks call it: it may set up the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run whose processes are connected."""
+
+    planned: PlannedRun
+    device: torch.device
+    """Where this rank computes."""
+
+    mesh: DeviceMesh
+    """2-D, with the axes ``("replicate", "shard")``."""
+
+    seed: int
+    """Rank 0's, for modules on the meta device."""
+
+    fitting: bool
+    """Whether optimizers will step, or the module is evaluated only."""
+
+    automatic: bool = True
+    """Whether Lightning runs backward and the step after a training step, or the step does so itself."""
+
+    trainer: TrainerFacts = TrainerFacts()
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context in which the collectives of gradients that are reduced outside of backward are recorded."""
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of the run."""
+        return self.planned.policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engaged:
+    """What a fit goes on with after `Engine.engage`."""
+
+    optimizers: list[Optimizer]
+    scheduler: Any = None
+    """A learning rate schedule that the engine's own configuration describes, to be stepped with the optimizer."""
+
+
+class EngineTensors(Protocol):
+    """The live tensors of a run on this rank, by FQN. No method communicates."""
+
+    def masters(self) -> Mapping[str, LiveTensor]:
+        """FQN to what checkpoints hold and users read in the place of the module's own tensor."""
+        ...
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
+        ...
+
+    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        """FQN and tensor of the masters that ``optimizer`` steps; None: it steps the module's own parameters."""
+        ...
+
+    def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        """The reduced gradient of a parameter, there from the accumulation boundary to the step."""
+        ...
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's reduced gradients of ``optimizer``: DTensors or plain tensors, to be scaled in place."""
+        ...
+
+    def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """FQN and tensor of the gradients that wait for those of further micro-batches."""
+        ...
+
+    def resident(self) -> Iterable[Resident]:
+        """All live tensors of the run but activations, by kind and by device, host or file."""
+        ...
+
+    def unsharded(self) -> Iterable[Resident]:
+        """Of these the parameters that are gathered at this moment."""
+        ...
+
+
+class Engine(Protocol):
+    """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order."""
+
+    name: str
+    """"ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine."""
+
+    replicates: bool
+    """Whether parameters are plain tensors, full on every rank, in a fit."""
+
+    gathers_in_forward: bool
+    """Whether a forward pass of one rank needs a forward pass of all others."""
+
+    # Before a run
+
+    def check(self, run: PlannedRun) -> None:
+        """Refuse what can't work, before any process group, file or parameter is touched.
+
+        Raises:
+            ConfigurationError: with the value, the rule and the fix.
+        """
+        ...
+
+    def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
+        """The dtypes of a run, from those that the precision stands for.
+
+        Args:
+            base: what the precision stands for.
+            loss_scale_given: whether the user gave ``ShardPrecision`` a loss scale.
+        """
+        ...
+
+    def units(self, module: nn.Module) -> list[Unit]:
+        """The shard units of a module with full parameters; they are also what is checkpointed and compiled."""
+        ...
+
+    def ignored_modules(self) -> Sequence[str]:
+        """Class names of modules that are not sharded."""
+        ...
+
+    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
+        """The engine as plain numbers, for the plan and the memory account.
+
+        Args:
+            module: with full parameters, real or without data.
+            run: what is assumed of it.
+
+        Raises:
+            ConfigurationError: settings that do not fit the number of processes, or each other.
+        """
+        ...
+
+    def settings(self) -> Mapping[str, Any]:
+        """All settings by name, in plain values: what must be the same on every rank."""
+        ...
+
+    # A run
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        """Shard, replicate or partition ``module`` in place; returns what the Trainer holds as its model.
+
+        Raises:
+            ConfigurationError: before anything was changed.
+        """
+        ...
+
+    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
+
+        Raises:
+            ConfigurationError: optimizers that the engine can't step.
+        """
+        ...
+
+    def upcast(self) -> Mapping[str, torch.dtype]:
+        """FQN to loaded dtype of the trainable parameters whose masters have another."""
+        ...
+
+    @property
+    def tensors(self) -> EngineTensors:
+        """The live tensors of the run, from `prepare` on."""
+        ...
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``step(*args, **kwargs)`` of a training step, with the module's parameters as its modules need them."""
+        ...
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `forward`, of a step after which no backward follows."""
+        ...
+
+    def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        """Run backward from ``loss``, which is scaled already.
+
+        Args:
+            loss: a scalar.
+            call: the LightningModule's ``backward``.
+            overridden: whether that is the user's own.
+            **kwargs: of the call, such as ``retain_graph``.
+        """
+        ...
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Say whether the backward passes to come end an accumulation."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """At the accumulation boundary: reduce what backward did not."""
+        ...
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        """`EngineTensors.gradients`, and the mesh over whose ranks plain ones are disjoint shards; None: they are full.
+
+        No communication.
+        """
+        ...
+
+    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
+        ...
+
+    steps_itself: bool
+    """Whether `step` must be called in place of the optimizer's own, for skipped steps too."""
+
+    def free_gradients(self) -> None:
+        """Drop the last step's gradients, where they would lie beside the activations of the next forward."""
+        ...
+
+    def follow_freezing(self) -> nn.Module:
+        """Follow what was frozen and thawed since the last step; returns the Trainer's model from now on.
+
+        Raises:
+            ConfigurationError: the engine can't follow.
+        """
+        ...
+
+    def before_reading(self) -> None:
+        """Put what is stepped in the place of what forward gathered; no communication."""
+        ...
+
+    def publish(self) -> None:
+        """Let the next forward see what was written into `tensors`."""
+        ...
+
+    def resumed(self) -> None:
+        """Optimizer state was loaded: follow it with what is in no tensor."""
+        ...
+
+    def notes(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of the engine for people to read, in plain values."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Give the module back.
+
+        Args:
+            failed: other ranks may be anywhere, so that nothing may communicate.
+        """
+        ...

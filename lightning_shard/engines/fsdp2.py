@@ -1,0 +1,378 @@
+"""FSDP2 over a module tree, and the engine around it that `fully_shard` and `replicate` share.
+
+The order in `shard` matters: activation checkpointing wraps a unit's forward, compilation takes the checkpointed
+forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered once for a recomputing backward and
+no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from lightning_shard.engines import forward
+from lightning_shard.engines._fsdp2 import dtypes_of
+from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.materialize import Created, find_initializers, materialize
+from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
+from lightning_shard.engines.refusals import refuse_sharded_by_zero
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
+from lightning_shard.engines.transforms import ForwardOptions, find_transforms
+from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
+from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
+from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
+from lightning_shard.precision.policy import PrecisionPolicy
+
+FORWARD_METHODS = ("encode", "generate")
+"""Methods that run a model without ``forward``, by the names that are common."""
+
+_STATE = "_shard_state"
+"""Where a module keeps its `ShardedModule`, so that another Trainer can go on with it."""
+
+ApplyUnit = Callable[..., None]
+"""``(modules, *, reshard, ignored)``: makes FSDP modules of ``modules``, as one unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What a user sets about the shard units."""
+
+    units: UnitSpec = "auto"
+    reshard_after_forward: bool | int = True
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    ignored_modules: tuple[str, ...] = ()
+    reduce_unused: bool = False
+    """Reduce zeros for parameters without a gradient, for ranks that use different ones (torch 2.13)."""
+
+
+@dataclass(kw_only=True)
+class ShardedModule:
+    """A module tree under FSDP2, and what is needed to go on with it in a later run."""
+
+    root: nn.Module
+    made_for: tuple[Any, ...]
+    """Mesh, policy and settings that it was sharded with."""
+
+    units: tuple[Unit, ...]
+    ignored: tuple[nn.Parameter, ...]
+    """Trainable parameters outside of FSDP, full on every rank; their gradients are averaged before a step."""
+
+    upcast: dict[str, torch.dtype]
+    """FQNs of the parameters that were loaded in another dtype than the masters', with that dtype."""
+
+
+class FSDP2Engine(StepsOwnParameters, ABC):
+    """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
+
+    name: str
+    strategy: str
+    """Name of the strategy's class, for messages."""
+
+    replicates = False
+    gathers_in_forward = True
+
+    def __init__(
+        self,
+        units: UnitOptions,
+        forward: ForwardOptions,
+        *,
+        at_boundary: bool,
+        methods: Sequence[str] = FORWARD_METHODS,
+    ) -> None:
+        """Nothing is touched before `prepare`.
+
+        Args:
+            units: what the user set about the shard units.
+            forward: what changes the units' forward.
+            at_boundary: reduce accumulated gradients once, and not after each micro-batch.
+            methods: names of methods that run a model besides ``forward``.
+        """
+        super().__init__()
+        self._units = units
+        self._forward_options = forward
+        self._at_boundary = at_boundary
+        self._methods = tuple(methods)
+
+    @abstractmethod
+    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+        """How the modules of one unit become FSDP modules."""
+
+    # Before a run
+
+    @abstractmethod
+    def check(self, run: PlannedRun) -> None: ...
+
+    def units(self, module: nn.Module) -> list[Unit]:
+        return find_units(module, self._units.units, with_children=False)
+
+    def ignored_modules(self) -> Sequence[str]:
+        return self._units.ignored_modules
+
+    @abstractmethod
+    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts: ...
+
+    @abstractmethod
+    def settings(self) -> Mapping[str, Any]: ...
+
+    # A run
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        self._run = run
+        earlier: ShardedModule | None = module.__dict__.get(_STATE)
+        refuse_sharded_by_zero(module, self.strategy)
+        # What is not in the sharded module itself may differ.
+        own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
+        made_for = (run.mesh, run.policy, own)
+        # It stays sharded, so that it can be evaluated or fitted again.
+        self._closing.callback(forward.reshard, module)
+        if earlier is not None:
+            _check_adoption(earlier, made_for)
+            self._sharded = earlier
+            forward.reshard(earlier.root)
+            return module
+        mp_policy = MixedPrecisionPolicy(
+            # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
+            param_dtype=run.policy.compute,
+            reduce_dtype=run.policy.reduce,
+            # Inputs are cast by `install_casts`, which knows a batch's targets from a module's inputs.
+            cast_forward_inputs=False,
+        )
+        self._sharded = shard(
+            module,
+            run,
+            units=self._units,
+            forward_options=self._forward_options,
+            apply=self._applier(run, mp_policy),
+            made_for=made_for,
+        )
+        module.__dict__[_STATE] = self._sharded
+        self._upcast = self._sharded.upcast
+        forward.install_runner(module)
+        forward.patch_methods(module, self._methods)
+        return module
+
+    @property
+    def tensors(self) -> ModuleTensors:
+        return ModuleTensors(self._sharded.root, self._optimizers, device=self._run.device)
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward.run(self._sharded.root, step, *args, **kwargs)
+
+    evaluate = forward
+
+    def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        if not self._run.automatic:
+            # It starts inside the step, before FSDP saw the step's output.
+            forward.hook_loss(self._sharded.root, loss)
+        call(loss)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        root = self._sharded.root
+        if self._at_boundary and isinstance(root, FSDPModule):
+            root.set_requires_gradient_sync(enabled)
+
+    def finish_gradients(self) -> None:
+        with self._run.watch():
+            average_gradients(self._sharded.ignored, reduce_dtype=self._run.policy.reduce)
+
+    def free_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def follow_freezing(self) -> nn.Module:
+        # FSDP reads `requires_grad` whenever it gathers.
+        return self._sharded.root
+
+    def before_reading(self) -> None:
+        forward.reshard(self._sharded.root)
+
+
+def _check_adoption(earlier: ShardedModule, made_for: tuple[Any, ...]) -> None:
+    """Refuse to go on with a module that an earlier run sharded in another way."""
+    if earlier.made_for != made_for:
+        raise ConfigurationError(
+            "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
+            "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
+            "with ckpt_path."
+        )
+
+
+def shard(
+    root: nn.Module,
+    run: Run,
+    *,
+    units: UnitOptions,
+    forward_options: ForwardOptions,
+    apply: ApplyUnit,
+    made_for: tuple[Any, ...] = (),
+) -> ShardedModule:
+    """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
+
+    A rank holds its shards and at most one full unit at any time, for a model on the meta device from the start,
+    for one on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different
+    ones. A tree in which the user already applied ``fully_shard`` keeps its units.
+
+    In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over a
+    part of the model, and the rest need not be gathered and reduced with it.
+
+    Args:
+        root: the LightningModule.
+        run: trainable parameters end in its ``policy.master``.
+        units: what the user set about the shard units.
+        forward_options: what changes the units' forward.
+        apply: makes a unit of modules.
+        made_for: kept in the result.
+
+    Raises:
+        WrappingError, MaterializationError, PrecisionError: before anything was changed.
+    """
+    policy = run.policy
+    found = _users_units(root, policy)
+    if found is None:
+        found = find_units(root, units.units, with_children=not run.automatic)
+    ignored_modules, ignored = ignored_parameters(root, units.ignored_modules)
+    transforms = find_transforms(root, found, forward_options)
+    initializers = find_initializers(root)
+
+    # First, so that what checkpointing runs again in backward has the casts in it.
+    if policy.compute != torch.float32:
+        install_casts(root, policy.compute, whole=ignored_modules, output=policy.output)
+    else:
+        for module in ignored_modules:
+            compute_in(module, torch.float32)
+    transforms.apply()
+
+    prepare = _preparation(root, device=run.device, seed=run.seed, initializers=initializers)
+    children = set(root.children())
+    for unit in found:
+        prepare(unit.modules)
+        if isinstance(unit.modules[0], FSDPModule):
+            continue
+        outermost = not run.automatic and children.issuperset(unit.modules)
+        apply(unit.modules, reshard=False if outermost else units.reshard_after_forward, ignored=ignored())
+    prepare((root,))
+    if not isinstance(root, FSDPModule):
+        # None: torch keeps the root gathered between forward and backward, whatever the units do.
+        apply((root,), reshard=None, ignored=ignored())
+    # Read after it, because it replaces parameters.
+    upcast = cast_trainable_parameters(root, policy.master)
+    forward.gather_on_read(root)
+    if units.reduce_unused:
+        _reduce_unused(root)
+    _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], units)
+    return ShardedModule(
+        root=root,
+        made_for=made_for,
+        units=tuple(found),
+        ignored=tuple(p for p in ignored() if p.requires_grad),
+        upcast=upcast,
+    )
+
+
+def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
+    """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none at all.
+
+    Raises:
+        PrecisionError: their dtypes are not the policy's.
+    """
+    sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
+    if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:
+        raise PrecisionError(
+            f"configure_model applied fully_shard to {', '.join(f or '(root)' for f in wrong)} with other dtypes than "
+            f"the run's ({policy.text()}). Pass it mp_policy=MixedPrecisionPolicy(param_dtype={policy.compute}, "
+            f"reduce_dtype={policy.reduce}, cast_forward_inputs=False), or leave the sharding to the strategy."
+        )
+    units = [Unit(names=(fqn,), modules=(m,)) for fqn, m in reversed(sharded) if m is not root]
+    return units if sharded else None
+
+
+def _preparation(
+    root: nn.Module, *, device: torch.device, seed: int, initializers: Mapping[nn.Module, Callable[[], object]]
+) -> Callable[[tuple[nn.Module, ...]], None]:
+    """A function that gives the modules below some tops, but for those done before, their device and values, whole."""
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    created: Created = {}
+    done: set[nn.Module] = set()
+
+    def prepare(tops: tuple[nn.Module, ...]) -> None:
+        inside = {m for top in tops for m in top.modules()} - done
+        done.update(inside)
+        modules = [m for m in fqns if m in inside]
+        materialize(modules, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+        for module in modules:
+            _move_own_tensors(module, device)
+            if module not in initializers:
+                broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+
+    return prepare
+
+
+def ignored_parameters(
+    root: nn.Module, class_names: Iterable[str]
+) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
+    """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
+
+    Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
+    which can't be cut; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
+    is a function because materialisation replaces parameter objects.
+
+    Raises:
+        WrappingError: a class name that matches nothing.
+    """
+    names = set(class_names)
+    present = {class_name(m) for m in root.modules()}
+    if missing := sorted(names - present):
+        raise WrappingError(
+            f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
+            f"Classes that are there: {', '.join(sorted(present))}."
+        )
+    named = [m for m in root.modules() if class_name(m) in names]
+    tops = [*named, *(m for m in root.modules() if isinstance(m, Metric))]
+
+    def read() -> dict[nn.Parameter, None]:
+        whole = {p for top in tops for p in top.parameters()}
+        return dict.fromkeys(p for p in root.parameters() if p in whole or p.ndim == 0)
+
+    return named, read
+
+
+@torch.no_grad()
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    if isinstance(module, Metric):
+        # Its states are neither parameters nor buffers.
+        module.to(device)
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            # Contiguous, as fully_shard wants it: weights in channels_last are not.
+            tensor.data = tensor.data.to(device).contiguous()
+
+
+def _reduce_unused(root: nn.Module) -> None:
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is None:
+        raise WrappingError(
+            f"find_unused_parameters: true needs torch 2.13 or newer here, and this is torch {torch.__version__}. "
+            "Remove it if all ranks use the same parameters in every step."
+        )
+    switch(True)
+
+
+def _set_prefetch(modules: list[FSDPModule], options: UnitOptions) -> None:
+    """Gather the next ``n`` units early, by registration order (forward) and against it (backward)."""
+    for index, module in enumerate(modules):
+        if options.forward_prefetch:
+            ahead = modules[index + 1 : index + 1 + options.forward_prefetch]
+            module.set_modules_to_forward_prefetch(ahead)
+        if options.backward_prefetch:
+            before = modules[max(0, index - options.backward_prefetch) : index]
+            module.set_modules_to_backward_prefetch(before[::-1])

@@ -1,0 +1,100 @@
+"""FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines.facts import FSDPFacts
+from lightning_shard.engines.fsdp2 import FORWARD_METHODS, ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.errors import MeshError
+from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh
+
+
+class FullyShard(FSDP2Engine):
+    """Parameters, gradients and optimizer state are sharded over the mesh's axis ``shard``."""
+
+    name = "fsdp"
+    strategy = "ShardFSDPStrategy"
+
+    def __init__(
+        self,
+        units: UnitOptions,
+        forward: ForwardOptions,
+        *,
+        mesh: MeshConfig,
+        cpu_offload: bool,
+        at_boundary: bool,
+        methods: Sequence[str] = FORWARD_METHODS,
+    ) -> None:
+        """As the parent's.
+
+        Args:
+            units: what the user set about the shard units.
+            forward: what changes the units' forward.
+            mesh: sizes of the axes.
+            cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
+            at_boundary: reduce accumulated gradients once.
+            methods: names of methods that run a model besides ``forward``.
+        """
+        super().__init__(units, forward, at_boundary=at_boundary, methods=methods)
+        self._mesh = mesh
+        self._cpu_offload = cpu_offload
+
+    def check(self, run: PlannedRun) -> None:
+        size = self._shape(run)[1]
+        ranks = self._units.reshard_after_forward
+        if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
+            divisors = [str(d) for d in range(2, size) if size % d == 0]
+            raise MeshError(
+                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
+                f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
+            )
+
+    def _shape(self, run: PlannedRun) -> tuple[int, int]:
+        return resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
+
+    def facts(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
+        replicate, shard = self._shape(run)
+        return FSDPFacts(
+            replicate=replicate,
+            shard=shard,
+            reshard_after_forward=self._units.reshard_after_forward,
+            cpu_offload=self._cpu_offload,
+            backward_prefetch=self._units.backward_prefetch,
+            reduce_at_boundary=self._at_boundary,
+        )
+
+    def settings(self) -> Mapping[str, Any]:
+        return plain_settings(
+            self._units,
+            self._forward_options,
+            mesh=self._mesh,
+            cpu_offload=self._cpu_offload,
+            at_boundary=self._at_boundary,
+            forward_methods=self._methods,
+        )
+
+    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+        mesh = run.mesh
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self._cpu_offload else OffloadPolicy()
+        # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
+        over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
+
+        def apply(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
+            fully_shard(
+                modules[0] if len(modules) == 1 else list(modules),
+                mesh=over,
+                reshard_after_forward=reshard,
+                mp_policy=mp_policy,
+                offload_policy=offload,
+                ignored_params=set(ignored) or None,
+            )
+
+        return apply

@@ -1,0 +1,126 @@
+"""What engines share whose optimizers step the module's own parameters: full ones, or FSDP2's shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_shard.engines._fsdp2 import unreduced_gradients
+from lightning_shard.engines.engine import Engaged
+from lightning_shard.engines.resident import Resident, module_tensors, unsharded
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.tensors.clipping import gradients_of
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+
+
+class StepsOwnParameters:
+    """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
+
+    steps_itself = False
+
+    def __init__(self) -> None:
+        """Nothing is touched before ``prepare``."""
+        self._optimizers: Sequence[Optimizer] = ()
+        self._upcast: Mapping[str, torch.dtype] = {}
+        self._closing = ExitStack()
+
+    @property
+    def tensors(self) -> ModuleTensors:
+        raise NotImplementedError
+
+    def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
+        return base
+
+    def ignored_modules(self) -> Sequence[str]:
+        return ()
+
+    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        self._optimizers = optimizers
+        return Engaged(optimizers=list(optimizers))
+
+    def upcast(self) -> Mapping[str, torch.dtype]:
+        return self._upcast
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        return self.tensors.gradients(optimizer), None
+
+    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        if not skip:
+            optimizer.step(**kwargs)
+
+    def publish(self) -> None:
+        """Nothing to do: forward reads what is stepped."""
+
+    def resumed(self) -> None:
+        """Nothing to do: all state is in tensors."""
+
+    def notes(self) -> Mapping[str, Any]:
+        return {}
+
+    def close(self, *, failed: bool) -> None:
+        # What was prepared so far, in reverse order.
+        self._closing.close()
+
+
+class ModuleTensors:
+    """See `lightning_shard.engines.engine.EngineTensors`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        device: torch.device,
+        wrapper: nn.Module | None = None,
+        masters: Mapping[str, LiveTensor] | None = None,
+    ) -> None:
+        """Look at the tensors of ``module``.
+
+        Args:
+            module: the LightningModule.
+            optimizers: of a fit, over the module's parameters.
+            device: where this rank computes.
+            wrapper: torch's DDP around ``module``, if there is one.
+            masters: FQN to what stands for the module's own tensor.
+        """
+        self._module = module
+        self._optimizers = optimizers
+        self._device = device
+        self._wrapper = wrapper
+        self._masters = masters or {}
+
+    def masters(self) -> Mapping[str, LiveTensor]:
+        return self._masters
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        return self._optimizers
+
+    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        return None
+
+    def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        return parameter.grad
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        return gradients_of(p for group in optimizer.param_groups for p in group["params"])
+
+    def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
+        yield from ((n, p.grad) for n, p in self._module.named_parameters() if p.grad is not None)
+        names = {module: fqn for fqn, module in self._module.named_modules()}
+        for unit in names:
+            if isinstance(unit, FSDPModule):
+                for owner, name, gradient in unreduced_gradients(unit):
+                    yield f"{names[owner]}.{name}".lstrip("."), gradient
+
+    def resident(self) -> Iterable[Resident]:
+        return module_tensors(self._module, self._optimizers, device=self._device, wrapper=self._wrapper)
+
+    def unsharded(self) -> Iterable[Resident]:
+        return unsharded(self._module)

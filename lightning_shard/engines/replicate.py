@@ -1,0 +1,91 @@
+"""FSDP2's machinery over a mesh that replicates: DDP in every precision.
+
+It casts, reduces and accumulates as ``fully_shard`` does, which torch's DistributedDataParallel can't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.engines._fsdp2 import replicate
+from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines.facts import ReplicateFacts
+from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.torch_ddp import DDPOptions
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import REPLICATE, SHARD
+
+
+class Replicate(FSDP2Engine):
+    """A full replica on every rank; gradients are reduced unit by unit."""
+
+    name = "ddp"
+    strategy = "ShardDDPStrategy"
+
+    def __init__(
+        self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool, plain_state_dict: bool = False
+    ) -> None:
+        """As the parent's.
+
+        Args:
+            options: what the user set about DDP; most of it can't be had here.
+            forward: what changes the units' forward.
+            at_boundary: reduce accumulated gradients once.
+            plain_state_dict: give plain tensors in the module's ``state_dict``, for a process that has a plain module.
+        """
+        units = UnitOptions(reduce_unused=options.find_unused_parameters)
+        super().__init__(units, forward, at_boundary=at_boundary)
+        self._options = options
+        self._plain_state_dict = plain_state_dict
+
+    def check(self, run: PlannedRun) -> None:
+        lacking = {name: value for name, value in self._options.changed().items() if name != "find_unused_parameters"}
+        if lacking:
+            shown = ", ".join(f"{name}: {getattr(value, '__name__', value)}" for name, value in lacking.items())
+            fp32 = run.policy.compute == torch.float32
+            reason = "frozen 16-bit parameters" if fp32 else f"precision {run.precision!r}"
+            raise ConfigurationError(
+                f"{shown} can't be honoured with {reason}, which runs on torch's FSDP2-based replicate instead of "
+                "DistributedDataParallel. Remove it, or use precision '32-true'."
+            )
+
+    def facts(self, module: nn.Module, run: PlannedRun) -> ReplicateFacts:
+        return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._at_boundary)
+
+    def settings(self) -> Mapping[str, Any]:
+        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        # Frozen 16-bit parameters are seen here only.
+        self.check(run.planned)
+        prepared = super().prepare(module, run)
+        if self._plain_state_dict:
+            module.register_state_dict_post_hook(_plain_values)
+        return prepared
+
+    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+        assert run.mesh[SHARD].size() == 1
+
+        def apply(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
+            replicate(modules, mesh=run.mesh[REPLICATE], mp_policy=mp_policy, ignored_params=set(ignored))
+
+        return apply
+
+
+def needs_replicate(root: nn.Module) -> bool:
+    """Whether a parameter that keeps its dtype must be seen in fp32, which torch's DDP does not do."""
+    return any(p.is_floating_point() and not p.requires_grad and p.dtype != torch.float32 for p in root.parameters())
+
+
+def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            state_dict[name] = value.to_local()

@@ -1,0 +1,252 @@
+"""torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lightning_shard.engines import _ddp
+from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines.facts import TorchDDPFacts
+from lightning_shard.engines.materialize import Created, find_initializers, materialize
+from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
+from lightning_shard.engines.refusals import refuse_sharded_by_fsdp, refuse_sharded_by_zero
+from lightning_shard.engines.replicated import broadcast_from_rank_0
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.step_root import StepRoot
+from lightning_shard.engines.transforms import ForwardOptions, find_transforms
+from lightning_shard.engines.units import Unit, find_units
+from lightning_shard.precision.casting import cast_trainable_parameters
+
+# torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
+_FORWARD_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions:
+    """What a user sets about torch's DDP; see ``ShardDDPStrategy``."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    comm_hook: CommHook | None = None
+    comm_state: Any = None
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+class TorchDDP(StepsOwnParameters):
+    """A full replica on every rank; DDP reduces gradients by buckets in backward."""
+
+    name = "ddp"
+    replicates = True
+    gathers_in_forward = False
+
+    def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
+        """Nothing is touched before `prepare`.
+
+        Args:
+            options: what the user set.
+            forward: what changes the units' forward.
+            at_boundary: reduce accumulated gradients once, and not each micro-batch's alone.
+        """
+        super().__init__()
+        self._options = options
+        self._forward_options = forward
+        self._at_boundary = at_boundary
+        self._wrapped: DistributedDataParallel | None = None
+        self._sums: SetAsideGradients | None = None
+        self._delayed_static_graph = False
+
+    # Before a run
+
+    def check(self, run: PlannedRun) -> None:
+        """Everything works on every number of processes."""
+
+    def units(self, module: nn.Module) -> list[Unit]:
+        return find_units(module, "auto", with_children=False)
+
+    def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
+        return TorchDDPFacts(
+            ranks=run.ranks,
+            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            reduce_at_boundary=self._at_boundary,
+        )
+
+    def settings(self) -> Mapping[str, Any]:
+        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
+
+    # A run
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        refuse_sharded_by_fsdp(module, "ShardDDPStrategy")
+        refuse_sharded_by_zero(module, "ShardDDPStrategy")
+        self._module, self._run = module, run
+        transforms = find_transforms(module, self.units(module), self._forward_options)
+        # Where Lightning's DDP leaves it.
+        self._closing.callback(module.cpu)
+        prepare_replica(module, device=run.device, seed=run.seed)
+        for undo in transforms.apply():
+            self._closing.callback(undo)
+        self._upcast = cast_trainable_parameters(module, run.policy.master)
+        if run.fitting:
+            self._wrap()
+        return module if self._wrapped is None else self._wrapped
+
+    def _wrap(self) -> None:
+        self._delayed_static_graph = False
+        self._wrapped = None
+        if any(p.requires_grad for p in self._module.parameters()):
+            self._sums = None if self._at_boundary else SetAsideGradients(self._module)
+            self._wrapped = wrap(self._module, self._options, device=self._run.device)
+
+    @property
+    def tensors(self) -> ModuleTensors:
+        return ModuleTensors(self._module, self._optimizers, device=self._run.device, wrapper=self._wrapped)
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wrapped = self._wrapped
+        if wrapped is None:
+            return step(*args, **kwargs)
+        if self._run.automatic:
+            (output,) = wrapped(step, *args, **kwargs)
+            return output
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            # Backward ran inside, and DDP is not to prepare for one.
+            wrapped.require_backward_grad_sync = False
+            return output
+
+        try:
+            (output,) = wrapped(run, *args, **kwargs)
+        finally:
+            wrapped.require_backward_grad_sync = True
+        return output
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Evaluation needs none of DDP's collectives, and ranks may have different numbers of batches there.
+        return step(*args, **kwargs)
+
+    def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        if self._wrapped is None:
+            call(loss)
+            return
+        if self._sums is not None:
+            self._sums.put_aside()
+        if not self._run.automatic:
+            _ddp.prepare_for_backward(self._wrapped, loss)
+        call(loss)
+        if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
+            # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
+            # this backward in manual optimization.
+            _ddp.delay_all_reduce(self._wrapped)
+            self._delayed_static_graph = True
+        if self._sums is not None:
+            self._sums.add_back()
+
+    def sync_gradients(self, enabled: bool) -> None:
+        if self._at_boundary and self._wrapped is not None:
+            self._wrapped.require_backward_grad_sync = enabled
+
+    def finish_gradients(self) -> None:
+        """DDP's backward has reduced all."""
+
+    def free_gradients(self) -> None:
+        """They lie in DDP's buckets, which stay."""
+
+    def follow_freezing(self) -> nn.Module:
+        # DDP reduces what was trainable when it was built.
+        if self._wrapped is not None:
+            _ddp.remove_hooks(self._wrapped)
+        self._wrap()
+        return self._module if self._wrapped is None else self._wrapped
+
+    def before_reading(self) -> None:
+        """Parameters are where they are stepped."""
+
+
+def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None:
+    """Give every tensor of ``root`` its value and move it to ``device``; rank 0's values win. All ranks call it."""
+    initializers = find_initializers(root)
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    created: Created = {}
+    materialize(fqns, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+    root.to(device)
+    fresh = {id(made()) for _, made in created.values()}
+    broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
+
+
+def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> DistributedDataParallel:
+    """Torch's DDP around any step of ``root``, which `prepare_replica` prepared. All ranks call it."""
+    step_root = StepRoot(root)
+    metrics = {p for m in root.modules() if isinstance(m, Metric) for p in m.parameters()}
+    _ddp.ignore_parameters(step_root, [n for n, p in step_root.named_parameters() if p in metrics])
+    wrapped = DistributedDataParallel(
+        step_root,
+        device_ids=None if device.type == "cpu" else [device.index],
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **{_FORWARD_BUFFERS: options.broadcast_buffers},  # type: ignore[arg-type]
+        bucket_cap_mb=options.bucket_cap_mb,
+        # `prepare_replica` made the ranks equal.
+        init_sync=False,
+    )
+    if options.comm_hook is not None:
+        hook = options.comm_hook
+        if isinstance(hook, str):
+            hook = getattr(default_hooks, f"{hook}_hook")
+        assert callable(hook)
+        wrapped.register_comm_hook(options.comm_state, hook)
+    return wrapped
+
+
+class SetAsideGradients:
+    """Lets DDP reduce each micro-batch's gradients alone.
+
+    DDP all-reduces ``parameter.grad`` as it is, earlier micro-batches' sums included, which rounds differently from
+    adding up reduced gradients as engines do that keep sharded ones.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Remember whose gradients are meant."""
+        self._module = module
+        self._sums: list[tuple[nn.Parameter, Tensor]] = []
+
+    def put_aside(self) -> None:
+        """Before a backward pass: take the sums of the micro-batches so far out of DDP's sight."""
+        self._sums = []
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                # With gradient_as_bucket_view the gradient lies in DDP's own memory, which the pass overwrites.
+                self._sums.append((parameter, parameter.grad.detach().clone()))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def add_back(self) -> None:
+        """After the backward pass: add the sums to the reduced gradients of this micro-batch."""
+        for parameter, total in self._sums:
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.add_(total)
+        self._sums = []

@@ -1,0 +1,298 @@
+"""DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
+from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
+from lightning_shard.engines.own_parameters import ModuleTensors
+from lightning_shard.engines.refusals import refuse_sharded_by_fsdp, refuse_sharded_by_zero
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.torch_ddp import prepare_replica
+from lightning_shard.engines.transforms import ForwardOptions, find_transforms
+from lightning_shard.engines.units import Unit, find_units
+from lightning_shard.engines.zero import cpu_adam, offload, partition, process, refusals, running
+from lightning_shard.engines.zero.config import (
+    DeepSpeedFields,
+    check_policy,
+    deepspeed_config,
+    effective,
+    loss_scaling_from,
+)
+from lightning_shard.engines.zero.run_facts import asks_for_steps, planned_facts, run_facts
+from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.tensors import FlatTensors
+from lightning_shard.engines.zero.values import Values
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig, resolve_mesh
+from lightning_shard.precision.casting import install_casts
+from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
+from lightning_shard.ranks import Ranks
+from lightning_shard.tensors import masters
+
+
+class Zero:
+    """See `lightning_shard.engines.engine.Engine`.
+
+    A fit begins with a plain module, whose parameters `engage` hands to DeepSpeed together with the optimizer. An
+    evaluation needs DeepSpeed in stage 3 alone, and runs on the plain module in the others.
+    """
+
+    name = "deepspeed"
+    strategy = "ShardDeepSpeedStrategy"
+    replicates = False
+    steps_itself = True
+
+    def __init__(
+        self,
+        fields: DeepSpeedFields,
+        forward: ForwardOptions,
+        *,
+        mesh: MeshConfig,
+        connection: process.Connection | None = None,
+    ) -> None:
+        """Nothing is touched before `prepare`.
+
+        Args:
+            fields: what the user set, with the content of ``config``.
+            forward: what changes the units' forward.
+            mesh: sizes of the axes, of which ``replicate`` must be 1.
+            connection: of DeepSpeed to the process group, once there is one.
+        """
+        self._fields = fields
+        self._forward_options = forward
+        self._mesh = mesh
+        self._connection = connection
+        self._effective = effective(fields)
+        self._stage = self._effective.stage
+        self.gathers_in_forward = self._stage == 3
+        self._running: Running | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._upcast: Mapping[str, torch.dtype] = {}
+        self._config: dict[str, Any] = {}
+        self._parameters: list[Tensor] = []
+        self._in_step = False
+        self._failed = False
+        self._closing = ExitStack()
+
+    # Before a run
+
+    def check(self, run: PlannedRun) -> None:
+        replicas, _ = resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
+        refusals.refuse_replicas(replicas)
+        check_policy(self._fields, run.policy, run.aligned)
+        refusals.refuse_16_bits(self._stage, run.policy.compute, run.precision)
+
+    def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
+        communicated = self._effective.communication_data_type
+        policy = base if communicated is None else replace(base, reduce=DTYPES[communicated])
+        loss_scale = loss_scaling_from(self._fields.config)
+        if policy.loss_scale is None or loss_scale is None or loss_scale_given:
+            return policy
+        return replace(policy, loss_scale=loss_scale)
+
+    def units(self, module: nn.Module) -> list[Unit]:
+        return find_units(module, "auto", with_children=False)
+
+    def ignored_modules(self) -> Sequence[str]:
+        return ()
+
+    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
+        # Of a run that goes on, what DeepSpeed was given.
+        config = self._config or deepspeed_config(self._fields, planned_facts(module, run))
+        device_type = "cuda" if self._config else run.device_type
+        return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=device_type)
+
+    def settings(self) -> Mapping[str, Any]:
+        return plain_settings(self._fields, self._forward_options, mesh=self._mesh)
+
+    # The beginning of a run
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        self._module, self._run = module, run
+        refuse_sharded_by_fsdp(module, self.strategy)
+        if self._stage < 3:
+            refuse_sharded_by_zero(module, f"{self.strategy}(stage={self._stage})")
+            prepare_replica(module, device=run.device, seed=run.seed)
+        self._closing.callback(self._to_host)
+        if run.fitting:
+            offload.warn_of_lock()
+        for undo in self._transform(module):
+            self._closing.callback(undo)
+        self._values = Values(module)
+        self._closing.callback(self._values.unround)
+        if not run.fitting:
+            if self._stage == 3:
+                self._start_evaluation()
+            elif run.policy.compute != torch.float32:
+                self._values.round(run.policy.compute)
+            self._register_masters()
+        return module
+
+    def _transform(self, module: nn.Module) -> list[Callable[[], None]]:
+        transforms = find_transforms(module, self.units(module), self._forward_options)
+        policy = self._run.policy
+        # First, so that what checkpointing runs again in backward has the casts in it.
+        casts = [install_casts(module, policy.compute, output=policy.output)] if policy.compute != torch.float32 else []
+        return casts + transforms.apply()
+
+    def _start_evaluation(self) -> None:
+        config = deepspeed_config(self._fields, run_facts(self._module, self._run, []))
+        # Evaluation steps nothing.
+        self._configure({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}, None)
+        self._partition()
+        self._start(None)
+
+    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        optimizer = refusals.only_optimizer(optimizers, self._fields)
+        self._optimizers = optimizers
+        facts = run_facts(self._module, self._run, optimizers, count_steps=asks_for_steps(self._fields))
+        self._configure(deepspeed_config(self._fields, facts), optimizer)
+        trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
+        master, kept = self._run.policy.master, self._values.kept
+        self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in kept}
+        if self._stage == 3:
+            self._partition()
+        else:
+            self._values.keep(self._run.policy.compute)
+        running = self._start(optimizer)
+        assert running.optimizer is not None
+        self._parameters = list(self._module.parameters())
+        self._optimizers = [running.optimizer]
+        self._register_masters()
+        return Engaged(optimizers=[running.optimizer], scheduler=running.scheduler)
+
+    def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
+        run = self._run
+        self._config, folders = offload.prepare(config, optimizer, policy=run.policy, device=run.device)
+        self._closing.callback(offload.clean_up, folders)
+
+    def _partition(self) -> None:
+        """Shard the parameters, one submodule at a time."""
+        if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
+            # A zero.Init of the user's in configure_model has replaced them.
+            self._connection.restore_functions()
+        kept, made = partition.partition(
+            self._module,
+            device=self._run.device,
+            compute=self._run.policy.compute,
+            seed=self._run.seed,
+            config=self._config,
+        )
+        self._values.keep_sharded(kept)
+        partition.replace_parameters(self._optimizers, made)
+
+    def _start(self, optimizer: Optimizer | None) -> Running:
+        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
+        self._running = running.start(self._module, optimizer=optimizer, config=self._config, names=names)
+        self._closing.callback(self._stop)
+        self._values.share(self._running, ranks=Ranks.of())
+        return self._running
+
+    def _register_masters(self) -> None:
+        """Let who fills the module's parameters find their masters."""
+        masters.register(self._module, masters.Masters(tensors=lambda: self.tensors.masters(), publish=self.publish))
+        self._closing.callback(masters.forget, self._module)
+
+    def upcast(self) -> Mapping[str, torch.dtype]:
+        return self._upcast
+
+    # Steps
+
+    @property
+    def tensors(self) -> EngineTensors:
+        if self._running is not None and self._running.groups:
+            return FlatTensors(self._module, self._running, self._values, self._parameters, device=self._run.device)
+        live = self._values.tensors(self._running)
+        return ModuleTensors(self._module, self._optimizers, device=self._run.device, masters=live)
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._run.automatic:
+            # Which of the step's backward passes is the last is known when the optimizer steps.
+            running.set_boundary(self._started, False)
+        return self._inside(step, *args, **kwargs)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
+
+    def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_step = True
+        try:
+            return running.run(self._started, step, *args, **kwargs)
+        finally:
+            self._in_step = False
+
+    @property
+    def _started(self) -> Running:
+        assert self._running is not None, "DeepSpeed's engine is started by engage"
+        return self._running
+
+    def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        if overridden:
+            call(loss)
+            self._started.pending = True
+        else:
+            running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
+
+    def sync_gradients(self, enabled: bool) -> None:
+        running.set_boundary(self._started, enabled)
+
+    def finish_gradients(self) -> None:
+        if not self._run.automatic:
+            with self._run.watch():
+                running.finish_accumulation(self._started)
+
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
+        return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
+
+    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        running.step(self._started, skip=skip)
+
+    def free_gradients(self) -> None:
+        """DeepSpeed drops them after each step."""
+
+    def follow_freezing(self) -> nn.Module:
+        raise ConfigurationError(
+            "Parameters were frozen or thawed after the fit began, but DeepSpeed steps those that were trainable then. "
+            "Freeze before the fit, or use shard_fsdp."
+        )
+
+    def before_reading(self) -> None:
+        """Masters are where they are stepped."""
+
+    def publish(self) -> None:
+        self._values.show(self._running, device=self._run.device)
+
+    def resumed(self) -> None:
+        if self._running is not None and self._running.optimizer is not None:
+            cpu_adam.replay(self._running.optimizer, self._running.groups)
+
+    def notes(self) -> Mapping[str, Any]:
+        return {"deepspeed_config": self._config}
+
+    def close(self, *, failed: bool) -> None:
+        """Take DeepSpeed off the module.
+
+        Full parameters get their masters' values; sharded ones stay, and another run with stage 3 goes on with them.
+        """
+        self._failed = failed
+        # What was prepared so far, in reverse order.
+        self._closing.close()
+
+    def _stop(self) -> None:
+        # What it stepped stays, so that a checkpoint can be saved after the fit too.
+        self._values.leave(self._started, device=self._run.device, communicate=not self._failed)
+        running.stop(self._started)
+
+    def _to_host(self) -> None:
+        if self._stage < 3 and not self._failed:
+            self._module.cpu()

@@ -1,0 +1,29 @@
+"""The parts of a run, each of which is built and tested without a Trainer; a strategy's hooks call them in order.
+
+A contents page: `Processes` launches and connects, `RunIdentity` names the run and finds its checkpoints, `Checkpoints`
+saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLedger` measures dtypes, `Data` and
+`Predictions` keep ranks in step, `Memory` counts bytes; ``fit.py`` is what they see of a Trainer.
+"""
+
+# The imports are the contents.
+# ruff: noqa: F401
+from __future__ import annotations
+
+from lightning_shard.run.checkpoints import Checkpoints
+from lightning_shard.run.compiling import CompilerWatch
+from lightning_shard.run.data import Data, Predictions, evaluating
+from lightning_shard.run.fit import (
+    TrainerFit,
+    before_sharding,
+    compared_settings,
+    drops_gradients,
+    run_of,
+)
+from lightning_shard.run.freezing import Freezing
+from lightning_shard.run.identity import RunIdentity
+from lightning_shard.run.ledger import FitLedger, NoLedger, RunLedger
+from lightning_shard.run.memory import Memory
+from lightning_shard.run.preemption import Preemption
+from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run
+from lightning_shard.run.takeover import take_over_resuming, take_over_signals
+from lightning_shard.run.watch import RunWatch

@@ -1,0 +1,266 @@
+"""The checkpoints of a run, written and read in the portable directory, whatever the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES, CheckpointInfo, State, training_state
+from lightning_shard.checkpoint.forms import is_stock, open_any
+from lightning_shard.checkpoint.lightning_file import ModuleNames
+from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
+from lightning_shard.checkpoint.stored import write_portable
+from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
+from lightning_shard.errors import CheckpointError
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.ranks import Ranks
+from lightning_shard.run.ledger import RunLedger
+from lightning_shard.tensors.names import fqns
+
+
+class Checkpoints(CheckpointIO):
+    """Saves and loads the tensors of an engine, and beside them what Lightning dumps."""
+
+    def __init__(self) -> None:
+        """Nothing can be saved before `attach`."""
+        self._saver: Saver | None = None
+        self._loading: Path | None = None
+        self._converted: Path | None = None
+        self._training = False
+
+    def attach(
+        self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, *, root: str
+    ) -> None:
+        """Save and load a module that ``engine`` prepared.
+
+        Args:
+            module: the LightningModule.
+            engine: of the run.
+            policy: its dtypes.
+            ledger: what was measured of them.
+            root: folder in which what others wrote is converted.
+        """
+        self._module = module
+        self._engine = engine
+        self._policy = policy
+        self._ledger = ledger
+        self._root = root
+
+    @property
+    def saver(self) -> Saver:
+        """What writes the checkpoints of all runs of a strategy, one after the other."""
+        if self._saver is None:
+            self._saver = Saver()
+        return self._saver
+
+    # Save
+
+    def state_dict(self) -> dict[str, Any]:
+        """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory.
+
+        What ``on_save_checkpoint`` takes out of it is left out of the checkpoint.
+        """
+        names = fqns(self._module)
+        own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
+        return {**own, **self._engine.tensors.masters()}
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Any | None = None,
+        *,
+        run: Mapping[str, Any] | None = None,
+        background: bool = False,
+    ) -> None:
+        """Write the checkpoint directory ``path``, complete or not at all. All ranks call it.
+
+        A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead.
+
+        Args:
+            checkpoint: what Lightning dumped; rank 0's counts, but for each rank's own generators.
+            path: rank 0's counts.
+            storage_options: not supported.
+            run: name, step and time of the run; None: the checkpoint is never taken for that of a run.
+            background: return as soon as the tensors may change; see `look` and `finish`.
+
+        Raises:
+            CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays.
+                Also for a save before that failed in the background.
+        """
+        if storage_options is not None:
+            raise CheckpointError(
+                f"storage_options is {storage_options!r}, but the strategies of lightning_shard write directories "
+                "themselves and have no CheckpointIO to pass it to. Remove it."
+            )
+        target = Ranks.of().broadcast(os.fspath(path))
+        self.synchronize()
+        checkpoint = {**checkpoint, **self._engine.notes()}
+        leave_out = self._left_out(checkpoint.pop("state_dict"))
+        with_optimizers = OPTIMIZER_STATES in checkpoint
+
+        def collect() -> State:
+            tensors = self._engine.tensors
+            return training_state(
+                module=self._module,
+                optimizers=tensors.optimizers() if with_optimizers else [],
+                masters=tensors.masters(),
+                trainer_state=checkpoint,
+                info=CheckpointInfo(
+                    engine=self._engine.name,
+                    policy=self._policy.text(),
+                    ledger=self._ledger.to_json(),
+                    run=dict(run or {}) if with_optimizers else {},
+                ),
+                leave_out=leave_out,
+                equal_buffers=True,
+            )
+
+        # Only while there will be a step, or the end of training, at which the outcome is looked at.
+        self.saver.save(target, collect, background=background and self._training)
+
+    def synchronize(self) -> None:
+        """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
+        self._engine.before_reading()
+        self.synchronize_buffers()
+
+    def synchronize_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
+        broadcast_from_rank_0(persistent_buffers(self._module))
+
+    def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
+        """Names of the module that are not in ``kept`` any more, on every rank what rank 0 says."""
+        names = fqns(self._module).tensors
+        if added := sorted(set(kept) - set(self.state_dict())):
+            raise CheckpointError(
+                f"on_save_checkpoint added {', '.join(added[:5])} to the state_dict, but a checkpoint has the module's "
+                "own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
+            )
+        return set(Ranks.of().broadcast(sorted(set(names) - set(kept))))
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint directory. All ranks may call it; rank 0 acts.
+
+        While another checkpoint is being written, that waits until it is complete; if it fails, nothing is deleted.
+        """
+        if Ranks.of().is_first:
+            self.saver.remove(path)
+
+    def link(self, path: str, name: str) -> None:
+        """Make ``name`` a link to the checkpoint at ``path``, once that is complete. All ranks may call it."""
+        if Ranks.of().is_first:
+            self.saver.link(path, name)
+
+    # In the background
+
+    def start_of_training(self) -> None:
+        """From here on saves may go on in the background."""
+        self._training = True
+
+    def end_of_training(self) -> None:
+        """Have everything saved; see `finish`. All ranks call it."""
+        self._training = False
+        self.finish()
+
+    def look(self) -> None:
+        """See how the save in the background stands, ahead of a step. All ranks call it.
+
+        Raises:
+            CheckpointError: it failed; on every rank and at the same batch.
+        """
+        if self._saver is not None:
+            self._saver.look()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written in the background is complete. All ranks call it.
+
+        Raises:
+            CheckpointError: writing it failed; on every rank.
+        """
+        if self._saver is not None:
+            self._saver.finish()
+
+    def end(self) -> None:
+        """Let the save in the background come to its end, in whatever state the run is: no rank communicates here."""
+        self._training = False
+        if self._saver is not None and (failure := self._saver.close()) is not None:
+            rank_zero_warn(f"A checkpoint could not be saved in the background: {failure}")
+
+    # Load
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read ``trainer.pt``; the tensors follow in `load_tensors`. All ranks call it.
+
+        What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted into a directory
+        below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
+        at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        if Ranks.of().first(f"opening {path}", lambda: is_stock(path)):
+            path = self._convert(path)
+        _, state = open_checkpoint(path)
+        self._loading = Path(path)
+        return state
+
+    def _convert(self, path: str | os.PathLike[str]) -> Path:
+        """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
+        ranks = Ranks.of()
+        root = Path(self._root).absolute()
+        target = Path(ranks.broadcast(str(root / f".converted-{commit.new_token()}.ckpt")))
+        rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
+        optimizers: Literal["named", "none"] = "named" if self._engine.tensors.optimizers() else "none"
+        stored = ranks.agree(f"opening {path}", lambda: open_any(path, self._module_names, optimizers=optimizers))
+        self._converted = target
+        write_portable(target, stored)
+        return target
+
+    def _module_names(self) -> ModuleNames:
+        """The names that a stock file lacks, from the live module and optimizers."""
+        return ModuleNames.of(self._module, self._engine.tensors.optimizers())
+
+    def remove_converted(self) -> None:
+        """Leave no converted checkpoint behind."""
+        converted, self._converted = self._converted, None
+        if converted is not None:
+            self.remove_checkpoint(converted)
+
+    def load_tensors(self, *, optimizers: bool, strict: bool) -> None:
+        """Read the tensors into the live parameters, buffers and optimizer slots. All ranks call it.
+
+        Args:
+            optimizers: whether optimizer state is read too.
+            strict: refuse missing and unexpected tensors.
+
+        Raises:
+            CheckpointError: on every rank, before anything was changed.
+        """
+        assert self._loading is not None
+        self.synchronize()
+        tensors = self._engine.tensors
+        try:
+            load_training_state(
+                self._loading,
+                module=self._module,
+                optimizers=tensors.optimizers() if optimizers else [],
+                masters=tensors.masters(),
+                strict=strict,
+            )
+        finally:
+            self._loading = None
+            self.remove_converted()
+        self._engine.publish()
+        if optimizers:
+            self._engine.resumed()

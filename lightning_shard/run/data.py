@@ -1,0 +1,134 @@
+"""The data of a run: loaders alike on all ranks, evaluation of uneven shares, and where a resumed run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_shard import _lightning
+from lightning_shard.ranks import Ranks
+from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning
+from lightning_shard.run import state
+
+Stage = Literal["training", "validation", "predict"]
+
+RUN_STATE = "lightning_shard"
+"""Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
+
+
+@contextmanager
+def evaluating() -> Generator[None, None, None]:
+    """No gradients, and no inference mode, whatever the loop entered: leaving inference mode turns gradients on."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def checked(loader: Any, stage: Stage) -> Any:
+    """``loader``, once all ranks have the same number of batches; without a length it ends on all ranks together.
+
+    All ranks call it for each loader.
+
+    Raises:
+        DataError: sized loaders of different lengths, on every rank.
+    """
+    length = sized_len(loader)
+    what = f"{stage} dataloader"
+    if length is None:
+        check_lengths(None, what=what)
+        return agreeing(loader, what=what)
+    check = check_some if stage == "predict" else check_lengths
+    check(length, what=what)
+    return loader
+
+
+class Predictions:
+    """Predictions on ranks that have different numbers of batches: no sample is repeated to even them out."""
+
+    def __init__(self, own: int | None = None) -> None:
+        """Find out how many batches the other ranks have. All ranks call it.
+
+        Args:
+            own: batches of this rank; None: forward needs no other rank.
+        """
+        self._left = own or 0
+        self._idle = 0 if own is None else max(Ranks.of().gather(own)) - own
+
+    def step(self, predict: Callable[[], Any]) -> Any:
+        """``predict()``. After the last batch it is repeated, without using the result, as often as other ranks'
+        gathers need it.
+        """
+        output = predict()
+        self._left -= 1
+        if self._left == 0:
+            for _ in range(self._idle):
+                predict()
+        return output
+
+
+class Data:
+    """The loaders of a run and the state that a checkpoint keeps of them."""
+
+    def __init__(self) -> None:
+        """Nothing was resumed yet."""
+        self._resumed: Mapping[str, Any] | None = None
+
+    def process(self, loader: Any, trainer: Trainer, *, coordinates: tuple[int, int]) -> Any:
+        """Make the training loader resumable, and see that all ranks have the same number of batches.
+
+        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in.
+
+        Args:
+            loader: a dataloader of the Trainer.
+            trainer: of the run.
+            coordinates: number of data-parallel ranks, and this one's index.
+
+        Raises:
+            DataError: as `checked`.
+        """
+        if trainer.training:
+            world_size, rank = coordinates
+            loader = _lightning.prepare_loader(trainer, loader, world_size=world_size, rank=rank)
+            if self._resumed is not None and (warning := order_warning(loader)) is not None:
+                rank_zero_warn(warning)
+        stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
+        return checked(loader, stage)
+
+    # Resuming
+
+    def saved(self, trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint keeps of the loops and of the run's state on all ranks. All ranks call it.
+
+        Args:
+            trainer: in a fit.
+            loops: the loops' part of Lightning's checkpoint.
+            rewound: parts of the state to be saved as they were before.
+        """
+        loops, epoch_ends = _lightning.saved_after_batch(trainer, loops)
+        return {"loops": loops, RUN_STATE: state.collect(trainer, loops, rewound, epoch_ends=epoch_ends)}
+
+    def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
+        """Put this rank's part where Lightning takes the loaders' state from."""
+        if RUN_STATE in checkpoint:
+            state.place_loaders(checkpoint, checkpoint[RUN_STATE], rank)
+
+    def resume(self, checkpoint: Mapping[str, Any]) -> None:
+        """Remember what a fit goes on with."""
+        self._resumed = checkpoint.get(RUN_STATE)
+
+    def loops_loaded(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
+        """The loops' state was loaded: let an epoch end whose end comes next."""
+        if self._resumed is not None and self._resumed.get("epoch_ends"):
+            _lightning.end_epoch(replacements, trainer)
+
+    def start_of_training(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
+        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            state.restore(replacements, trainer, resumed)
+        _lightning.recount_batches(trainer)

@@ -1,0 +1,213 @@
+"""What the parts of a run ask of a fit."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import _lightning
+from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
+from lightning_shard.ranks import Ranks
+from lightning_shard.run import state
+
+
+class Fit(Protocol):
+    """A fit, wherever it is."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a further step, or the end of training, is to come."""
+        ...
+
+    def accumulates(self) -> bool:
+        """Whether this batch's gradients are only added up, with no optimizer step after it."""
+        ...
+
+    def validation_follows(self, fetcher: Any) -> bool:
+        """Whether validation is run after the batch that has just ended."""
+        ...
+
+    def nothing_follows(self) -> bool:
+        """Whether the epoch, or the training, ends with the batch that has just ended."""
+        ...
+
+    def go_on_after_batch(self) -> None:
+        """Make what is saved now go on with the next batch."""
+        ...
+
+    def go_on_before_validation(self) -> None:
+        """Make what is saved now go on with the whole validation after the batch that has just ended."""
+        ...
+
+    def changed_by_validation(self) -> dict[str, Any]:
+        """The parts of this rank's state that validation changes, copied."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Save a checkpoint. All ranks call it."""
+        ...
+
+    def save_loggers(self) -> None:
+        """Have the loggers write what they have."""
+        ...
+
+    def leave_processes(self) -> None:
+        """Keep the launcher from killing this process when those that it started end with an exit code."""
+        ...
+
+
+class TrainerFit:
+    """See `Fit`: that of a Trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Look at ``trainer``."""
+        self._trainer = trainer
+
+    @property
+    def step(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    def is_running(self) -> bool:
+        state = self._trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def accumulates(self) -> bool:
+        return _lightning.should_accumulate(self._trainer)
+
+    def validation_follows(self, fetcher: Any) -> bool:
+        return _lightning.validation_follows(self._trainer, fetcher)
+
+    def nothing_follows(self) -> bool:
+        return _lightning.nothing_follows(self._trainer)
+
+    def go_on_after_batch(self) -> None:
+        _lightning.mark_after_batch(self._trainer)
+
+    def go_on_before_validation(self) -> None:
+        _lightning.mark_before_validation(self._trainer)
+
+    def changed_by_validation(self) -> dict[str, Any]:
+        return state.before_validation(self._trainer)
+
+    def save(self, path: Path) -> None:
+        self._trainer.save_checkpoint(path)
+
+    def save_loggers(self) -> None:
+        for logger in self._trainer.loggers:
+            logger.save()
+
+    def leave_processes(self) -> None:
+        _lightning.let_children_end(self._trainer.strategy)  # type: ignore[arg-type]
+
+
+def run_of(
+    trainer: Trainer,
+    planned: PlannedRun,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh,
+    watch: Callable[[], AbstractContextManager[None]],
+) -> Run:
+    """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
+    return Run(
+        planned=planned,
+        device=device,
+        mesh=mesh,
+        seed=int(Ranks.of().broadcast(torch.initial_seed())),
+        fitting=trainer.state.fn == TrainerFn.FITTING,
+        automatic=trainer.lightning_module.automatic_optimization,
+        trainer=trainer_facts(trainer),
+        watch=watch,
+    )
+
+
+def trainer_facts(trainer: Trainer) -> TrainerFacts:
+    """What an engine may ask of a Trainer."""
+    return TrainerFacts(
+        micro_batch_size=_lightning.train_batch_size(trainer),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
+        total_steps=lambda: _total_steps(trainer),
+    )
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if math.isfinite(steps) and steps > 0 else None
+
+
+def checkpoint_folders(trainer: Trainer) -> list[Path]:
+    """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder; local paths alone."""
+    folders: list[Path] = []
+    for callback in trainer.checkpoint_callbacks:
+        directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
+        if not directory or re.match(r"\w+://", str(directory)):
+            continue
+        folder = Path(directory)
+        folders.append(folder)
+        if trainer.loggers and folder.name == "checkpoints":
+            # Without a fixed version a logger makes a new one each time that the run is started.
+            folders += sorted(folder.parent.parent.glob("*/checkpoints"))
+    return folders
+
+
+_COMPARED = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "val_check_interval")
+_PLAIN = (str, int, float, bool, type(None), tuple)
+
+
+def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
+    """Names and values of all that must not differ between ranks.
+
+    Args:
+        strategy: named by its class.
+        settings: all of the strategy's own, in plain values.
+        trainer: with the module, whose hyperparameters are compared too.
+    """
+    found = {"strategy": type(strategy).__name__, "precision": str(trainer.precision)}
+    found |= {f"strategy.{name}": repr(value) for name, value in settings.items()}
+    found |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _COMPARED}
+    found["trainer.default_root_dir"] = os.path.abspath(str(trainer.default_root_dir))
+    module = trainer.lightning_module
+    found["model"] = type(module).__qualname__
+    hparams = dict(getattr(module, "hparams", {}))
+    return found | {f"model.{name}": repr(value) for name, value in hparams.items() if isinstance(value, _PLAIN)}
+
+
+def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) -> None:
+    """Let see the module who wants to while its parameters are full, or on the meta device.
+
+    Args:
+        trainer: its callbacks may have a hook ``before_sharding(trainer, module)``.
+        module: of the Trainer.
+        layer_sync: Lightning's plugin that puts synchronised batch norms in; None: there is none.
+    """
+    if layer_sync is not None:
+        layer_sync.apply(module)
+    for callback in _lightning.callbacks(trainer):
+        if (hook := getattr(callback, "before_sharding", None)) is not None:
+            hook(trainer, module)
+
+
+def drops_gradients(trainer: Trainer) -> bool:
+    """Whether Lightning drops the gradients of the step before in this batch, and nobody looks at them until then."""
+    if not trainer.lightning_module.automatic_optimization or not _lightning.begins_accumulation(trainer):
+        return False
+    return not _lightning.watches_zero_grad(trainer)

@@ -1,0 +1,181 @@
+"""Measuring a fit's dtypes in its first step, and holding the aligned contract against them, on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_shard.engines.engine import Engine
+from lightning_shard.precision.ledger import Ledger, Recorder, contract_error, violations
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.ranks import Ranks
+
+
+class RunLedger(Protocol):
+    """What a strategy and its checkpoints ask of a ledger."""
+
+    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
+        """Read what the engine left and what the optimizers hold. All ranks call it."""
+        ...
+
+    def start_of_training(self) -> None:
+        """Install the hooks for the first step."""
+        ...
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Watch the collectives of a backward pass."""
+        ...
+
+    def after_backward(self, *, accumulates: bool) -> None:
+        """Note the gradients that wait for those of further micro-batches."""
+        ...
+
+    def reduction(self) -> AbstractContextManager[None]:
+        """Watch collectives that reduce gradients outside of a backward pass."""
+        ...
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Step, and after the first time complete the ledger and check it. All ranks call it."""
+        ...
+
+    def stop(self) -> None:
+        """Leave no hook behind."""
+        ...
+
+    def measured(self) -> Ledger | None:
+        """What was measured, complete after the first optimizer step; None where nothing was fitted."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
+        ...
+
+
+class NoLedger:
+    """See `RunLedger`: that of a run that steps nothing."""
+
+    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
+        """Nothing is read."""
+
+    def start_of_training(self) -> None:
+        """No hooks."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_backward(self, *, accumulates: bool) -> None:
+        """Nothing is noted."""
+
+    def reduction(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        return step(closure)
+
+    def stop(self) -> None:
+        """No hooks."""
+
+    def measured(self) -> Ledger | None:
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {}
+
+
+class FitLedger:
+    """See `RunLedger`: that of a fit."""
+
+    def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
+        """Read what was loaded, before ``engine`` prepares ``module``.
+
+        Args:
+            module: the LightningModule.
+            engine: of the fit.
+            policy: what the dtypes are to be.
+            aligned: whether the contract is held.
+        """
+        self._engine = engine
+        self._policy = policy
+        self._aligned = aligned
+        self._recorder = Recorder(module, stepped=lambda optimizer: engine.tensors.stepped(optimizer))
+        self._recorder.tensors("loaded")
+
+    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
+        """See `RunLedger`.
+
+        Raises:
+            PrecisionContractError: under ``aligned``, on every rank.
+        """
+        self._recorder.groups(optimizers)
+        self._recorder.tensors("prepared")
+        self._hold_contract("at the start of the fit")
+
+    def _hold_contract(self, when: str) -> None:
+        if not self._aligned:
+            return
+        own = violations(self._recorder.ledger(), self._policy)
+        # A tensor may be wrong on one rank alone; all raise, so that none waits for another.
+        found = list(dict.fromkeys(violation for rank in Ranks.of().gather(own) for violation in rank))
+        if found:
+            self.stop()
+            raise contract_error(found, when)
+
+    def start_of_training(self) -> None:
+        self._recorder.start()
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self._recorder.backward() if self._recorder.recording else nullcontext()
+
+    def after_backward(self, *, accumulates: bool) -> None:
+        if self._recorder.recording and accumulates:
+            self._recorder.held(self._engine.tensors.unreduced_gradients())
+
+    def reduction(self) -> AbstractContextManager[None]:
+        return self._recorder.collectives()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """See `RunLedger`.
+
+        Raises:
+            PrecisionContractError: under ``aligned``, on every rank.
+        """
+        recorder = self._recorder
+        if not recorder.recording:
+            return step(closure)
+        has_gradients = False
+
+        def noting_closure() -> Any:
+            nonlocal has_gradients
+            result = closure()
+            has_gradients = True
+            return result
+
+        try:
+            result = step(noting_closure)
+        except Exception:
+            if has_gradients:
+                # torch's own message of two dtypes that do not go together names no parameter.
+                recorder.gradients()
+                self._hold_contract("in the first optimizer step")
+            raise
+        if recorder.has_stepped(optimizer):
+            recorder.tensors("step")
+            self._hold_contract("in the first optimizer step")
+            if recorder.finished():
+                self.stop()
+                rank_zero_info(recorder.ledger().table())
+        return result
+
+    def stop(self) -> None:
+        self._recorder.stop()
+
+    def measured(self) -> Ledger | None:
+        return self._recorder.ledger()
+
+    def to_json(self) -> dict[str, Any]:
+        return self._recorder.ledger().to_json()

@@ -1,0 +1,97 @@
+"""What a run's meters ask of its engine: the tensors that are resident on this rank, and what they are to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_shard.engines.engine import Engine, PlannedRun
+from lightning_shard.engines.fsdp2 import ignored_parameters
+from lightning_shard.engines.resident import Resident
+from lightning_shard.memory import MemoryAccount
+from lightning_shard.meters.memory_advice import advice
+from lightning_shard.meters.memory_meter import StepMeter, account
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, model_facts
+from lightning_shard.planning.optimizer_facts import optimizer_facts
+from lightning_shard.planning.predict import predict_account
+
+
+class Memory:
+    """The memory of one rank in a run."""
+
+    def __init__(
+        self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
+    ) -> None:
+        """Look at a module and its engine.
+
+        Args:
+            module: the LightningModule.
+            engine: of the run.
+            run: the run's facts.
+            device: where this rank computes.
+            recomputes: whether activations are recomputed in backward.
+        """
+        self._recomputes = recomputes
+        self._module = module
+        self._engine = engine
+        self._run = run
+        self._device = device
+        self._facts: ModelFacts | None = None
+
+    def resident(self) -> Iterable[Resident]:
+        """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
+        return self._engine.tensors.resident()
+
+    def account(self) -> MemoryAccount:
+        """The bytes that are resident on this rank now, without activations. No communication."""
+        return account(self.resident())
+
+    def step_meter(self) -> StepMeter:
+        """A meter for one optimizer step of this rank."""
+        tensors = self._engine.tensors
+        return StepMeter(self._module, tensors.resident, tensors.unsharded, device=self._device)
+
+    def note_module(self) -> None:
+        """Before sharding: keep what `predicted` is to start from."""
+        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self._module.parameters())
+        self._facts = None if sharded else facts_of(self._module, self._engine)
+
+    def predicted(self, optimizers: Sequence[Optimizer]) -> MemoryAccount | None:
+        """What the fullest rank will hold of each kind in a step, without activations, by arithmetic; after set-up.
+
+        None: without `note_module`, and where the module was sharded before the run. Optimizer state is 0 where it
+        can't be known before a step.
+        """
+        if self._facts is None:
+            return None
+        facts = [optimizer_facts(optimizer) for optimizer in optimizers]
+        known = facts[0] if len(set(map(repr, facts))) == 1 else None
+        return predict_account(
+            self._facts,
+            self._engine.facts(self._module, self._run),
+            self._run.policy,
+            known or OptimizerFacts(slots=(), fixed_bytes=0),
+            micro_batches=self._run.accumulate_grad_batches,
+        )
+
+    def advice(self, account: MemoryAccount) -> str:
+        """What would need less of a device than ``account``, in lines to read. No communication."""
+        facts = self._engine.facts(self._module, self._run)
+        return advice(account, facts, aligned=self._run.aligned, checkpointing=self._recomputes)
+
+
+def facts_of(module: nn.Module, engine: Engine, groups: Sequence[Mapping[str, Any]] = ()) -> ModelFacts:
+    """The facts of a module under an engine; its parameters are full, real or without data.
+
+    Args:
+        module: the LightningModule.
+        engine: whose units the parameters are in.
+        groups: the optimizer's parameter groups.
+    """
+    _, ignored = ignored_parameters(module, engine.ignored_modules())
+    return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)

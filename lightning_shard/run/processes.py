@@ -1,0 +1,207 @@
+"""The processes of a run: who started them, where they meet, their process group and mesh, and what they exchange."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, destroy_process_group, group
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_shard import _lightning
+from lightning_shard.checkpoint.manifest import library_versions
+from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
+from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.slurm import read_job
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
+from lightning_shard.ranks import Ranks, forget_made_groups
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """What a user sets about the processes of a run."""
+
+    mesh: MeshConfig
+    timeout_seconds: float
+    init_timeout_seconds: float
+    process_group_backend: str | None
+
+    def __post_init__(self) -> None:
+        """Refuse what can't work."""
+        for name in ("timeout_seconds", "init_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be greater than 0.")
+
+
+class Processes:
+    """Connects the processes, and lays the mesh over them."""
+
+    def __init__(self, options: ProcessOptions) -> None:
+        """Nothing is connected before `connect`."""
+        self._options = options
+        self._mesh: DeviceMesh | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective waits."""
+        return timedelta(seconds=self._options.timeout_seconds)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
+        assert self._mesh is not None, "the mesh exists once the processes are connected"
+        return self._mesh
+
+    @property
+    def data_parallel_coordinates(self) -> tuple[int, int]:
+        """Number of data-parallel ranks, and this one's index: each reads its own part of the data."""
+        return data_parallel_coordinates(self.mesh)
+
+    def connect(
+        self,
+        environment: ClusterEnvironment,
+        launch: Launch,
+        device: torch.device,
+        *,
+        settings: Mapping[str, str],
+        root: str | None,
+    ) -> None:
+        """Connect the processes. All ranks call it.
+
+        Args:
+            environment: knows the ranks and the main address.
+            launch: what the Trainer counts on.
+            device: where this rank computes.
+            settings: names and values of what must not differ between ranks.
+            root: where checkpoints go, if the run writes any.
+
+        Raises:
+            ConfigurationError: on every rank, if ranks are missing or differ.
+        """
+        self._device = device
+        options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
+        backend = self._options.process_group_backend or dist.get_default_backend_for_device(device)
+        if not dist.is_initialized() and environment.world_size() > 1:
+            store, place = self._meet(environment, launch, os.environ, settings, root)
+            store.set_timeout(self.timeout)
+            _lightning.init_process_group(environment, backend, store=store, **options)
+            remember(place)
+        else:
+            _lightning.init_process_group(environment, backend, **options)
+
+    def lay_mesh(self, *, per_node: int) -> DeviceMesh:
+        """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""
+        world = dist.get_world_size()
+        shape = resolve_mesh(self._options.mesh, world_size=world, processes_per_node=per_node)
+        self._mesh = build_mesh(shape, device_type=self._device.type)
+        return self._mesh
+
+    def _meet(
+        self,
+        environment: ClusterEnvironment,
+        launch: Launch,
+        environ: MutableMapping[str, str],
+        settings: Mapping[str, str],
+        root: str | None,
+    ) -> tuple[Store, Place]:
+        """Connect and compare all ranks; the store that the process group is made over, and where it is."""
+        environ.update(meeting_point(read_job(environ), launch, environ))
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launch.launcher == "torchrun"
+        place = Place(
+            address=environment.main_address,
+            port=environment.main_port,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
+        )
+        seconds = self._options.init_timeout_seconds
+        store = connect(place, seconds)
+        writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
+        facts = Facts(node=socket.gethostname(), versions=library_versions(), settings=dict(settings))
+        for warning in compare(store, place, facts, seconds, Path(str(root)) if writes else None):
+            rank_zero_warn(warning)
+        return store, place
+
+    # Collectives
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=None if self._device.type == "cpu" else [self._device.index])
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Rank ``src``'s object, on every rank."""
+        return Ranks.of().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks; anything else is returned as it is."""
+        return _lightning.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+
+def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu: bool) -> Launch:
+    """What the Trainer counts on."""
+    kinds = ((SLURMEnvironment, "slurm"), (TorchElasticEnvironment, "torchrun"), (LightningEnvironment, "lightning"))
+    launcher = next((name for kind, name in kinds if isinstance(environment, kind)), type(environment).__name__)
+    return Launch(nodes=nodes, devices=devices, launcher=launcher, gpu=gpu)
+
+
+def check_launcher(launch: Launch, environ: Mapping[str, str]) -> None:
+    """See `check_launch`."""
+    check_launch(read_job(environ), launch, environ)
+
+
+# The process group of this process, where its ranks met, and how many runs there were on it.
+_met: tuple[ProcessGroup, Place, int] | None = None
+
+
+def remember(place: Place) -> None:
+    """Keep where the ranks of the process group met, for later Trainers in the same processes."""
+    global _met
+    assert group.WORLD is not None
+    _met = (group.WORLD, place, 0)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def next_run() -> tuple[Place, int] | None:
+    """Where the ranks met, and the number of the run that begins; None: not by this package. All ranks call it."""
+    global _met
+    if _met is None or _met[0] is not group.WORLD:
+        return None
+    _met = (_met[0], _met[1], _met[2] + 1)
+    return _met[1], _met[2]
+
+
+def _leave() -> None:
+    """Destroy the process group that this package made, while there is an interpreter.
+
+    A thread of the backend that lets go of a tensor once the interpreter has begun to end aborts the process. After an
+    exception the group is left alone: to destroy it would wait for collectives that no other rank joins any more.
+    """
+    global _met
+    made, _met = _met, None
+    if made is not None and made[0] is group.WORLD and not hasattr(sys, "last_value"):
+        forget_made_groups()
+        destroy_process_group()

@@ -1,0 +1,452 @@
+"""What the strategies of all engines share: Lightning's hooks, each a list of calls to the parts of a run in order."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_shard import _lightning
+from lightning_shard import run as parts
+from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
+from lightning_shard.cluster.forking import let_threads_finish_before_forks
+from lightning_shard.engines.engine import Engine, PlannedRun, Run
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.mesh import resolve_mesh
+from lightning_shard.precision.ledger import Ledger
+from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies.precision import ShardPrecision, translate
+from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm
+from lightning_shard.strategies.settings import CommonSettings
+from lightning_shard.strategies.warnings import warn_of_low_memory, warn_of_upcast
+
+
+class ShardStrategy(ParallelStrategy):
+    """Base of the strategies; a subclass says which engine it is the adapter of.
+
+    It has no state but its settings, its parts and the engine of the run. A hook without a docstring does what
+    Lightning documents.
+    """
+
+    def __init__(self, settings: CommonSettings) -> None:
+        """Build the parts; nothing is touched before the Trainer sets the strategy up."""
+        super().__init__()
+        self._settings = settings
+        self.num_nodes = 1
+        self.aligned = settings.aligned
+        self.log_grad_norm = settings.log_grad_norm
+        self.activation_checkpointing = settings.activation_checkpointing
+        self.preemption = settings.preemption
+        self.async_save = settings.async_save
+        self.timeout = timedelta(seconds=settings.timeout_seconds)
+        self.checkpoints = parts.Checkpoints()
+        self.memory: parts.Memory | None = None  # from a run's set-up on
+        self._processes = parts.Processes(settings.processes)
+        self._preemption = parts.Preemption(settings.preemption, self.checkpoints)
+        self._watch = parts.RunWatch(settings.lost_rank_seconds)
+        self._data = parts.Data()
+        self._predictions = parts.Predictions()
+        self._compiler = parts.CompilerWatch(settings.compile)
+        self._ledger: parts.RunLedger = parts.NoLedger()
+        self._identity = parts.RunIdentity()
+        self._replacements = _lightning.Replacements()
+        self._engine: Engine | None = None
+        self._failed = False
+
+    # Settings
+
+    @abstractmethod
+    def engine_for(self, module: nn.Module | None = None) -> Engine:
+        """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is."""
+
+    @property
+    def precision_plugin(self) -> ShardPrecision:
+        """The precision plugin, always this package's own."""
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, ShardPrecision) else ShardPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = plugin = translate(precision_plugin)
+        if plugin is not None:
+            plugin.begin(self.policy)
+
+    @property
+    def _base_policy(self) -> PrecisionPolicy:
+        return self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._settings.at_boundary)
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The dtypes of this run."""
+        return self.engine_for().policy(self._base_policy, loss_scale_given=self.precision_plugin.sets_loss_scale)
+
+    def planned_run(self, *, ranks: int, per_node: int, device_type: str = "cuda", **more: Any) -> PlannedRun:
+        """A run of this strategy on so many processes; ``more``: further fields of `PlannedRun`."""
+        given = {"policy": self.policy, "precision": self.precision_plugin.precision, "aligned": self.aligned, **more}
+        return PlannedRun(ranks=ranks, per_node=per_node, device_type=device_type, **given)
+
+    def _own_run(self, **more: Any) -> PlannedRun:
+        on = {"ranks": self.num_nodes * self.num_processes, "per_node": self.num_processes}
+        return self.planned_run(**on, device_type=self.root_device.type, **more)
+
+    def check(self) -> None:
+        """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
+        run = self._own_run()
+        resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
+        if _lightning.layer_sync(self) is not None:
+            refuse_sync_batchnorm(self.root_device)
+        self.engine_for().check(run)
+
+    # What there is of a run
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the run, from its set-up on."""
+        assert self._engine is not None, "the engine exists once the Trainer has set the strategy up"
+        return self._engine
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The dtypes measured in this fit, complete after its first optimizer step; None where nothing was fitted."""
+        return self._ledger.measured()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The 2-D mesh with axes ``("replicate", "shard")``; it exists once the processes are connected."""
+        return self._processes.mesh
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written in the background; raise if that failed. All ranks call it."""
+        self.checkpoints.finish()
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None, "the Trainer has attached its module"
+        return self.lightning_module
+
+    @property
+    def _fits(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    # Processes
+
+    is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        replicas, rank = self._processes.data_parallel_coordinates
+        return {"num_replicas": replicas, "rank": rank}
+
+    def set_world_ranks(self) -> None:
+        if (environment := self.cluster_environment) is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        _lightning.set_rank(self.global_rank)
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        assert self.cluster_environment is not None, "the Trainer has chosen the cluster environment"
+        return self.cluster_environment
+
+    def _configure_launcher(self) -> None:
+        # All that can be known is checked before any process is started.
+        gpu = self.root_device.type == "cuda"
+        self._launch = parts.launch_of(self._environment, nodes=self.num_nodes, devices=self.num_processes, gpu=gpu)
+        parts.check_launcher(self._launch, os.environ)
+        self.check()
+        if not self._environment.creates_processes_externally:
+            self._launcher = self._make_launcher()
+
+    def _make_launcher(self) -> Any:
+        return _lightning.SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        self._failed = False
+        self._replacements = _lightning.Replacements()
+        trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
+        self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
+        # Ahead of the first thing that has to be ended.
+        _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
+        parts.take_over_resuming(self._replacements, trainer, self._identity)
+        parts.take_over_signals(self._replacements, trainer, self._preemption)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        # From here on messages come from several ranks.
+        self._watch.mark_messages(self.global_rank, self.world_size)
+        own = {**plain_settings(self._settings), **self.engine_for().settings()}
+        settings, written = parts.compared_settings(self, own, trainer), root if self._fits else None
+        self._processes.connect(self._environment, self._launch, self.root_device, settings=settings, root=written)
+        # Before anything else that a rank may fail in.
+        self._watch.start(parts.next_run(), self._identity.failure_folder)
+        # Workers of loaders, of evaluation too, are forked from here on.
+        let_threads_finish_before_forks()
+        _lightning.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
+
+    def barrier(self, name: str | None = None) -> None:
+        self._processes.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._processes.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return self._processes.reduce(tensor, group, reduce_op)
+
+    # Set-up
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        module, engine = self._module, self.engine_for(self._module)
+        self.accelerator.setup(trainer)
+        _lightning.use_no_grad_in_evaluation(self._replacements, trainer)
+        run = self._begin(trainer, engine)
+        self.model = engine.prepare(module, run)
+        _lightning.set_device(module, self.root_device)
+        self.barrier("engine")
+        self._freezing = parts.Freezing(module)
+        self.precision_plugin.connect_engine(engine, run, module, self._settings.clip)
+        self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
+        # Optimizers of an earlier run refer to parameters that may have been replaced.
+        self._reset_optimizers_and_schedulers()
+        if self._fits:
+            # On the parameters that the engine left.
+            self.setup_optimizers(trainer)
+            self._engage(trainer, engine)
+        self.setup_precision_plugin()
+
+    def _begin(self, trainer: Trainer, engine: Engine) -> Run:
+        module, planned = self._module, self._own_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
+        self._engine, self._ledger = engine, parts.NoLedger()
+        forward = self._settings.forward
+        self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
+        if self._fits:
+            run = f"{type(self).__name__} in precision {planned.precision!r}"
+            refuse_callbacks(trainer, full=engine.replicates, run=run)
+            parts.before_sharding(trainer, module, _lightning.layer_sync(self))
+            # What was loaded is read here.
+            self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
+        watch = self._ledger.reduction
+        return parts.run_of(trainer, planned, device=self.root_device, mesh=self.device_mesh, watch=watch)
+
+    def _engage(self, trainer: Trainer, engine: Engine) -> None:
+        made = [optimizer for optimizer in self.optimizers if not _lightning.is_missing_optimizer(optimizer)]
+        engaged = engine.engage(made)
+        if engaged.optimizers != made:
+            self.optimizers = engaged.optimizers
+        if engaged.scheduler is not None:
+            self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
+        _lightning.count_sharded_parameters(self._replacements, trainer)
+        warn_of_upcast(engine.upcast(), self.policy)
+        self._ledger.start_of_fit(self.optimizers)
+        warn_of_low_memory(self.precision_plugin.precision, self.policy, self.optimizers)
+        _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of a fit; Lightning wraps them anew whenever they are set."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._lightning_optimizers = _lightning.wrapped(optimizers, self)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where ``trainer.init_module`` makes tensors: on the host, or on the meta device if ``empty_init``."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """The engines move the module, one unit at a time."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        coordinates = self._processes.data_parallel_coordinates
+        return self._data.process(dataloader, self._module.trainer, coordinates=coordinates)
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if parts.drops_gradients(self._module.trainer):
+            # Lightning drops them after the forward; by then they were there together with all of its activations.
+            self.engine.free_gradients()
+        with self.precision_plugin.train_step_context():
+            output = self.engine.forward(self._module.training_step, *args, **kwargs)
+        self._compiler.after_step()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fits:
+            self._preemption.in_validation(parts.TrainerFit(self._module.trainer))
+        return self._evaluate(self.precision_plugin.val_step_context(), self._module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self.precision_plugin.test_step_context(), self._module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        context, step = self.precision_plugin.predict_step_context, self._module.predict_step
+        return self._predictions.step(lambda: self._evaluate(context(), step, *args, **kwargs))
+
+    def _evaluate(self, context: AbstractContextManager[Any], step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        with context, parts.evaluating():
+            return self.engine.evaluate(step, *args, **kw)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """The backward passes inside end no accumulation; in manual optimization it is the user's to enter."""
+        self.engine.sync_gradients(False)
+        try:
+            yield
+        finally:
+            self.engine.sync_gradients(True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._ledger.backward():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        accumulates = self._module.automatic_optimization and _lightning.should_accumulate(self._module.trainer)
+        self._ledger.after_backward(accumulates=accumulates)
+        return loss
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        result = self._ledger.step(optimizer, closure, lambda closure: step(closure=closure))
+        # What a forward without a backward left gathered is old now.
+        self.engine.before_reading()
+        return result
+
+    # The course of a run
+
+    def on_train_start(self) -> None:
+        trainer = self._module.trainer
+        self.checkpoints.start_of_training()
+        if self.async_save:
+            writing, link = self.checkpoints.saver.is_writing, self.checkpoints.link
+            _lightning.let_checkpoints_wait(self._replacements, trainer, is_writing=writing, link=link)
+        self._ledger.start_of_training()
+        self._preemption.start(self._identity)
+        after_batch = partial(self._preemption.after_batch, parts.TrainerFit(trainer))
+        _lightning.after_each_batch(self._replacements, trainer, after_batch)
+        # After all that draws random numbers or resets metrics.
+        self._data.start_of_training(self._replacements, trainer)
+        self._compiler.start()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.checkpoints.look()
+        if self._freezing.changed(self.policy.master):
+            self.model = self.engine.follow_freezing()
+
+    def on_train_end(self) -> None:
+        # Everything is saved before the run forgets how to stop.
+        self.checkpoints.end_of_training()
+        self._preemption.finish()
+
+    def on_validation_start(self) -> None:
+        if self._fits:
+            # One that was interrupted runs again from its beginning.
+            _lightning.count_validation_anew(self._replacements, self._module.trainer)
+        self.checkpoints.synchronize_buffers()
+
+    on_test_start = on_validation_start
+
+    def on_predict_start(self) -> None:
+        self.checkpoints.synchronize_buffers()
+        # Where the forward passes of other ranks need this rank's, they are counted.
+        own = _lightning.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
+        self._predictions = parts.Predictions(own)
+
+    def on_validation_end(self) -> None:
+        """Free the parameters that the last evaluation forward left gathered."""
+        self.engine.before_reading()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Other ranks may be anywhere: nothing communicates any more.
+        self._failed = True
+        # They end once they are told, and would take the save in the background with them.
+        self.checkpoints.end()
+        self._watch.failed(exception)
+        self._ledger.stop()
+        self.checkpoints.remove_converted()
+
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        self._ledger.stop()
+        self.checkpoints.end()
+        self.model = self.lightning_module
+        if self._engine is not None:
+            self._engine.close(failed=self._failed)
+        # Not by the parents' teardown, which moves the module to the host: it may be sharded.
+        self._environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def _end_of_run(self) -> None:
+        """In place of what Lightning does with its signal handlers, at the very end and however the run ends."""
+        self._preemption.give_signals_back()
+        self._watch.end()
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.checkpoints.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing yet: `save_checkpoint` writes the optimizers' state in place, by FQN."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
+        trainer, checkpoint = self._module.trainer, dict(checkpoint)
+        if OPTIMIZER_STATES in checkpoint:
+            checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
+        background = self.async_save and parts.TrainerFit(trainer).is_running and not self._preemption.is_stopping
+        facts = self._identity.facts(trainer.global_step)
+        self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
+        self._preemption.saved()
+
+    restore_checkpoint_after_setup = True  # into the parameters that the engine left
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = self.checkpoints.load_checkpoint(checkpoint_path)
+        self._data.loaded(checkpoint, self.global_rank)
+        return {**checkpoint, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        resuming = self._fits and OPTIMIZER_STATES in checkpoint
+        self.checkpoints.load_tensors(optimizers=resuming, strict=strict)
+        if resuming:
+            self._data.resume(checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # The slots were read with the parameters, and the loops were loaded right before.
+        self._data.loops_loaded(self._replacements, self._module.trainer)
+        _lightning.settle_validation(self._replacements, self._module.trainer)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.checkpoints.remove_checkpoint(filepath)

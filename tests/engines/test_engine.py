@@ -1,0 +1,122 @@
+"""Every engine through the `Engine` protocol alone, without Lightning: one loop drives all, and their numbers agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.engines.engine import Engine, PlannedRun, Run
+from lightning_shard.engines.fsdp2 import UnitOptions
+from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.replicate import Replicate
+from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.engines.zero import process
+from lightning_shard.engines.zero.config import DeepSpeedFields
+from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.mesh import MeshConfig, build_mesh
+from lightning_shard.precision.policy import policy_from
+from lightning_shard.tensors.full import gather_full
+from lightning_shard.tensors.names import fqns
+from tests.harness import run_distributed
+
+CPU = torch.device("cpu")
+SHARDED, REPLICATED = MeshConfig(), MeshConfig(replicate="auto", shard=1)
+
+
+def _zero(stage: int) -> Callable[[], Engine]:
+    return lambda: Zero(DeepSpeedFields(stage=stage), ForwardOptions(), mesh=SHARDED)  # type: ignore[arg-type]
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "torch_ddp": lambda: TorchDDP(DDPOptions(), ForwardOptions(), at_boundary=True),
+    "replicate": lambda: Replicate(DDPOptions(), ForwardOptions(), at_boundary=True),
+    "fully_shard": lambda: FullyShard(
+        UnitOptions(), ForwardOptions(), mesh=SHARDED, cpu_offload=False, at_boundary=False
+    ),
+    **{f"zero_{stage}": _zero(stage) for stage in range(4)},
+}
+
+
+class Net(nn.Module):
+    """Two units and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _fit(name: str, steps: int, lr: float = 0.1) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Masters at the end, and this rank's losses."""
+    ranks = dist.get_world_size()
+    engine = ENGINES[name]()
+    planned = PlannedRun(
+        ranks=ranks, per_node=ranks, policy=policy_from("32-true", aligned=True), aligned=True, device_type="cpu"
+    )
+    engine.check(planned)
+    shape = (ranks, 1) if name in ("torch_ddp", "replicate") else (1, ranks)
+    connection = process.connect(CPU, backend="gloo", local_size=ranks) if name.startswith("zero") else None
+    module = Net()
+    mesh = build_mesh(shape, device_type="cpu")
+    engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
+    (optimizer,) = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)]).optimizers
+    losses = []
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    for _ in range(steps):
+        batch = torch.randn(4, 6, generator=generator)
+        loss = engine.forward(lambda x: module(x).square().mean(), batch)
+        engine.backward(loss, lambda value: value.backward(), overridden=False)
+        engine.finish_gradients()
+        engine.step(optimizer, skip=False)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    engine.before_reading()
+    masters, own = engine.tensors.masters(), fqns(module).tensors
+    found = {fqn: gather_full(masters.get(fqn, tensor), device=CPU) for fqn, tensor in own.items()}
+    engine.close(failed=False)
+    if connection is not None:
+        connection.undo()
+    return found, losses
+
+
+def _fits(names: list[str], steps: int) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    return [_fit(name, steps) for name in names]
+
+
+def test_one_loop_drives_every_engine_to_the_same_bits() -> None:
+    names = list(ENGINES)
+    by_rank = run_distributed(_fits, 2, names, 3)
+    expected = by_rank[0][0][0]
+    started = Net().state_dict()
+    assert any(not torch.equal(expected[fqn], started[fqn]) for fqn in expected), "nothing was stepped"
+    assert not torch.equal(by_rank[0][0][1][0], by_rank[1][0][1][0]), "the ranks saw the same batches"
+    for found in by_rank:
+        for name, (masters, _) in zip(names, found, strict=True):
+            wrong = [fqn for fqn in expected if not torch.equal(masters[fqn], expected[fqn])]
+            assert not wrong, f"{name}: {wrong}"
+
+
+def _faulty(steps: int) -> bool:
+    fine, _ = _fit("fully_shard", steps)
+    other, _ = _fit("fully_shard", steps, lr=0.1000001)
+    return all(torch.equal(fine[fqn], other[fqn]) for fqn in fine)
+
+
+def test_the_comparison_sees_another_learning_rate() -> None:
+    assert not any(run_distributed(_faulty, 2, 3))
+
+
+@pytest.mark.parametrize("name", [*ENGINES])
+def test_what_was_never_prepared_can_be_closed(name: str) -> None:
+    ENGINES[name]().close(failed=True)

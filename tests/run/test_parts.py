@@ -1,0 +1,322 @@
+"""The parts of a run, each built and used without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import nn
+
+from lightning_shard import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    PreemptionConfig,
+)
+from lightning_shard.cluster.launch import Launch
+from lightning_shard.cluster.preemption import Preempted
+from lightning_shard.engines.engine import Engine, PlannedRun, Run
+from lightning_shard.engines.fsdp2 import UnitOptions
+from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.mesh import MeshConfig, build_mesh
+from lightning_shard.precision.policy import policy_from
+from lightning_shard.run import (
+    Checkpoints,
+    FitLedger,
+    Freezing,
+    Memory,
+    NoLedger,
+    Predictions,
+    Preemption,
+    Processes,
+    RunIdentity,
+    RunWatch,
+)
+from lightning_shard.run.data import checked
+from lightning_shard.run.full_tensors import FullTensors
+from lightning_shard.run.processes import ProcessOptions
+from tests.harness import run_distributed
+
+CPU = torch.device("cpu")
+
+
+def net(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def prepared(module: nn.Module, precision: str = "32-true", *, fitting: bool = True) -> tuple[Engine, Run]:
+    """``module`` sharded over all ranks, with AdamW in a fit."""
+    ranks = dist.get_world_size()
+    policy = policy_from(precision, aligned=True)
+    planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
+    engine = FullyShard(UnitOptions(), ForwardOptions(), mesh=MeshConfig(), cpu_offload=False, at_boundary=False)
+    mesh = build_mesh((1, ranks), device_type="cpu")
+    run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=fitting)
+    engine.prepare(module, run)
+    if fitting:
+        engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)])
+    return engine, run
+
+
+def step(engine: Engine, module: nn.Module, batch: torch.Tensor) -> None:
+    loss = engine.forward(lambda x: module(x).square().mean(), batch)
+    engine.backward(loss, lambda value: value.backward(), overridden=False)
+    engine.finish_gradients()
+    for optimizer in engine.tensors.optimizers():
+        engine.step(optimizer, skip=False)  # type: ignore[arg-type]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+    engine.before_reading()
+
+
+# Checkpoints and full tensors
+
+
+def _saved_and_loaded(folder: str) -> tuple[list[bool], list[bool]]:
+    first, second = net(), net(seed=4)
+    engines = prepared(first)[0], prepared(second)[0]
+    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    step(engines[0], first, batch)
+    full = []
+    for engine, module in zip(engines, (first, second), strict=True):
+        checkpoints = Checkpoints()
+        checkpoints.attach(module, engine, policy_from("32-true", aligned=True), NoLedger(), root=folder)
+        full.append((checkpoints, FullTensors(module, engine, checkpoints, device=CPU)))
+    writer, reader = full
+    names = [name for name, _ in net().named_parameters()]
+
+    def equal() -> list[bool]:
+        return [torch.equal(writer[1].read(name), reader[1].read(name)) for name in names]  # type: ignore[arg-type]
+
+    different = equal()
+    state = {"state_dict": writer[0].state_dict(), "optimizer_states": [{}], "loops": {}}
+    writer[0].save_checkpoint(state, f"{folder}/part.ckpt", run={"name": "x", "step": 1, "time": 0.0})
+    loaded = reader[0].load_checkpoint(f"{folder}/part.ckpt")
+    assert "optimizer_states" in loaded
+    step(engines[1], second, batch)  # slots that loading fills
+    reader[0].load_tensors(optimizers=True, strict=True)
+    slots = [torch.equal(writer[1].read(n, "exp_avg"), reader[1].read(n, "exp_avg")) for n in names]  # type: ignore[arg-type]
+    return different, equal() + slots
+
+
+def test_checkpoints_of_an_engine(tmp_path: Path) -> None:
+    for different, same in run_distributed(_saved_and_loaded, 2, str(tmp_path)):
+        assert not any(different)
+        assert all(same)
+    assert (tmp_path / "part.ckpt" / "manifest.json").is_file()
+
+
+def test_storage_options_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="storage_options is"):
+        Checkpoints().save_checkpoint({}, "x.ckpt", {"compress": True})
+
+
+# Identity
+
+
+def test_an_identity_names_its_folders(tmp_path: Path) -> None:
+    identity = RunIdentity.read(PreemptionConfig(run="mine"), {}, str(tmp_path))
+    assert identity.own_path == tmp_path / "preempted" / "mine.ckpt"
+    assert identity.failure_folder == tmp_path / "failures" / "mine"
+    assert RunIdentity.read(PreemptionConfig(), {}, "s3://bucket/folder").own_path is None
+    assert identity.facts(7)["step"] == 7
+
+
+def test_an_identity_finds_no_checkpoint(tmp_path: Path) -> None:
+    identity = RunIdentity.read(PreemptionConfig(run="mine"), {}, str(tmp_path))
+    assert identity.choose_checkpoint(None, fitting=True, folders=[]) is None
+    assert identity.choose_checkpoint("auto", fitting=True, folders=[tmp_path]) is None
+    assert identity.choose_checkpoint("a.ckpt", fitting=True, folders=[]) == "a.ckpt"
+    with pytest.raises(CheckpointNotFoundError, match="run mine"):
+        identity.choose_checkpoint("auto", fitting=False, folders=[tmp_path])
+    with pytest.raises(CheckpointError, match="Lightning chose"):
+        identity.choose_checkpoint(tmp_path / "hpc_ckpt_3.ckpt", fitting=True, folders=[])
+
+
+# Preemption
+
+
+class Standing:
+    """A fit that stands after a batch."""
+
+    step = 5
+    is_running = True
+
+    def __init__(self, *, accumulates: bool = False) -> None:
+        self.did: list[str] = []
+        self._accumulates = accumulates
+
+    def accumulates(self) -> bool:
+        return self._accumulates
+
+    def validation_follows(self, fetcher: Any) -> bool:
+        return False
+
+    def nothing_follows(self) -> bool:
+        return False
+
+    def changed_by_validation(self) -> dict[str, Any]:
+        return {}
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.did.append(name)
+
+
+def test_preemption_saves_and_leaves_at_the_next_step(tmp_path: Path) -> None:
+    preemption = Preemption(PreemptionConfig(run="r", exit_code=9), Checkpoints())
+    before = signal.getsignal(signal.SIGUSR1)
+    preemption.take_over_signals()
+    preemption.start(RunIdentity(name="r", root=str(tmp_path)))
+    fit = Standing()
+    preemption.after_batch(fit, None)
+    assert fit.did == []
+    os.kill(os.getpid(), signal.SIGUSR1)
+    # In the middle of an accumulation nothing is saved.
+    preemption.after_batch(Standing(accumulates=True), None)
+    with pytest.raises(Preempted) as ended:
+        preemption.after_batch(fit, None)
+    assert ended.value.code == 9
+    assert fit.did == ["go_on_after_batch", "leave_processes", "save", "save_loggers"]
+    assert preemption.is_stopping
+    preemption.give_signals_back()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+# Processes and watch
+
+
+def test_processes_refuse_times_that_can_not_be() -> None:
+    with pytest.raises(ConfigurationError, match="init_timeout_seconds is 0"):
+        ProcessOptions(mesh=MeshConfig(), timeout_seconds=1, init_timeout_seconds=0, process_group_backend=None)
+
+
+def _mesh(replicate: int) -> tuple[tuple[int, ...], int, int, int]:
+    options = ProcessOptions(
+        mesh=MeshConfig(replicate=replicate), timeout_seconds=60, init_timeout_seconds=60, process_group_backend=None
+    )
+    processes, environment = Processes(options), LightningEnvironment()
+    environment.set_world_size(dist.get_world_size())
+    environment.set_global_rank(dist.get_rank())
+    launch = Launch(nodes=1, devices=dist.get_world_size(), launcher="lightning", gpu=False)
+    processes.connect(environment, launch, CPU, settings={}, root=None)
+    mesh = processes.lay_mesh(per_node=dist.get_world_size())
+    processes.barrier()
+    said = processes.broadcast(dist.get_rank() + 10, src=1)
+    return (
+        tuple(mesh.shape),
+        processes.data_parallel_coordinates[1],
+        said,
+        int(processes.reduce(torch.tensor(1), reduce_op="sum")),
+    )
+
+
+def test_processes_lay_a_mesh_and_exchange() -> None:
+    found = run_distributed(_mesh, 2, 2)
+    assert [shape for shape, *_ in found] == [(2, 1)] * 2
+    assert [tuple(rest) for _, *rest in found] == [(0, 11, 2), (1, 11, 2)]
+
+
+def test_a_watch_marks_messages_until_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
+    watch = RunWatch(None)
+    watch.mark_messages(1, 2)
+    watch.start(None, None)
+    logging.getLogger("a").warning("inside")
+    watch.failed(RuntimeError("nobody watches"))
+    watch.end()
+    logging.getLogger("a").warning("after")
+    inside, after = caplog.messages
+    assert inside.startswith("[rank 1 on ")
+    assert after == "after"
+
+
+# Ledger, freezing, memory, data
+
+
+def _ledger() -> str:
+    module = net()
+    ranks = dist.get_world_size()
+    policy = policy_from("bf16-mixed", aligned=True)
+    engine = FullyShard(UnitOptions(), ForwardOptions(), mesh=MeshConfig(), cpu_offload=False, at_boundary=False)
+    ledger = FitLedger(module, engine, policy, aligned=True)
+    planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
+    mesh = build_mesh((1, ranks), device_type="cpu")
+    run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True, watch=ledger.reduction)
+    engine.prepare(module, run)
+    (optimizer,) = engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)]).optimizers
+    ledger.start_of_fit([optimizer])
+    ledger.start_of_training()
+
+    def closure() -> None:
+        loss = engine.forward(lambda x: module(x).float().square().mean(), torch.ones(2, 4))
+        with ledger.backward():
+            engine.backward(loss, lambda value: value.backward(), overridden=False)
+        engine.finish_gradients()
+
+    def stepping(closure: Callable[[], Any]) -> None:
+        closure()
+        optimizer.step()
+
+    ledger.step(optimizer, closure, stepping)
+    found = ledger.measured()
+    assert found is not None
+    return ",".join(sorted(str(dtype) for dtype in found.dtypes("0.weight", "forward")))
+
+
+def test_a_ledger_of_a_plain_loop() -> None:
+    assert run_distributed(_ledger, 2) == ["torch.bfloat16"] * 2
+
+
+def test_freezing_is_seen_once_and_needs_masters() -> None:
+    module = net()
+    module[0].to(torch.bfloat16).requires_grad_(False)
+    freezing = Freezing(module)
+    assert not freezing.changed(torch.float32)
+    module[2].requires_grad_(False)
+    assert freezing.changed(torch.float32)
+    assert not freezing.changed(torch.float32)
+    module[0].requires_grad_(True)
+    with pytest.raises(ConfigurationError, match="2 parameters were thawed"):
+        freezing.changed(torch.float32)
+
+
+def _memory() -> tuple[int, int]:
+    module = net()
+    engine, run = prepared(module)
+    memory = Memory(module, engine, run.planned, device=CPU, recomputes=False)
+    before = memory.account().device
+    step(engine, module, torch.ones(3, 4))
+    return before.parameters, memory.account().device.optimizer
+
+
+def test_memory_counts_shards() -> None:
+    # 4*6 + 6 and 6*2 + 2 elements of 4 bytes, each tensor cut in two (dim 0 is even); two moments and a step count.
+    half = (24 + 6 + 12 + 2) // 2 * 4
+    for parameters, optimizer in run_distributed(_memory, 2):
+        assert parameters == half
+        assert optimizer == 2 * half + 4 * 4
+
+
+def _predictions(own: list[int]) -> int:
+    ran: list[int] = []
+    predictions = Predictions(own[dist.get_rank()])
+    for index in range(own[dist.get_rank()]):
+        assert predictions.step(lambda index=index: ran.append(index) or index) == index
+    return len(ran)
+
+
+def test_ranks_with_fewer_predictions_go_on_with_the_others() -> None:
+    assert run_distributed(_predictions, 2, [2, 5]) == [5, 5]
+
+
+def test_a_loader_of_one_process_is_taken_as_it_is() -> None:
+    loader = [1, 2]
+    assert checked(loader, "training") is loader
