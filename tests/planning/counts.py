@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts
@@ -93,19 +94,19 @@ class Count(pl.Callback):
         self.found: dict[str, int] = dict.fromkeys(KINDS, 0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        running = getattr(trainer.strategy, "_running", None)
+        tensors = trainer.strategy.engine.tensors
         parameters = [getattr(p, "ds_tensor", p) for p in module.parameters()]
         self.found["parameters"] = _bytes(parameters)
         self.found["buffers"] = _bytes(module.buffers())
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        if running is not None and running.groups:
-            zero = running.zero
-            gradients = trainer.strategy._gradients(trainer.optimizers[0])
+        if isinstance(tensors, FlatTensors):
+            zero, (optimizer,) = tensors.zero, tensors.optimizers()
+            gradients = tensors.gradients(trainer.optimizers[0])
             gradients += [t for t in (getattr(zero, "grad_partitions_flat_buffer", None),) if t is not None]
             for group in (getattr(zero, "averaged_gradients", None) or {}).values():
                 gradients += group or []
-            self.found["masters"] = _bytes([group.flat for group in running.groups], but=parameters)
-            self.found["masters"] += _bytes(trainer.strategy._values.shares)
+            self.found["masters"] = _bytes([group.flat for group in optimizer.groups], but=parameters)
+            self.found["masters"] += _bytes(tensors.shares)
         self.found["gradients"] = _bytes(gradients)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

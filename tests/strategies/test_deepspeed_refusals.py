@@ -58,7 +58,12 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "zero_grad was called between a backward pass and the optimizer's step"),
     (WithoutOptimizer, {}, {}, "the DeepSpeed configuration has no optimizer section"),
-    (TinyLM, {"mesh": MeshConfig(replicate=2)}, {}, "mesh asks for 2 replicas, but DeepSpeed cuts over all processes"),
+    (
+        TinyLM,
+        {"mesh": MeshConfig(replicate=2)},
+        {},
+        "mesh asks for 2 replicas, but DeepSpeed shards over all processes",
+    ),
     (TinyLM, {"stage": 0, "aligned": True}, {"precision": "bf16-mixed"}, "shard_ddp_aligned"),
     (TinyLM, {"stage": 0}, {"precision": "bf16-mixed"}, "shard_ddp"),
     (TinyLM, {"stage": 3, "accumulate_sync": "boundary"}, {}, "ZeRO stage 3 reduces accumulated gradients after each"),
@@ -86,6 +91,6 @@ def go_on_elsewhere(first: Callable[..., Any], then: Callable[..., Any]) -> str:
 def test_a_module_that_another_engine_cut_is_refused() -> None:
     zero_3, zero_2, fsdp, ddp = (ENGINES[name] for name in ("zero_3", "zero_2", "full", "ddp"))
     for then in (fsdp, ddp, zero_2):
-        assert "were cut by ZeRO-3" in run_distributed(go_on_elsewhere, 2, zero_3, then)[0]
+        assert "were sharded by ZeRO-3" in run_distributed(go_on_elsewhere, 2, zero_3, then)[0]
     for then in (zero_3, zero_2):
         assert "was sharded with FSDP2" in run_distributed(go_on_elsewhere, 2, fsdp, then)[0]

@@ -329,7 +329,7 @@ def _check_shards_itself() -> None:
         fit(ShardsItself, ShardFSDPStrategy(), "bf16-mixed")
     with pytest.raises(PrecisionError, match="MixedPrecisionPolicy"):
         fit(lambda: ShardsItself(bf16), ShardFSDPStrategy(), "32-true")
-    with pytest.raises(ConfigurationError, match="needs a module with whole parameters"):
+    with pytest.raises(ConfigurationError, match="needs a module with full parameters"):
         fit(ShardsItself, ShardDDPStrategy())
 
 

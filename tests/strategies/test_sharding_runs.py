@@ -76,7 +76,7 @@ def _check_foreign() -> None:
     ]:
         with pytest.raises(ConfigurationError, match=r"sharded by an earlier run.*ckpt_path"):
             run(module, strategy, precision=precision)
-    with pytest.raises(ConfigurationError, match="ShardDDPStrategy needs a module with whole parameters"):
+    with pytest.raises(ConfigurationError, match="ShardDDPStrategy needs a module with full parameters"):
         run(module, ShardDDPStrategy())
     assert all(torch.equal(p, before[n]) for n, p in whole_parameters(module).items())
     # What shards nothing stands in nobody's way.

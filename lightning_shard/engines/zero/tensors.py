@@ -42,6 +42,11 @@ class FlatTensors:
         """DeepSpeed's optimizer around the user's."""
         return self._running.zero
 
+    @property
+    def shares(self) -> Sequence[Tensor]:
+        """This rank's shares, on the host, of loaded values that DeepSpeed rounded and nothing steps."""
+        return self._values.shares
+
     def masters(self) -> Mapping[str, LiveTensor]:
         return self._values.tensors(self._running)
 
