@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
+    from lightning_shard.full_tensors import full_tensor, set_full_tensor
     from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
     from lightning_shard.strategies.ddp import ShardDDPStrategy
+    from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
     from lightning_shard.strategies.precision import ShardPrecision
 

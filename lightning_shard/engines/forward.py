@@ -19,26 +19,15 @@ _INSIDE = "_shard_steps"
 _EXPECTS = "_shard_expects_gradients"
 
 
-def install_runner(root: nn.Module) -> Callable[[], None]:
-    """Let `run` work on ``root``; returns a function that takes it back. No-op on a module without FSDP."""
+def install_runner(root: nn.Module) -> None:
+    """Let `run` work on ``root``, where it is an FSDP module."""
     if not isinstance(root, FSDPModule) or _RUN in root.__dict__:
-        return lambda: None
+        return
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
     root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = 0
-    handles = [
-        root.register_forward_pre_hook(lambda module, args: _enter(module), prepend=True),
-        root.register_forward_hook(lambda module, args, output: _leave(module), always_call=True),
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-        root.__dict__.pop(_RUN, None)
-        for name in (_DEPTH, _INSIDE, _EXPECTS):
-            root.__dict__.pop(name, None)
-
-    return remove
+    root.register_forward_pre_hook(lambda module, args: _enter(module), prepend=True)
+    root.register_forward_hook(lambda module, args, output: _leave(module), always_call=True)
 
 
 def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,60 +101,43 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         return value
 
 
-def gather_on_read(root: nn.Module) -> Callable[[], None]:
-    """Let a step use parameters of the root's own unit at any time; returns a function that takes it back."""
+def gather_on_read(root: nn.Module) -> None:
+    """Let a step use parameters of the root's own unit at any time."""
     assert isinstance(root, FSDPModule)
-    found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, FSDPModule) and module is not root:
             return
         if any(isinstance(p, DTensor) for p in module._parameters.values()):
-            found.append(module)
+            module._parameters = _GatheredOnRead(module, root)
         for child in module.children():
             visit(child)
 
     visit(root)
-    for module in found:
-        module._parameters = _GatheredOnRead(module, root)
-
-    def undo() -> None:
-        for module in found:
-            module._parameters = dict(module._parameters)
-
-    return undo
 
 
-def patch_methods(root: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+def patch_methods(root: nn.Module, names: Iterable[str]) -> None:
     """Make methods such as ``generate`` run under the hooks of the nearest enclosing FSDP module.
 
     Every module under ``root`` that has a public method of one of ``names`` gets it patched on the instance. After
-    one that was called outside of a step, or ``root`` itself, everything is cut again: else the parameters would be
-    whole, and in the compute dtype, for whoever reads them next. Returns a function that takes it back.
+    one that was called outside of a step, or ``root`` itself, everything is resharded: else the parameters would be
+    unsharded, and in the compute dtype, for whoever reads them next.
     """
     names = list(names)
-    undo: list[Callable[[], None]] = []
 
     def visit(module: nn.Module, owner: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             owner = module
-            undo.append(install_runner(module))
+            install_runner(module)
         for name in names:
             method = getattr(module, name, None)
             if callable(method) and not isinstance(method, nn.Module) and name not in module.__dict__:
                 object.__setattr__(module, name, _redirect(root, owner, method))
-                undo.append(partial(module.__dict__.pop, name, None))
         for child in module.children():
             visit(child, owner)
 
     visit(root, root)
-    undo.append(root.register_forward_hook(lambda *_: _cut_outside_steps(root), always_call=True).remove)
-
-    def remove() -> None:
-        for step in undo:
-            step()
-
-    return remove
+    root.register_forward_hook(lambda *_: _reshard_outside_steps(root), always_call=True)
 
 
 def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,12 +150,12 @@ def _redirect(root: nn.Module, owner: nn.Module, method: Callable[..., Any]) -> 
         try:
             return run(owner, method, *args, **kwargs)
         finally:
-            _cut_outside_steps(root)
+            _reshard_outside_steps(root)
 
     return redirected
 
 
-def _cut_outside_steps(root: nn.Module) -> None:
+def _reshard_outside_steps(root: nn.Module) -> None:
     if root.__dict__.get(_DEPTH, 0) == 0:
         # A graph that is still to be run backward gathers them again.
         reshard(root)
