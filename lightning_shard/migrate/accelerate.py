@@ -11,7 +11,7 @@ from lightning_shard.migrate.accelerate_fsdp import read_fsdp, read_mesh, with_p
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed
 from lightning_shard.migrate.fields import Field, check_keys, nearest, read_field
 from lightning_shard.migrate.files import read_file
-from lightning_shard.migrate.form import Engine, Reading, shown
+from lightning_shard.migrate.neutral import Engine, Reading, shown
 
 _REDUCED = (
     "parameters and inputs are cast whole instead of by autocast; gradients are reduced in fp32, by Accelerate's FSDP "

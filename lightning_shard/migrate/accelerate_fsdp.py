@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.fields import Field, check_keys, read_field
-from lightning_shard.migrate.form import Reading, shown
+from lightning_shard.migrate.neutral import Reading, shown
 
 
 def with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:

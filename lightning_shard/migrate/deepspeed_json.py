@@ -12,7 +12,7 @@ from lightning_shard.engines.zero.config.merging import KEYS, ZERO, get, merge
 from lightning_shard.engines.zero.config.reading import AUTO, is_off
 from lightning_shard.engines.zero.config.scaling import SCALE_KEYS, loss_scaling_of
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate.form import LEVELS, Reading
+from lightning_shard.migrate.neutral import LEVELS, Reading
 
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
 PRECISION_NOTE = (

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shard import text
-from lightning_shard.migrate.form import Reading, shown
+from lightning_shard.migrate.neutral import Reading, shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of a source, and what becomes of it."""
+    """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
 
     kind: str = "any"
     """What its value must be: a key of `KINDS`."""
@@ -30,13 +30,41 @@ class Field:
     """Why other values hold without a setting; "": they do not."""
 
     reason: str = ""
-    """Why other values have no equal."""
+    """Why other values have no counterpart."""
 
     nearest: str = ""
     """What comes nearest to those."""
 
     note: str = ""
     """What differs in numbers once it has become the setting."""
+
+
+READ_ELSEWHERE = Field()
+"""A field whose meaning depends on others, so that it is read by a function and not by its description."""
+
+
+def setting(name: str, kind: str, *idle: Any, words: Mapping[Any, Any] | None = None, note: str = "") -> Field:
+    """A field that becomes the neutral setting ``name``; ``idle``: values that ask for nothing."""
+    return Field(name=name, kind=kind, idle=idle, words=words or {}, note=note)
+
+
+def satisfied(met: str, kind: str, *idle: Any) -> Field:
+    """A field whose values hold without a setting, and why."""
+    return Field(met=met, kind=kind, idle=idle)
+
+
+def unsupported(
+    reason: str, nearest: str = "", kind: str = "any", *idle: Any, words: Mapping[Any, Any] | None = None
+) -> Field:
+    """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
+    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {})
+
+
+def read_fields(reading: Reading, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
+    """Add to ``reading`` what the fields of a table ask for, without those that are read elsewhere."""
+    for name, described in table.items():
+        if described != READ_ELSEWHERE:
+            read_field(reading, f"{path}.{name}" if path else name, described, content.get(name))
 
 
 def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any:
@@ -100,7 +128,7 @@ def _bool(value: Any) -> bool:
     raise ValueError("true or false")
 
 
-def _number(value: Any, expected: str) -> float:
+def _float(value: Any, expected: str = "a number") -> float:
     if isinstance(value, str):
         # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
         try:
@@ -112,12 +140,8 @@ def _number(value: Any, expected: str) -> float:
     return value
 
 
-def _float(value: Any) -> float:
-    return _number(value, "a number")
-
-
 def _int(value: Any) -> int:
-    number = _number(value, "a whole number")
+    number = _float(value, "a whole number")
     if not float(number).is_integer():
         raise ValueError("a whole number")
     return int(number)
@@ -154,12 +178,6 @@ def _names(value: Any) -> list[str]:
     raise ValueError("names, as a list or with commas between them")
 
 
-def _list(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return list(value)
-    raise ValueError("a list")
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
@@ -175,7 +193,6 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     "str": _str,
     "word": _word,
     "names": _names,
-    "list": _list,
     "mapping": _mapping,
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shard.migrate import stock_fields as stock
+from lightning_shard.migrate import lightning_fields as stock
 from lightning_shard.migrate.fields import check_keys, nearest
-from lightning_shard.migrate.form import Reading, shown
-from lightning_shard.migrate.own import OWN_ENGINES, read_own
-from lightning_shard.migrate.stock import precision_of, read_stock
+from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
+from lightning_shard.migrate.neutral import Reading, shown
+from lightning_shard.migrate.shard_strategies import OWN_ENGINES, read_own
 from lightning_shard.precision.policy import PRECISIONS
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import report
 from lightning_shard.migrate.accelerate import read_accelerate
-from lightning_shard.migrate.building import build
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.files import format_of, read_file
-from lightning_shard.migrate.form import Lost, Reading
 from lightning_shard.migrate.lightning_yaml import Known, merged, read_lightning
-from lightning_shard.migrate.own import OWN_ENGINES
-from lightning_shard.migrate.target import CLASSES, Became, Target
+from lightning_shard.migrate.neutral import Became, Lost, Reading
+from lightning_shard.migrate.shard_strategies import OWN_ENGINES
+from lightning_shard.migrate.target import CLASSES, Target
+from lightning_shard.migrate.translation import build
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_shard.migrate.form import Lost, shown
-from lightning_shard.migrate.target import Became
+from lightning_shard.migrate.neutral import Became, Lost, shown
 from lightning_shard.text import columns
 
 _WIDEST = 44

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_shard.migrate.form import LEVELS, Asked, Engine, Lost, Reading
+from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Engine, Lost, Reading
 
 CLASSES: Mapping[Engine, str] = {
     "ddp": "lightning_shard.ShardDDPStrategy",
@@ -16,21 +16,9 @@ CLASSES: Mapping[Engine, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Became:
-    """A line of the table."""
-
-    field: str
-    given: Any
-    target: str
-    """Where it went, with dots; "" where it needs no setting."""
-    value: Any = None
-    note: str = ""
-
-
 @dataclass(kw_only=True)
 class Target:
-    """What is being written for one engine; ``together.py`` and ``building.py`` add to it."""
+    """What is being written for one engine; ``translation.py`` and ``dependent_settings.py`` add to it."""
 
     engine: Engine
     arguments: dict[str, Any]
@@ -79,7 +67,7 @@ class Target:
         self.note(asked, "", None, note)
 
     def lose(self, asked: Asked, reason: str, nearest: str = "") -> None:
-        """A field without an equal."""
+        """A field without a counterpart."""
         self.lost.append(Lost(field=asked.field, given=asked.given, reason=reason, nearest=nearest))
 
     def default(self, asked: Asked, path: str, note: str = "") -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import registry
-from lightning_shard.migrate import stock_fields
+from lightning_shard.migrate import lightning_fields
 from tests.migrate.support import BASE, FILES, arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -47,10 +47,10 @@ def test_every_stock_name_is_known() -> None:
     stock = {name for name in StrategyRegistry if name not in registry.PRESETS}
     # Of other devices.
     stock -= {name for name in stock if re.match("xla|single_xla|single_tpu|hpu", name)}
-    assert stock <= set(stock_fields.NAMES), stock - set(stock_fields.NAMES)
+    assert stock <= set(lightning_fields.NAMES), stock - set(lightning_fields.NAMES)
 
 
-@pytest.mark.parametrize("kind", stock_fields.FIELDS)
+@pytest.mark.parametrize("kind", lightning_fields.FIELDS)
 def test_every_stock_argument_is_known(kind: str) -> None:
     import inspect
 
@@ -58,16 +58,16 @@ def test_every_stock_argument_is_known(kind: str) -> None:
 
     signature = inspect.signature(getattr(strategies, kind)).parameters.values()
     named = {p.name for p in signature if p.kind is not p.VAR_KEYWORD}
-    assert named <= set(stock_fields.FIELDS[kind])
+    assert named <= set(lightning_fields.FIELDS[kind])
     if not any(p.kind is p.VAR_KEYWORD for p in signature):
-        assert named == set(stock_fields.FIELDS[kind])
+        assert named == set(lightning_fields.FIELDS[kind])
     # What the others pass on.
     engine = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}.get(kind)
     if engine is not None:
-        assert set(inspect.signature(engine).parameters) - {"module"} <= set(stock_fields.FIELDS[kind])
+        assert set(inspect.signature(engine).parameters) - {"module"} <= set(lightning_fields.FIELDS[kind])
 
 
-@pytest.mark.parametrize("name", stock_fields.NAMES)
+@pytest.mark.parametrize("name", lightning_fields.NAMES)
 def test_every_stock_name(name: str, migrated: Callable[..., dict[str, Any]]) -> None:
     result = migrated(trainer(name))
     expected = {

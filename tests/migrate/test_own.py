@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_shard import registry
-from lightning_shard.migrate import accelerate_fields, equivalents, own, stock_fields, together
+from lightning_shard.migrate import (
+    accelerate_fields,
+    counterparts,
+    dependent_settings,
+    lightning_fields,
+    shard_strategies,
+)
 from lightning_shard.migrate.fields import Field
 from tests.migrate.support import arguments, trainer
 
@@ -106,15 +112,15 @@ def test_every_argument_of_every_strategy_is_known() -> None:
 
     import lightning_shard
 
-    for kind, engine in own.OWN_ENGINES.items():
+    for kind, engine in shard_strategies.OWN_ENGINES.items():
         signature = set(inspect.signature(getattr(lightning_shard, kind)).parameters)
-        assert signature == {name.partition(".")[0] for name in own.arguments_of(engine)}
+        assert signature == {name.partition(".")[0] for name in shard_strategies.arguments_of(engine)}
 
 
 def test_every_deepspeed_field_is_known() -> None:
     from lightning_shard.engines.zero.config.merging import KEYS
 
-    assert set(KEYS) <= set(own.arguments_of("deepspeed"))
+    assert set(KEYS) <= set(shard_strategies.arguments_of("deepspeed"))
 
 
 def test_every_setting_of_the_tables_has_an_answer() -> None:
@@ -126,13 +132,14 @@ def test_every_setting_of_the_tables_has_an_answer() -> None:
             accelerate_fields.DEEPSPEED,
             accelerate_fields.PARALLELISM,
             accelerate_fields.DYNAMO,
-            *stock_fields.FIELDS.values(),
+            *lightning_fields.FIELDS.values(),
         )
     ]
     for table in tables:
         for described in table.values():
             name = described.name
-            assert not name or name in equivalents.TABLE or name in together.SPECIAL or name.startswith("config.")
+            known = name in counterparts.TABLE or name in dependent_settings.SPECIAL
+            assert not name or known or name.startswith("config.")
 
 
 def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.scaling import SCALE_KEYS
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate import stock_fields as tables
+from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.fields import Field, check_keys, read_field
 from lightning_shard.migrate.files import read_file
-from lightning_shard.migrate.form import LEVELS, Reading, shown
+from lightning_shard.migrate.neutral import LEVELS, Reading, shown
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:

@@ -1,4 +1,4 @@
-"""From the neutral form to one engine: by the table of equivalents, and by the rules of what goes together."""
+"""From the neutral form to one engine: by the table of counterparts, and by rules for what depends on others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.migrate import together
-from lightning_shard.migrate.answers import Equal, Holds
-from lightning_shard.migrate.equivalents import find
-from lightning_shard.migrate.form import Asked, Engine, Reading, shown
-from lightning_shard.migrate.target import Became, Target
+from lightning_shard.migrate import dependent_settings
+from lightning_shard.migrate.counterparts import Holds, Same, find
+from lightning_shard.migrate.neutral import Asked, Engine, Reading, shown
+from lightning_shard.migrate.target import Target
 
 
 def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
@@ -26,13 +25,12 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
     target = Target(engine=engine, arguments=arguments, told=preset is not None, reading=reading)
     for asked in _once(reading, target.problems):
-        if asked.name in together.SPECIAL:
-            together.SPECIAL[asked.name](target, asked)
+        if asked.name in dependent_settings.SPECIAL:
+            dependent_settings.SPECIAL[asked.name](target, asked)
         else:
             _by_table(target, asked)
-    together.finish(target)
-    for met in reading.met:
-        target.rows.append(Became(field=met.field, given=met.given, target="", note=met.note))
+    dependent_settings.finish(target)
+    target.rows += reading.met
     target.lost += reading.lost
     return target
 
@@ -88,10 +86,10 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.hold(asked, f"parameters are whole in stage {target.stage}, so that there is nothing to gather")
     elif isinstance(answer, Holds):
         target.hold(asked, answer.note)
-    elif not isinstance(answer, Equal):
+    elif not isinstance(answer, Same):
         target.lose(asked, answer.reason, answer.nearest)
     elif asked.name.startswith("trainer."):
-        target.set(asked, asked.name, asked.value, answer.note)
+        target.set(asked, asked.name, asked.value)
     elif group.startswith("offload_") and group not in target.arguments:
         target.hold(asked, "nothing is offloaded")
     elif asked.name.endswith(".nvme_path") and target.arguments[group].get("device") != "nvme":
@@ -101,7 +99,7 @@ def _by_table(target: Target, asked: Asked) -> None:
     elif _DEFAULTS.get(asked.name) == asked.value:
         target.default(asked, f"strategy.{asked.name}")
     else:
-        target.set(asked, f"strategy.{answer.path or asked.name}", asked.value, answer.note)
+        target.set(asked, f"strategy.{answer.path or asked.name}", asked.value)
 
 
 _ONLY_FP32 = (

@@ -1,4 +1,4 @@
-"""The form between every source and every engine: what each field of a source asks for, in neutral terms."""
+"""What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
-"""What is cut over the processes, as values of the neutral setting ``shard``; their places are ZeRO's stages."""
+"""What is sharded, as values of the neutral setting ``shard``; their indices are ZeRO's stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Asked:
     """One thing that a field asks for."""
 
     name: str
-    """The setting, a key of `equivalents.TABLE`."""
+    """The setting, a key of `counterparts.TABLE`."""
 
     value: Any
     """In the form that this package's YAML has it."""
@@ -32,18 +32,21 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
-    """A field whose wish holds without a setting."""
+class Became:
+    """What became of a field: a line of the table."""
 
     field: str
     given: Any
-    note: str
-    """Why."""
+    target: str = ""
+    """Where it went, with dots; "" where it needs no setting."""
+
+    value: Any = None
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A field that has no equal."""
+    """A field without a counterpart."""
 
     field: str
     given: Any
@@ -60,7 +63,9 @@ class Reading:
     """Whose settings ``asked`` are; None: the source names no strategy."""
 
     asked: list[Asked] = field(default_factory=list)
-    met: list[Met] = field(default_factory=list)
+    met: list[Became] = field(default_factory=list)
+    """Fields that need no setting."""
+
     lost: list[Lost] = field(default_factory=list)
 
     idle: list[str] = field(default_factory=list)
@@ -81,10 +86,10 @@ class Reading:
 
     def meet(self, field: str, given: Any, note: str) -> None:
         """Add a field that needs no setting."""
-        self.met.append(Met(field=field, given=given, note=note))
+        self.met.append(Became(field=field, given=given, note=note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "") -> None:
-        """Add a field without an equal."""
+        """Add a field without a counterpart."""
         self.lost.append(Lost(field=field, given=given, reason=reason, nearest=nearest))
 
     def rest(self, field: str, given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of this package's own strategies, read into the neutral form by the table of equivalents itself."""
+"""Arguments of this package's own strategies, read into the neutral form by the table of counterparts itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.migrate.answers import Equal
+from lightning_shard.migrate.counterparts import TABLE, Same
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
-from lightning_shard.migrate.equivalents import TABLE
 from lightning_shard.migrate.fields import Field, check_keys, read_field
 from lightning_shard.migrate.files import read_file
-from lightning_shard.migrate.form import LEVELS, Engine, Reading, shown
+from lightning_shard.migrate.neutral import LEVELS, Engine, Reading, shown
 
 OWN_ENGINES: Mapping[str, Engine] = {
     "ShardDDPStrategy": "ddp",
@@ -36,7 +35,7 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
         "communication_data_type": Field(kind="str", name="reduce"),
     },
 }
-"""Arguments that are not in the table of equivalents under their own name."""
+"""Arguments that are not in the table of counterparts under their own name."""
 
 
 def arguments_of(engine: Engine) -> dict[str, Field]:
@@ -44,7 +43,7 @@ def arguments_of(engine: Engine) -> dict[str, Field]:
     fields = {
         name: Field(kind=row.kind, name=name)
         for name, row in TABLE.items()
-        if isinstance(getattr(row, engine)[0], Equal) and not name.startswith("trainer.")
+        if isinstance(getattr(row, engine)[0], Same) and not name.startswith("trainer.")
     }
     return {**fields, **SPECIAL[engine]}
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_shard.migrate.form import LEVELS, Asked, Engine
+from lightning_shard.migrate.neutral import LEVELS, Asked, Engine
 from lightning_shard.migrate.target import CLASSES, Target, level_of
 
 _AS_TOLD = "as --to says"
@@ -276,7 +276,7 @@ SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "loss_scale": _override,
     "checkpoint_form": _checkpoint_form,
 }
-"""Setting to the function that adds it to a target; the rest go by the table of equivalents."""
+"""Setting to the function that adds it to a target; the rest go by the table of counterparts."""
 
 
 def finish(target: Target) -> None:

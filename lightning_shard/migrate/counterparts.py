@@ -1,0 +1,280 @@
+"""The table of counterparts: each setting, and what it is for each engine of this package.
+
+Neutral settings have the names of this package's own arguments wherever one engine has an argument for it; an
+engine's answer is `Same`, `Holds` or `Unsupported`, or several, of which the first that fits a value holds. Settings
+that depend on each other (what is sharded, offload, the mesh, precision) are in ``dependent_settings.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_shard.migrate.neutral import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same:
+    """The engine has the same."""
+
+    path: str = ""
+    """Its argument, with dots; "": named as the setting is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holds:
+    """What is asked for holds without a setting."""
+
+    note: str
+    """Why."""
+
+    values: tuple[Any, ...] | None = None
+    """Of which values this is so; None: of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsupported:
+    """The engine has no counterpart."""
+
+    reason: str
+    nearest: str = ""
+    """What comes nearest; "": nothing."""
+
+
+Answer = Same | Holds | Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A setting on each engine."""
+
+    ddp: tuple[Answer, ...]
+    fsdp: tuple[Answer, ...]
+    deepspeed: tuple[Answer, ...]
+    kind: str = "any"
+    """Of the values that this package's own YAML has: a key of ``fields.KINDS``."""
+
+    def answer(self, engine: Engine, value: Any) -> Answer:
+        """The engine's answer to a value."""
+        answers: tuple[Answer, ...] = getattr(self, engine)
+        fits = (a for a in answers if not isinstance(a, Holds) or a.values is None or _among(value, a.values))
+        return next(fits)
+
+
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in values)
+
+
+def find(name: str) -> Row:
+    """The row of a setting."""
+    return TABLE[name] if name in TABLE else _config_row(name)
+
+
+_SAME = (Same(),)
+_ANYWAY = "it is so anyway"
+
+
+def _everywhere(kind: str) -> Row:
+    return Row(kind=kind, ddp=_SAME, fsdp=_SAME, deepspeed=_SAME)
+
+
+def _ddp_only(kind: str, reason: str, nearest: str = "", *idle: Any) -> Row:
+    """``idle``: values that ask the others for nothing."""
+    others = (Holds(note=_ANYWAY, values=idle), Unsupported(reason=reason, nearest=nearest))
+    return Row(kind=kind, ddp=_SAME, fsdp=others, deepspeed=others)
+
+
+def _zero_only(kind: str, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Row:
+    """``idle``: values that ask FSDP and DDP for nothing, with ``note`` as the reason."""
+    auto = Holds(note="DeepSpeed's own choice was asked for", values=("auto",))
+    others = (auto, Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest))
+    return Row(kind=kind, ddp=others, fsdp=others, deepspeed=_SAME)
+
+
+def _fsdp_only(kind: str, *zero: Answer, ddp: Answer | None = None) -> Row:
+    ddp = ddp or Holds(note="nothing is cut, so there is nothing to gather")
+    return Row(kind=kind, ddp=(ddp,), fsdp=_SAME, deepspeed=zero)
+
+
+_STEP_PRECISION = "ShardPrecision(reduce=...)"
+_BUCKET = "collectives are not put together by a number of elements but by shard unit"
+_FSDP_UNITS = "units: a number of parameters, or class names"
+_PUBLIC_DDP = "only torch's DistributedDataParallel has it"
+_PREFETCH = _fsdp_only(
+    "count",
+    Holds(note="ZeRO-3 gathers ahead anyway", values=(0,)),
+    Unsupported(
+        reason="ZeRO-3 counts elements to gather ahead, not units",
+        nearest="stage3.prefetch_bucket_size, in elements, for both directions",
+    ),
+)
+_PINNED = _zero_only(
+    "bool", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
+)
+_BUCKET_DEFAULTS = {"note": "DeepSpeed's, or stock Lightning's, default"}
+_LIVE = _zero_only(
+    "int", "FSDP frees each unit after it has run; there is no limit to set", "units", 1_000_000_000,
+    note="DeepSpeed's default",
+)  # fmt: skip
+
+TABLE: Mapping[str, Row] = {
+    # Of all engines.
+    "aligned": _everywhere("bool"),
+    "log_grad_norm": _everywhere("bool"),
+    "error_if_nonfinite": _everywhere("bool"),
+    "timeout_seconds": _everywhere("float"),
+    "process_group_backend": _everywhere("str"),
+    "init_timeout_seconds": _everywhere("float"),
+    "lost_rank_seconds": _everywhere("any"),
+    "preemption": _everywhere("mapping"),
+    "async_save": _everywhere("bool"),
+    # FSDP's.
+    "units": _fsdp_only(
+        "any",
+        Holds(note="stage 3 finds what to gather by itself", values=("auto",)),
+        Unsupported(
+            reason="ZeRO-3 gathers parameters module by module, as they are used, and has no units",
+            nearest="stage3.module_granularity_threshold; stage3.leaf_modules for mixture-of-experts blocks",
+        ),
+    ),
+    "forward_prefetch": _PREFETCH,
+    "backward_prefetch": _PREFETCH,
+    "activation_checkpointing": _everywhere("any"),
+    "compile": _everywhere("bool"),
+    "ignored_modules": _fsdp_only(
+        "names",
+        Unsupported(
+            reason="ZeRO cuts every parameter",
+            nearest="stage3.param_persistence_threshold: smaller parameters stay whole",
+        ),
+    ),
+    "forward_methods": _fsdp_only(
+        "names",
+        Holds(note="any method may run the model"),
+        ddp=Unsupported(reason="shard_ddp has no such argument", nearest="run the model by forward"),
+    ),
+    # DDP's.
+    "find_unused_parameters": _ddp_only(
+        "bool", "ranks that use different parameters in a step would wait for each other's gathers",
+        "shard_ddp; parameters that no rank uses in a step need no option", False,
+    ),
+    "static_graph": _ddp_only("bool", _PUBLIC_DDP, "nothing is lost but some speed", False),
+    "gradient_as_bucket_view": _ddp_only("bool", "", "", False, True),
+    "broadcast_buffers": _ddp_only(
+        "bool", "buffers are not broadcast before each training forward",
+        "SyncBatchNorm; evaluation and checkpoints use rank 0's buffers", False,
+    ),
+    "bucket_cap_mb": _ddp_only("float", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
+    "comm_hook": _ddp_only("str", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
+    "comm_state": _ddp_only("any", _PUBLIC_DDP),
+    "start_method": _ddp_only("str", "the other processes run the script again", "popen", "popen"),
+    # DeepSpeed's.
+    "offload_optimizer.nvme_path": _zero_only("str", "only ZeRO-3 keeps state in files"),
+    "offload_optimizer.pin_memory": _PINNED,
+    "offload_optimizer.buffer_count": _zero_only("int", "only ZeRO-3 keeps state in files", "", 4),
+    "offload_optimizer.fast_init": _zero_only("bool", "only ZeRO-3 keeps state in files", "", False),
+    "offload_optimizer.ratio": _zero_only("float", "FSDP offloads all or nothing", "cpu_offload: true", 1, 1.0),
+    "offload_parameters.nvme_path": _zero_only("str", "only ZeRO-3 keeps parameters in files"),
+    "offload_parameters.pin_memory": _PINNED,
+    "offload_parameters.buffer_count": _zero_only("int", "only ZeRO-3 has files", "", 5),
+    "offload_parameters.buffer_size": _zero_only("int", "only ZeRO-3 has files", "", 100_000_000),
+    "offload_parameters.max_in_cpu": _zero_only("int", "only ZeRO-3 has files", "", 1_000_000_000),
+    "buckets.reduce": _zero_only("any", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
+    "buckets.allgather": _zero_only("int", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
+    "buckets.overlap_comm": _zero_only(
+        "bool", "communication always overlaps with compute", "", True, note="it always overlaps"
+    ),
+    "buckets.contiguous_gradients": _zero_only(
+        "bool", "a unit's gradients are always copied into one buffer", "", True
+    ),
+    "buckets.reduce_scatter": _zero_only("bool", "each rank's part is always reduced to it alone", "", True),
+    "buckets.round_robin_gradients": _zero_only("bool", "gradients lie with the parameters' own shards", "", False),
+    "stage3.prefetch_bucket_size": _zero_only(
+        "any", "FSDP counts units to gather ahead, not elements", "forward_prefetch and backward_prefetch",
+        50_000_000, note="DeepSpeed's default; FSDP gathers the next unit ahead",
+    ),
+    "stage3.param_persistence_threshold": _zero_only(
+        "any", "FSDP cuts every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
+        note="DeepSpeed's default, or no parameter; FSDP cuts all",
+    ),
+    "stage3.model_persistence_threshold": _zero_only(
+        "int", "FSDP cuts every parameter of a unit", "ignored_modules, by class name"
+    ),
+    "stage3.max_live_parameters": _LIVE,
+    "stage3.max_reuse_distance": _LIVE,
+    "stage3.sub_group_size": _zero_only(
+        "int", "the optimizer steps all of a rank's shards at a time", "", 1_000_000_000, 1_000_000_000_000,
+        **_BUCKET_DEFAULTS,
+    ),
+    "stage3.module_granularity_threshold": _zero_only("int", "FSDP gathers by unit", _FSDP_UNITS, 0),
+    "stage3.leaf_modules": _zero_only("names", "FSDP gathers by unit", "units with these classes"),
+    "zero_plus_plus.quantized_weights": _zero_only(
+        "bool", "parameters are gathered in the compute dtype", "", False
+    ),
+    "zero_plus_plus.quantized_nontrainable_weights": _zero_only(
+        "bool", "frozen parameters keep their dtype", "", False
+    ),
+    "zero_plus_plus.quantized_gradients": _zero_only(
+        "bool", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
+    ),
+    # The Trainer's, on all engines.
+    "trainer.gradient_clip_val": _everywhere("any"),
+    "trainer.gradient_clip_algorithm": _everywhere("str"),
+    "trainer.accumulate_grad_batches": _everywhere("int"),
+    "trainer.num_nodes": _everywhere("int"),
+    "trainer.devices": _everywhere("any"),
+    "trainer.accelerator": _everywhere("str"),
+}  # fmt: skip
+"""Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
+
+_EXPORT = (Holds(note="every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`"),)
+_CHECKPOINTING = (
+    Unsupported(
+        reason="the strategy does not call deepspeed.checkpointing.configure",
+        nearest="activation_checkpointing: units; or that call in configure_model",
+    ),
+)
+_LOGS = (Holds(note="DeepSpeed's own prints; the Trainer logs by log_every_n_steps"),)
+_BATCH_SIZE = _zero_only("any", "the batch size is the dataloader's", "data: batch_size")
+_ANY_OPTIMIZER = _zero_only("any", "any optimizer runs", "", True, False)
+
+CONFIG: Mapping[str, Row] = {
+    "optimizer": _zero_only(
+        "any", "the optimizer comes from configure_optimizers, or `optimizer:` in the YAML",
+        "optimizer: {class_path: torch.optim.AdamW, ...}",
+    ),
+    "scheduler": _zero_only("any", "the schedule comes from configure_optimizers, or `lr_scheduler:` in the YAML"),
+    "activation_checkpointing": Row(ddp=_CHECKPOINTING, fsdp=_CHECKPOINTING, deepspeed=_CHECKPOINTING),
+    "fp16": _zero_only("any", "a loss scale goes with precision 16-mixed", "ShardPrecision(loss_scale=...)"),
+    "train_batch_size": _BATCH_SIZE,
+    "train_micro_batch_size_per_gpu": _BATCH_SIZE,
+    "steps_per_print": Row(ddp=_LOGS, fsdp=_LOGS, deepspeed=_SAME),
+    "zero_allow_untested_optimizer": _ANY_OPTIMIZER,
+    "zero_force_ds_cpu_optimizer": _ANY_OPTIMIZER,
+    "zero_optimization.allgather_partitions": _zero_only("any", "parameters are gathered by unit", "", True),
+    "zero_optimization.load_from_fp32_weights": _zero_only("any", "masters are always in the checkpoint", "", True),
+    "zero_optimization.ignore_unused_parameters": _zero_only(
+        "any", "parameters without a gradient are always left alone", "", True
+    ),
+    "zero_optimization.elastic_checkpoint": _zero_only(
+        "any", "checkpoints load at any number of processes", "", True, False
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Row(ddp=_EXPORT, fsdp=_EXPORT, deepspeed=_EXPORT),
+    "data_types.grad_accum_dtype": _zero_only(
+        "any", "gradients are summed in the precision's own dtype", "precision, or an _aligned name",
+        "fp32", "float32", "torch.float32", note="fp32 in every mixed precision",
+    ),
+}  # fmt: skip
+"""Keys that stay in ``config`` under DeepSpeed and have an answer of their own elsewhere."""
+
+_OTHER = _zero_only("any", "only DeepSpeed has it", "", False, note="it is off")
+
+
+def _config_row(name: str) -> Row:
+    """The row of ``config.KEY``: DeepSpeed keeps the key in ``config``."""
+    key = name.removeprefix("config.")
+    row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or _OTHER
+    if not isinstance(row.deepspeed[0], Same):
+        return row
+    return replace(row, deepspeed=(Same(path=name),))
