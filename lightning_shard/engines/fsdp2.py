@@ -185,10 +185,6 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         with self._run.watch():
             average_gradients(self._sharded.ignored, reduce_dtype=self._run.policy.reduce)
 
-    def free_gradients(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-
     def follow_freezing(self) -> nn.Module:
         # FSDP reads `requires_grad` whenever it gathers.
         return self._sharded.root

@@ -55,6 +55,10 @@ class StepsOwnParameters:
         if not skip:
             optimizer.step(**kwargs)
 
+    def free_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
     def publish(self) -> None:
         """Nothing to do: forward reads what is stepped."""
 

@@ -170,9 +170,6 @@ class TorchDDP(StepsOwnParameters):
     def finish_gradients(self) -> None:
         """DDP's backward has reduced all."""
 
-    def free_gradients(self) -> None:
-        """They lie in DDP's buckets, which stay."""
-
     def follow_freezing(self) -> nn.Module:
         # DDP reduces what was trainable when it was built.
         if self._wrapped is not None:
