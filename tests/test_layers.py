@@ -177,7 +177,7 @@ def test_imports_point_down() -> None:
         ("from lightning_shard import registry, errors", {"registry"}),
         ("from lightning_shard import ShardCLI", {""}),
         ("def f():\n    from lightning_shard.planning import fake", {"planning"}),
-        ("if TYPE_CHECKING:\n    from lightning_shard.engines.fsdp2 import FSDP", {"engines"}),
+        ("if TYPE_CHECKING:\n    from lightning_shard.engines.units import Unit", {"engines"}),
         ("from lightning_shard.errors import ShardError\nimport torch", set()),
     ],
     ids=["module", "two", "public name", "in a function", "for type checkers", "below"],

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import yaml
+
+from lightning_shard import registry
+from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.parser import options_parser
-from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import link_speeds, picture
-from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed
+from lightning_shard.commands.plan_inputs import Inputs
+from lightning_shard.commands.strategies import preset_yaml
+from lightning_shard.engines.transforms import Checkpointing
+from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.meters.peaks import peak_flops
+from lightning_shard.planning import link_speeds, picture, report
+from lightning_shard.planning.link_speeds import Links
+from lightning_shard.planning.memory_trace import batch_size_of
+from lightning_shard.planning.planner import Candidate, Machines, Planner, resized
+from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
+from lightning_shard.planning.recommendation import recommend
+from lightning_shard.planning.report import FORMS, Row
+from lightning_shard.planning.traffic import Nodes
+from lightning_shard.strategies.strategy import ShardStrategy
 
 _T = TypeVar("_T")
+
+_RESERVE = 0.05
+"""The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
 
 _DESCRIPTION = """\
 Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,
@@ -49,20 +68,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; the exit code."""
+    """Print the plan; the exit code."""
     options, rest = parser().parse_known_args(arguments)
     check(options)
+    measured = None if options.links is None else link_speeds.read(options.links)
     if options.picture is not None:
         picture.require()
-    # That imports the strategies, which the other commands' help needs not.
-    from lightning_shard.commands.plan_text import plan
-
-    print(plan(options, rest))
+    inputs = plan_inputs.read(rest, nodes=options.nodes, devices=options.devices)
+    print(plan(options, inputs, measured))
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse numbers that can't be, and read what was measured.
+    """Refuse numbers that can't be.
 
     Raises:
         ConfigurationError: with the value and the rule.
@@ -81,9 +99,173 @@ def check(options: argparse.Namespace) -> None:
             f"--links {options.links} and {' and '.join(given)} both say how fast links are: give the file, or the "
             "speeds."
         )
-    options.measured = None if options.links is None else link_speeds.read(options.links)
     if options.reserve is not None and options.reserve >= options.device_memory:
         raise ConfigurationError("--reserve leaves nothing of --device-memory: give less.")
+
+
+def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> str:
+    """The whole text."""
+    machines = _machines(options, inputs, measured)
+    planner = _planner(options, inputs, machines)
+    nodes, memory, strategy = machines.nodes, machines.memory, inputs.strategy
+    own = _candidate(inputs, inputs.name, strategy, strategy.activation_checkpointing)
+    configured = planner.row(own, confirm=True)
+    if configured.refused:
+        raise ConfigurationError(configured.refused)
+    rows = [replace(configured, name="as configured")]
+    parts = [_title(planner, inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
+    parts.append(report.traffic(configured.sent, nodes))
+    parts += [report.timing(configured.time)] if configured.time else []
+    parts += _hybrid(planner, inputs, own, configured)
+    if options.compare:
+        rows += _others(planner, inputs)
+        parts.append(report.comparison(rows, memory))
+        best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
+        parts.append(f"recommendation: {reason}")
+        parts += [] if best is None else [_yaml(best, inputs)]
+    if options.picture is not None:
+        picture.draw([row for row in rows if not row.refused], memory, options.picture)
+        parts.append(f"picture: {options.picture}")
+    notes = [f"note: {note}" for note in dict.fromkeys(planner.notes)]
+    return "\n\n".join([*notes, *parts])
+
+
+def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Machines:
+    flops = options.device_peak
+    reserve = options.reserve if options.reserve is not None else int(options.device_memory * _RESERVE)
+    if options.device_name is not None:
+        flops = peak_flops(options.device_name, inputs.strategy.policy.compute)
+        if flops is None:
+            raise ConfigurationError(
+                f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
+            )
+    links = links_of(options, inputs.nodes, measured)
+    return Machines(
+        nodes=inputs.nodes,
+        memory=options.device_memory - reserve,
+        flops=None if flops is None else flops * options.efficiency,
+        intra_node=links.intra_node,
+        inter_node=links.inter_node,
+    )
+
+
+def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) -> Links:
+    """The speeds of links: what doctor measured, else what the options say.
+
+    Raises:
+        ConfigurationError: links that the run has were not measured.
+    """
+    if measured is None:
+        return Links(intra_node=options.intra_node, inter_node=options.inter_node)
+    for speed, crossed, where in (
+        (measured.intra_node, nodes.devices > 1, "inside a node"),
+        (measured.inter_node, nodes.nodes > 1, "between nodes"),
+    ):
+        if crossed and speed is None:
+            raise ConfigurationError(
+                f"--links {options.links} has no link {where}, and the run is on {nodes.nodes} x {nodes.devices} "
+                "devices. Run doctor on as many nodes and ranks, or give --intra-node and --inter-node."
+            )
+    return measured
+
+
+def _planner(options: argparse.Namespace, inputs: Inputs, machines: Machines) -> Planner:
+    """The module with a batch and its optimizer; what can't be read is noted."""
+    planner = Planner(module=inputs.module, mode=inputs.mode, machines=machines)
+    if options.no_trace:
+        planner.without_activations("--no-trace was given")
+    else:
+        try:
+            planner.training_step = plan_inputs.loss_of(inputs.module)
+            batch = plan_inputs.first_batch(inputs)
+            planner.batch = batch if options.batch_size is None else resized(batch, options.batch_size)
+        except ConfigurationError as error:
+            planner.without_activations(error)
+    try:
+        optimizer = plan_inputs.optimizer_of(inputs)
+        planner.groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+        planner.optimizer = plan_inputs.optimizer_facts(inputs)
+        inputs.optimizer = {"type": type(optimizer).__name__}
+    except ShardError as error:
+        planner.notes.append(f"the optimizer's state is taken as Adam's, two slots: {error}")
+    return planner
+
+
+def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing: Checkpointing) -> Candidate:
+    run = strategy.planned_run(
+        ranks=inputs.nodes.ranks,
+        per_node=inputs.nodes.devices,
+        accumulate_grad_batches=inputs.micro_batches,
+        optimizer=inputs.optimizer,
+    )
+    return Candidate(name=name, engine=strategy.engine_for(inputs.module), run=run, checkpointing=checkpointing)
+
+
+def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None) -> Candidate:
+    """A strategy name in the precision that is configured."""
+    strategy = registry.build(name)
+    strategy.precision_plugin = inputs.strategy.precision_plugin
+    return _candidate(inputs, name, strategy, checkpointing)
+
+
+def _others(planner: Planner, inputs: Inputs) -> list[Row]:
+    """All engines of the package in the configured contract, each with every form of activation checkpointing."""
+    rows = []
+    for name, preset in registry.PRESETS.items():
+        if preset.init_args.get("aligned", False) != inputs.strategy.aligned:
+            continue
+        try:
+            candidate = _named(inputs, name)
+            planner.engine(candidate)
+        except ConfigurationError as error:
+            rows.append(Row(name=name, refused=str(error)))
+            continue
+        forms = FORMS if candidate.engine.units(planner.module) else (None,)
+        rows += [planner.row(replace(candidate, checkpointing=form)) for form in forms]
+    return rows
+
+
+def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
+    nodes, precision = inputs.nodes, inputs.strategy.precision_plugin.precision
+    numel = sum(parameter.numel() for parameter in inputs.module.parameters())
+    batch = "" if planner.batch is None else f", batch {batch_size_of(planner.batch)} per device"
+    if inputs.micro_batches > 1:
+        batch += f" x {inputs.micro_batches} accumulated"
+    return (
+        f"{row.title}, {precision}, {nodes.nodes} x {nodes.devices} devices{batch}: {numel:,} parameters, "
+        f"{show_bytes(planner.machines.memory)} per device to use"
+    )
+
+
+def _hybrid(planner: Planner, inputs: Inputs, own: Candidate, row: Row) -> list[str]:
+    """What hybrid sharding would change, where the links between nodes are what the step waits for."""
+    nodes, memory = planner.machines.nodes, planner.machines.memory
+    slow = row.time is not None and row.time.bound == "the links between nodes"
+    if not slow or not planner.engine(own).can_become_hybrid or nodes.nodes == 1 or nodes.devices == 1:
+        return []
+    name = "shard_fsdp_hybrid" + (registry.ALIGNED_SUFFIX if inputs.strategy.aligned else "")
+    hybrid = planner.row(_named(inputs, name, own.checkpointing))
+    assert hybrid.time is not None
+    assert row.time is not None
+    before = sum(c.between(nodes) for c in row.sent)
+    after = sum(c.between(nodes) for c in hybrid.sent)
+    verdict = "fits" if hybrid.most.device.total <= memory else "does not fit"
+    return [
+        f"hybrid sharding ({name}) would send {show_bytes(after)} between nodes in place of {show_bytes(before)} per "
+        f"node, and a step would take about {show_seconds(hybrid.time.expected)} in place of "
+        f"{show_seconds(row.time.expected)}; its peak of {show_bytes(hybrid.most.device.total)} {verdict}"
+    ]
+
+
+def _yaml(row: Row, inputs: Inputs) -> str:
+    """The trainer's part of a configuration that runs ``row``."""
+    content = yaml.safe_load(preset_yaml(row.name))
+    if row.checkpointing is not None:
+        content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = row.checkpointing
+    content["trainer"] |= {"num_nodes": inputs.nodes.nodes, "devices": inputs.nodes.devices}
+    if not inputs.trainer.get("plugins"):
+        content["trainer"]["precision"] = inputs.strategy.precision_plugin.precision
+    return yaml.safe_dump(content, sort_keys=False).rstrip()
 
 
 def _bytes(text: str) -> int:

@@ -21,8 +21,11 @@ from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import fake_tensors
+from lightning_shard.planning.facts import OptimizerFacts
 from lightning_shard.planning.memory_trace import error_location
+from lightning_shard.planning.optimizer_facts import trace_optimizer
 from lightning_shard.planning.traffic import Nodes
+from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
 
@@ -55,7 +58,10 @@ class Inputs:
     """The strategy's name, or its class's."""
 
     standin: Any = field(default=None, repr=False)
-    """In the place of the Trainer; held here because modules refer to theirs weakly."""
+    """In the place of the Trainer; kept here because modules refer to theirs weakly."""
+
+    optimizer: Mapping[str, Any] | None = None
+    """``type`` of the optimizer, once it is known."""
 
     @property
     def micro_batches(self) -> int:
@@ -278,3 +284,24 @@ def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigurationError("configure_optimizers returns no optimizer, or several")
     return found
+
+
+def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
+    """The state that the optimizer makes in a step of master weights, over which it is made anew.
+
+    Raises:
+        ConfigurationError: no, several, or an optimizer that can't be made or stepped here.
+    """
+    before = [(module, dict(module._parameters)) for module in inputs.module.modules()]
+    try:
+        with inputs.mode:
+            cast_trainable_parameters(inputs.module, inputs.strategy.policy.master)
+        optimizer = optimizer_of(inputs)
+        for group in optimizer.param_groups:
+            # As on GPUs, where torch's optimizers step all tensors at once.
+            if "foreach" in group and not group["foreach"] and not group.get("fused"):
+                group["foreach"] = group["foreach"] is None
+        return trace_optimizer(inputs.module, optimizer, inputs.mode)
+    finally:
+        for module, parameters in before:
+            module._parameters.update(parameters)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.fsdp2 import ignored_parameters
 from lightning_shard.engines.units import Unit
 
 
@@ -121,6 +123,18 @@ def model_facts(
             )
         )
     return ModelFacts(parameters=tuple(parameters), buffer_bytes=buffer_bytes(root))
+
+
+def facts_of(module: nn.Module, engine: Engine, groups: Sequence[Mapping[str, Any]] = ()) -> ModelFacts:
+    """The facts of a module under an engine; its parameters are full, real or without data.
+
+    Args:
+        module: the LightningModule.
+        engine: whose units the parameters are in.
+        groups: the optimizer's parameter groups.
+    """
+    _, ignored = ignored_parameters(module, engine.ignored_modules())
+    return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)
 
 
 def buffer_bytes(root: nn.Module) -> int:

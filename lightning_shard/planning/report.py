@@ -45,6 +45,17 @@ class Row:
         return peak(self.points).account
 
 
+def fit(row: Row, memory: int) -> str:
+    """Whether a row fits into ``memory`` bytes of a device, the largest batch that does, and the fewest devices."""
+    at = peak(row.points)
+    verdict = "fits" if at.account.device.total <= memory else "does not fit"
+    lines = [f"{verdict}: {show_bytes(at.account.device.total)} at the peak, in the {at.name}, of {show_bytes(memory)}"]
+    if row.largest_batch is not None:
+        lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
+    fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
+    return "\n".join([*lines, f"fewest devices for this batch: {fewest}"])
+
+
 def by_kind(points: Sequence[Point]) -> str:
     """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
     shown = shown_points(points)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,12 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine, PlannedRun
-from lightning_shard.engines.fsdp2 import ignored_parameters
 from lightning_shard.engines.resident import Resident
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_advice import advice
 from lightning_shard.meters.memory_meter import StepMeter, account
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, model_facts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
 from lightning_shard.planning.optimizer_facts import optimizer_facts
 from lightning_shard.planning.predict import predict_account
 
@@ -83,15 +81,3 @@ class Memory:
         """What would need less of a device than ``account``, in lines to read. No communication."""
         facts = self._engine.facts(self._module, self._run)
         return advice(account, facts, aligned=self._run.aligned, checkpointing=self._recomputes)
-
-
-def facts_of(module: nn.Module, engine: Engine, groups: Sequence[Mapping[str, Any]] = ()) -> ModelFacts:
-    """The facts of a module under an engine; its parameters are full, real or without data.
-
-    Args:
-        module: the LightningModule.
-        engine: whose units the parameters are in.
-        groups: the optimizer's parameter groups.
-    """
-    _, ignored = ignored_parameters(module, engine.ignored_modules())
-    return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)

@@ -12,7 +12,6 @@ import yaml
 from torch import Tensor
 
 from lightning_shard.commands import plan as plan_command
-from lightning_shard.commands import plan_text
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning import link_speeds
@@ -136,11 +135,10 @@ def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     link_speeds.write(link_speeds.Links(intra_node=450e9, inter_node=None), path)
     options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
-    plan_command.check(options)
-    plan_text.take_links(options, Nodes(nodes=1, devices=8))
-    assert (options.intra_node, options.inter_node) == (450e9, None)
+    measured = link_speeds.read(options.links)
+    assert plan_command.links_of(options, Nodes(nodes=1, devices=8), measured) == measured
     with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
-        plan_text.take_links(options, Nodes(nodes=2, devices=2))
+        plan_command.links_of(options, Nodes(nodes=2, devices=2), measured)
 
 
 @pytest.mark.parametrize(

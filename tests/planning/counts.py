@@ -14,10 +14,9 @@ from torch.nn import functional
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.planning.facts import OptimizerFacts
+from lightning_shard.planning.facts import OptimizerFacts, facts_of
 from lightning_shard.planning.predict import predict
 from lightning_shard.registry import PRESETS, build
-from lightning_shard.run.memory import facts_of
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import VOCAB, TinyLM, llama, loader, quiet_trainer
