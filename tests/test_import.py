@@ -1,4 +1,4 @@
-"""What importing the package costs, what it exports, and that its layers depend downwards only."""
+"""What importing the package costs, what it exports, and that Lightning's private names are used in one place."""
 
 from __future__ import annotations
 
@@ -6,35 +6,14 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import lightning_shard
+from tests.test_layers import imports
 
 PACKAGE = Path(lightning_shard.__file__).parent
-
-# From the bottom up; a module imports from its own layer and those below it.
-LAYERS = [
-    {"errors", "private_names", "text", "ranks", "memory", "mesh", "tensors"},
-    {"precision", "checkpoint", "resume", "cluster"},
-    {"engines"},
-    {"meters", "migrate", "planning"},
-    {"_lightning"},
-    {"plugins", "callbacks"},
-    {"strategies"},
-    {
-        "",
-        "__main__",
-        "commands",
-        "full_tensors",
-        "loading",
-        "registry",
-    },
-]
-# The layers that know nothing of Lightning.
-BELOW_LIGHTNING = set().union(*LAYERS[:4])
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -121,66 +100,16 @@ print(*{"deepspeed", "transformers"} & (set(sys.modules) - before))
     assert run.stdout.split() == []
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {_part(path) for path in MODULES} <= set().union(*LAYERS)
-
-
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    part = _part(path)
-    for module, name in _imports(path):
-        if module.split(".")[0] == "lightning_shard":
-            imported = _part_of_import(module, name)
-            assert _layer(imported) <= _layer(part), f"{part or '__init__'} imports {module}.{name}, which lies above"
-        if module.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"):
-            assert module.split(".")[0] == "lightning", f"{module}: the namespace is lightning"
-            assert part not in BELOW_LIGHTNING, f"{part} is to know nothing of Lightning but imports {module}"
-            private = [word for word in (*module.split("."), name) if re.match(r"_(?!_)", word)]
-            assert not private or part == "_lightning", f"only _lightning/ imports Lightning's {private}"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_lightning_objects_keep_their_private_attributes(path: Path) -> None:
-    if _part(path) == "_lightning":
+def test_private_names_of_lightning_are_used_in_one_place(path: Path) -> None:
+    if PACKAGE / "_lightning" in path.parents:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    for found in imports(source):
+        words = (*found.module.split("."), found.name)
+        private = [word for word in words if re.match(r"_(?!_)", word) and words[0] == "lightning"]
+        assert not private, f"only _lightning/ imports Lightning's {private}"
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
             owner = ast.unparse(node.value).split(".")[-1]
             assert owner not in ("trainer", "lightning_module", "pl_module"), f"{ast.unparse(node)}: see _lightning/"
-
-
-def test_the_layering_test_sees_nested_and_relative_imports(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text("def f():\n    from lightning_shard import commands\n    import lightning.pytorch._x as x\n")
-    assert list(_imports(source)) == [("lightning_shard", "commands"), ("lightning.pytorch._x", "")]
-    assert _part_of_import("lightning_shard", "commands") == "commands"
-    assert _part_of_import("lightning_shard", "ShardCLI") == ""
-    assert _layer("commands") > _layer("mesh")
-
-
-def _part(path: Path) -> str:
-    """``engines`` of ``engines/fsdp.py``, ``mesh`` of ``mesh.py``, "" of the package's own ``__init__``."""
-    part = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    return "" if part == "__init__" else part
-
-
-def _part_of_import(module: str, name: str) -> str:
-    parts = [*module.split("."), name][1:]
-    names = {_part(path) for path in MODULES}
-    return parts[0] if parts and parts[0] in names else ""
-
-
-def _layer(part: str) -> int:
-    return next(number for number, layer in enumerate(LAYERS) if part in layer)
-
-
-def _imports(path: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of every import statement, those inside functions and for type checkers too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, ""
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            for alias in node.names:
-                yield node.module or "", alias.name

@@ -192,6 +192,12 @@ def test_nothing_below_the_line_imports_lightning() -> None:
     assert WITH_LIGHTNING - found == set(), "these exceptions are no more: remove them"
 
 
+@pytest.mark.parametrize("module", SOURCES)
+def test_the_namespace_is_lightning(module: str) -> None:
+    named = {found.module.partition(".")[0] for found in imports(SOURCES[module])}
+    assert named & LIGHTNING <= {"lightning"}
+
+
 def test_an_import_of_lightning_is_found() -> None:
     assert imports_lightning("def f():\n    from lightning.pytorch import Trainer")
     assert imports_lightning("import lightning_fabric.utilities as u")
