@@ -190,7 +190,7 @@ class ShardStrategy(ParallelStrategy):
         self._replacements = _lightning.Replacements()
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
-        # Ahead of the first thing that has to be ended.
+        # At the very end and however the run ends; ahead of the first thing that has to be ended.
         _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
         parts.take_over_resuming(self._replacements, trainer, self._identity)
         parts.take_over_signals(self._replacements, trainer, self._preemption)
@@ -278,7 +278,6 @@ class ShardStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Where ``trainer.init_module`` makes tensors: on the host, or on the meta device if ``empty_init``."""
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -407,7 +406,6 @@ class ShardStrategy(ParallelStrategy):
         self.accelerator.teardown()
 
     def _end_of_run(self) -> None:
-        """In place of what Lightning does with its signal handlers, at the very end and however the run ends."""
         self._preemption.give_signals_back()
         self._watch.end()
 
