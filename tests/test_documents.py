@@ -82,5 +82,23 @@ def test_every_document_is_found_from_the_readme() -> None:
     assert set(DOCUMENTS) - found == set()
 
 
+def _missing(document: Path) -> list[str]:
+    """The paths in backticks that are neither in the repository nor, as they stand or in a folder, in the package."""
+    paths = set(re.findall(r"`([\w./]+(?:/|\.(?:py|yaml|md|toml)))`", _prose(document)))
+    return sorted(p for p in paths if not (ROOT / p).exists() and not any((ROOT / "lightning_shard").rglob(p)))
+
+
+def test_the_map_names_what_is_there() -> None:
+    document = ROOT / ".github" / "CONTRIBUTING.md"
+    assert len(re.findall(r"`[\w/]+\.py`", document.read_text())) > 100
+    assert _missing(document) == []
+
+
+def test_a_path_that_is_gone_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`mesh.py` `engines/zero/` `manifest.py` `README.md` `gone.py` `engines/gone/` `Gone.method`")
+    assert _missing(page) == ["engines/gone/", "gone.py"]
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 220
