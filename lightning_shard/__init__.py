@@ -26,7 +26,7 @@ from lightning_shard.errors import (
 from lightning_shard.registry import register
 
 if TYPE_CHECKING:
-    from lightning_shard.checkpoint.pretrained import load_pretrained
+    from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
     from lightning_shard.full_tensors import full_tensor, set_full_tensor
@@ -84,7 +84,7 @@ _LAZY = {
     "full_tensor": "lightning_shard.full_tensors",
     "set_full_tensor": "lightning_shard.full_tensors",
     "load_from_checkpoint": "lightning_shard.loading",
-    "load_pretrained": "lightning_shard.checkpoint.pretrained",
+    "load_pretrained": "lightning_shard.checkpoint.foreign.pretrained",
 }
 
 

@@ -34,7 +34,8 @@ def load_from_checkpoint(
     Raises:
         CheckpointError: no such checkpoint, a damaged one, or one that does not fit.
     """
-    _, state = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    state = checkpoint.trainer_state
     stand_in = io.BytesIO()
     torch.save({**{k: v for k, v in state.items() if k != "optimizer_states"}, "state_dict": {}}, stand_in)
     stand_in.seek(0)
@@ -43,7 +44,7 @@ def load_from_checkpoint(
         # Lightning builds the module and calls its hooks; the tensors follow.
         module = module_class.load_from_checkpoint(stand_in, strict=False, weights_only=True, **kwargs)
     _give_memory(module)
-    load_training_state(path, module=module, strict=module.strict_loading if strict is None else strict)
+    load_training_state(checkpoint, module=module, strict=module.strict_loading if strict is None else strict)
     return module
 
 

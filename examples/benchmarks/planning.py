@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from examples.benchmarks import report
-from lightning_shard.checkpoint.plan import Held, divide
+from lightning_shard.checkpoint.plan import LocalTensor, divide
 from lightning_shard.tensors.flat import boxes
 
 LAYOUTS = {"rows": "cut by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
@@ -62,10 +62,10 @@ def gpt_tensors(layers: int, width: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def held_by(rank: int, size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> tuple[Held, ...]:
+def held_by(rank: int, size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> tuple[LocalTensor, ...]:
     """What one rank holds."""
     return tuple(
-        Held(key, shape, torch.float32, tuple(cut(rank, size, layout, shape)), False) for key, shape in tensors.items()
+        LocalTensor(key, shape, torch.float32, tuple(cut(rank, size, layout, shape))) for key, shape in tensors.items()
     )
 
 

@@ -7,7 +7,7 @@ from weakref import WeakSet
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shard.checkpoint.pretrained import load_pretrained
+from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
 from lightning_shard.errors import ConfigurationError
 
 

@@ -1,10 +1,10 @@
 """The saves of a run, one after the other, of which the last may still be written while training goes on.
 
-A save in the background blocks its caller for the plan, which is that of the save before as long as nothing is cut in
-another way, and for copying this rank's boxes to the host. The rest is the code of any other save, in a thread and
+A save in the background blocks its caller for the plan, which is that of the save before as long as nothing is sharded
+in another way, and for copying this rank's boxes to the host. The rest is the code of any other save, in a thread and
 over a process group of its own.
 
-A thread and not a process: what takes the time of a save, hashing, writing and syncing, holds no interpreter lock.
+A thread and not a process: what takes the time of a save, hashing, writing and syncing, keeps no interpreter lock.
 Beside 200 MB in 100 boxes, on two CPU cores, steps of small operations took as long with a thread as with a process
 (medians of 11 and 10 ms), steps of matrix products too (107 and 130 ms, both with a spread of three times that), and
 the write did as well (0.8 s). A process costs a second interpreter with torch in it for each rank, and shared memory,
@@ -14,21 +14,23 @@ which is not pinned.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.collect import State
-from lightning_shard.checkpoint.full import begin_full, names_full
+from lightning_shard.checkpoint.background_writes import BackgroundWrite
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.tensor_files import Values
 from lightning_shard.checkpoint.plan import Plans, live_values
-from lightning_shard.checkpoint.save import begin
-from lightning_shard.checkpoint.staging import HostBuffers
-from lightning_shard.checkpoint.under_way import Write
+from lightning_shard.checkpoint.save import begin_any
 from lightning_shard.cluster.preemption import Agreement
 from lightning_shard.ranks import Ranks
 
@@ -37,24 +39,24 @@ _ENDED, _GOES_ON = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class _UnderWay:
+class _Ongoing:
     path: str
     """As it was given, the same on every rank."""
 
-    write: Write
+    write: BackgroundWrite
     outcome: Agreement
 
 
 class Saver:
-    """Saves the checkpoints of one run. All ranks call each method alike, but where it says otherwise."""
+    """Saves the checkpoints of one run. All ranks call each method in the same order, but where it says otherwise."""
 
     def __init__(self) -> None:
         self._plans = Plans()
         self._buffers = HostBuffers()
-        self._under_way: _UnderWay | None = None
+        self._ongoing: _Ongoing | None = None
         self._longest_seconds = 0.0
 
-    def save(self, path: str, collect: Callable[[], State], *, background: bool) -> None:
+    def save(self, path: str, collect: Callable[[], Contents], *, background: bool) -> None:
         """Save to ``path``, the same on every rank; one that `names_full` becomes a stock Lightning file.
 
         What is still being written is waited for first.
@@ -65,12 +67,12 @@ class Saver:
             background: return as soon as the tensors may change.
 
         Raises:
-            CheckpointError: on every rank alike, also for a save before that failed in the background.
+            CheckpointError: the same on every rank, also for a save before that failed in the background.
         """
         self.finish()
         started = time.monotonic()
         ranks, writing = Ranks.of(), Ranks.in_background() if background else None
-        begun, state = (begin_full if names_full(path) else begin)(ranks, path, collect, self._plans)
+        begun, state = begin_any(ranks, path, collect, self._plans)
         live = live_values(state.tensors)
         if writing is None:
             begun.finish(ranks, live)
@@ -81,53 +83,53 @@ class Saver:
         except Exception as error:
             values = partial(_fail, error)  # in the thread, where the other ranks learn of it
 
-        def work(write: Write) -> None:
+        def work(write: BackgroundWrite) -> None:
             begun.finish(writing, values)
-            writing.first(f"removing what {begun.target} replaces", write.tidy)
+            writing.first(f"removing what {begun.target} replaces", write.completed)
             self._note(started)
 
-        self._under_way = _UnderWay(path=path, write=Write(work), outcome=Agreement(ranks.group))
+        self._ongoing = _Ongoing(path=path, write=BackgroundWrite(work), outcome=Agreement(ranks.group))
 
     def _note(self, started: float) -> None:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
 
     @property
     def reserve_seconds(self) -> float:
-        """How long a save from now on may take: as long as the longest so far, behind the one that is under way."""
-        return self._longest_seconds * (1 if self._under_way is None else 2)
+        """How long a save from now on may take: as long as the longest so far, behind the one that goes on."""
+        return self._longest_seconds * (1 if self._ongoing is None else 2)
 
     def is_writing(self, path: str | os.PathLike[str]) -> bool:
         """Whether the checkpoint at ``path`` is still being written, as far as this rank was told."""
-        return self._under_way is not None and os.path.normpath(self._under_way.path) == os.path.normpath(path)
+        return self._ongoing is not None and os.path.normpath(self._ongoing.path) == os.path.normpath(path)
 
     def look(self) -> None:
         """See how the save in the background stands, ahead of a step. No rank waits for another.
 
         Raises:
-            CheckpointError: it has failed; on every rank alike and in the same step.
+            CheckpointError: it has failed; the same on every rank and in the same step.
         """
-        if self._under_way is None:
+        if self._ongoing is None:
             return
-        own = _ENDED if self._under_way.write.has_ended else _GOES_ON
-        if self._under_way.outcome(own) == _ENDED:
+        own = _ENDED if self._ongoing.write.has_ended else _GOES_ON
+        if self._ongoing.outcome(own) == _ENDED:
             self.finish()
 
     def finish(self) -> None:
         """Wait for the save in the background.
 
         Raises:
-            CheckpointError: it has failed; on every rank alike.
+            CheckpointError: it has failed; the same on every rank.
         """
-        if self._under_way is not None:
-            self._under_way.outcome.finish()
+        if self._ongoing is not None:
+            self._ongoing.outcome.finish()
         failure = self.wait()
         if failure is not None:
             raise failure
 
     def wait(self) -> BaseException | None:
-        """Wait for the save in the background; what it failed of. No communication: any rank may call it."""
-        under_way, self._under_way = self._under_way, None
-        return None if under_way is None else under_way.write.wait()
+        """Wait for the save in the background; its error, if it failed. No communication: any rank may call it."""
+        ongoing, self._ongoing = self._ongoing, None
+        return None if ongoing is None else ongoing.write.wait()
 
     def close(self) -> BaseException | None:
         """`wait`, and give the memory for copies back."""
@@ -136,22 +138,73 @@ class Saver:
         return failure
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, once the one that is being written is whole. Rank 0 calls it.
+        """Delete a checkpoint, once the one that is being written is complete. Rank 0 calls it.
 
-        If that does not become whole, what was to be deleted stays.
+        If that does not become complete, what was to be deleted stays.
         """
-        self._once_whole(partial(commit.remove, path))
+        self._when_complete(partial(commit.remove, path))
 
     def link(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-        """Make ``name`` a link to the checkpoint at ``path``, once that is whole. Rank 0 calls it."""
-        self._once_whole(partial(commit.link, path, name))
+        """Make ``name`` a link to the checkpoint at ``path``, once that is complete. Rank 0 calls it."""
+        self._when_complete(partial(commit.link, path, name))
 
-    def _once_whole(self, act: Callable[[], None]) -> None:
-        if self._under_way is None:
+    def _when_complete(self, act: Callable[[], None]) -> None:
+        if self._ongoing is None:
             act()
         else:
-            self._under_way.write.afterwards(act)
+            self._ongoing.write.when_complete(act)
 
 
 def _fail(error: Exception, _: MetadataIndex) -> Tensor:
     raise error
+
+
+class HostBuffers:
+    """Memory for one copy of what a rank writes, kept from one save to the next.
+
+    Pinned for boxes that come from a CUDA device, so that all copies of a save run at once. Of boxes that are mapped
+    from files (NVMe offload) the copies are in files too: there is no memory for them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @torch.no_grad()
+    def copy(self, boxes: Sequence[MetadataIndex], values: Values) -> Values:
+        """Copy ``boxes`` and give the copies, which stay as they are until the next call; devices are waited for."""
+        kept = {index: buffer for index in boxes if (buffer := self._buffers.get(index)) is not None}
+        self._buffers = kept  # what other boxes had is free before more is taken
+        devices = set()
+        for index in boxes:
+            source = values(index)
+            buffer = kept.get(index)
+            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                buffer = kept[index] = _new_buffer(source)
+            buffer.copy_(source, non_blocking=source.is_cuda)
+            if source.is_cuda:
+                devices.add(source.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return kept.__getitem__
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._buffers = {}
+
+
+def _new_buffer(source: Tensor) -> Tensor:
+    name = source.untyped_storage().filename if source.device.type == "cpu" else None
+    if name is None or source.numel() == 0:
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    handle, path = tempfile.mkstemp(prefix=".staged-", dir=Path(name).parent)
+    os.close(handle)
+    try:
+        flat = torch.from_file(path, shared=True, size=source.numel(), dtype=source.dtype)
+    finally:
+        os.unlink(path)  # mapped, the file lives until the memory is given back or the process ends
+    return flat.view(source.shape)

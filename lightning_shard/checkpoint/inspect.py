@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
-from lightning_shard.checkpoint.fit import listed
-from lightning_shard.checkpoint.forms import is_stock
-from lightning_shard.checkpoint.layout import (
-    MANIFEST,
-    METADATA,
-    MODEL_PREFIX,
-    TRAINER_STATE,
-    FileEntry,
-    dtype_name,
-    regular_file,
-)
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import MANIFEST, METADATA, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
+from lightning_shard.checkpoint.files.manifest import damaged, damaged_files
+from lightning_shard.checkpoint.files.metadata import read_metadata
+from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.checkpoint.load import read_manifest
-from lightning_shard.checkpoint.metadata import read_metadata
-from lightning_shard.checkpoint.stored import Stored
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import columns
 
 _BLOCK = 1 << 22
 
 
-def describe(path: str | os.PathLike[str], stored: Stored) -> str:
+def describe(path: str | os.PathLike[str], stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
-    state = stored.trainer_state
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(stored.versions.items()))
-    facts = {
+    state, facts = stored.trainer_state, stored.facts
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
+    lines = {
         "checkpoint": f"{path} ({stored.form})",
-        "written by": f"{stored.engine} on {stored.world_size} process{'es' * (stored.world_size != 1)}",
-        "precision": stored.policy,
+        "written by": f"{facts.engine} on {facts.world_size} process{'es' * (facts.world_size != 1)}",
+        "precision": facts.policy,
         "versions": versions or "not recorded",
         "progress": f"epoch {state.get('epoch', '-')}, step {state.get('global_step', '-')}",
         "optimizers": ", ".join(part["class"] for part in state.get(OPTIMIZER_STATES, [])) or "none: weights only",
         "run's state": ", ".join(sorted(key for key in state if key != OPTIMIZER_STATES)) or "none",
     }
-    width = max(map(len, facts)) + 2
-    lines = [f"{name + ':':{width}}{text}" for name, text in facts.items()]
-    return "\n".join([*lines, "", *_ledger(stored.ledger), *_tensors(stored)])
+    width = max(map(len, lines)) + 2
+    head = [f"{name + ':':{width}}{text}" for name, text in lines.items()]
+    return "\n".join([*head, "", *_ledger(facts.ledger), *_tensors(stored)])
 
 
 def _ledger(ledger: Mapping[str, Any]) -> list[str]:
@@ -63,13 +52,13 @@ def _ledger(ledger: Mapping[str, Any]) -> list[str]:
     return [columns(table), f"gradients reduced in: {reduced}", ""]
 
 
-def _tensors(stored: Stored) -> list[str]:
+def _tensors(stored: Contents) -> list[str]:
     table = [["tensor", "shape", "dtype", "bytes"]]
     for key, tensor in stored.tensors.items():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         table.append([key, shape, dtype_name(tensor.dtype), f"{tensor.nbytes:,}"])
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
-    weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(MODEL_PREFIX)]
+    weights = [tensor for key, tensor in stored.tensors.items() if key not in stored.slots]
     return [
         columns(table),
         "",
@@ -91,44 +80,23 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     path = Path(path)
     if path.is_file():
         return _verify_archive(path)
-    if is_stock(path):
+    if is_foreign(path):
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
     manifest = read_manifest(path)
-    damage: dict[str, str] = {}
+    damage = damaged_files(path, manifest, manifest.files)
     if not (path / MANIFEST).read_bytes().endswith(b"\n"):  # all that is not under its digest
         damage[MANIFEST] = f"{path / MANIFEST} was cut: its last byte is missing"
-
-    def attempt(name: str, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except CheckpointError as error:
-            damage.setdefault(name, str(error))
-
-    for name, entry in sorted(manifest.files.items()):
-        attempt(name, functools.partial(_compare, path, name, entry))
     if not damage:  # what opens them says less clearly that they were changed
-        attempt(METADATA, lambda: read_metadata(path, manifest))
-        attempt(TRAINER_STATE, lambda: read_trainer_state(path, manifest=manifest))
+        for name, read in ((METADATA, read_metadata), (TRAINER_STATE, read_trainer_state)):
+            try:
+                read(path, manifest)
+            except CheckpointError as error:
+                damage[name] = str(error)
     if damage:
-        lines = "\n".join(f"  {text}" for text in damage.values())
-        raise CheckpointCorruptError(f"{path} is damaged: {listed(damage)}\n{lines}\nUse another checkpoint.")
+        raise damaged(path, damage)
     return [*sorted(manifest.files), MANIFEST]
-
-
-def _compare(directory: Path, name: str, entry: FileEntry) -> None:
-    digest = hashlib.sha256()
-    try:
-        with open(regular_file(directory, name, entry), "rb") as stream:
-            while block := stream.read(_BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise CheckpointCorruptError(f"{directory / name} can't be read: {error}") from error
-    if digest.hexdigest() != entry.sha256:
-        raise CheckpointCorruptError(
-            f"{directory / name} does not match its checksum: it was damaged or changed after it was written"
-        )
 
 
 def _verify_archive(path: Path) -> list[str]:

@@ -1,10 +1,14 @@
-"""Reading a portable checkpoint into live tensors, whatever wrote it and however they are cut."""
+"""Opening a portable checkpoint and reading it into live tensors, whatever wrote it and however they are sharded.
+
+A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``.metadata`` once, and every other file
+is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,153 +16,198 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import Metadata
 
-from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint import manifest as manifests
-from lightning_shard.checkpoint.collect import EXTRA_STATE, OPTIMIZER_STATES
-from lightning_shard.checkpoint.fit import Fit, LoadReport, compare, listed
-from lightning_shard.checkpoint.layout import MODEL_PREFIX, OPTIMIZER_PREFIX, regular_file
-from lightning_shard.checkpoint.manifest import Manifest
-from lightning_shard.checkpoint.metadata import add_names, read_metadata
-from lightning_shard.checkpoint.optimizer_fill import check_scalars, create_slots, load_groups, shared_scalars
-from lightning_shard.checkpoint.optimizer_load import OptimizerPlan, plan_optimizers
-from lightning_shard.checkpoint.reader import CheckedReader, TensorLoadPlanner
-from lightning_shard.checkpoint.state import load_extra_state, model_aliases, model_tensors, reshard
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.under_way import settle
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from lightning_shard.checkpoint.background_writes import settle
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files import manifest as manifests
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.layout import (
+    EXTRA_STATE,
+    METADATA,
+    MODEL_PREFIX,
+    OPTIMIZER_STATES,
+    TRAINER_STATE,
+    model_key,
+    torch_dtype,
+)
+from lightning_shard.checkpoint.files.manifest import Manifest, damaged, damaged_files
+from lightning_shard.checkpoint.files.metadata import read_metadata
+from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
+from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.load_optimizers import (
+    OptimizerPlan,
+    check_scalars,
+    create_slots,
+    load_groups,
+    plan_optimizers,
+    shared_scalars,
+)
+from lightning_shard.checkpoint.matching import LoadReport, match
+from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import fqns
-
-_BLOCK = 1 << 22
+from lightning_shard.tensors.names import Names
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint ``path``; what this process writes in the background is waited for first.
 
     A replacement that was interrupted is finished. Errors as for
-    `lightning_shard.checkpoint.manifest.read_manifest`.
+    `lightning_shard.checkpoint.files.manifest.read_manifest`.
     """
     settle()
     commit.recover(Path(path))
     return manifests.read_manifest(path)
 
 
-def open_checkpoint(
-    path: str | os.PathLike[str], *, group: torch.distributed.ProcessGroup | None = None
-) -> tuple[Manifest, dict[str, Any]]:
-    """The manifest and ``trainer.pt``'s contents (tensors on the CPU), read on every rank; all ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint directory that was opened and checked."""
 
-    Raises CheckpointNotFoundError or CheckpointCorruptError on every rank alike.
+    path: Path
+    manifest: Manifest
+    metadata: Metadata
+
+    trainer_state: dict[str, Any]
+    """The contents of ``trainer.pt``, tensors on the CPU."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the directory was replaced or removed since it was opened."""
+        if manifests.file_identity(self.path) != self.manifest.file_identity:
+            raise CheckpointError(f"{self.path} was replaced or removed while it was being loaded: load it again")
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, manifest: Manifest | None = None) -> OpenCheckpoint:
+    """Open the checkpoint directory ``path`` on every rank; all ranks call it.
+
+    All files are compared with their checksums, those with tensors each on one rank. ``manifest``: this rank's, where
+    it was read before.
+
+    Raises on every rank the same: CheckpointNotFoundError; CheckpointCorruptError with the names of the files that
+    differ; CheckpointError where ranks find different checkpoints at the path.
     """
+    ranks, directory = Ranks.of(), Path(path)
 
-    def read() -> tuple[Manifest, dict[str, Any]]:
-        manifest = read_manifest(path)
-        return manifest, read_trainer_state(path, manifest=manifest)
+    def read() -> OpenCheckpoint:
+        known = manifest or read_manifest(directory)
+        return OpenCheckpoint(
+            path=directory,
+            manifest=known,
+            metadata=read_metadata(directory, known),
+            trainer_state=read_trainer_state(directory, known),
+        )
 
-    return Ranks.of(group).agree(f"opening {path}", read)
+    opened = ranks.agree(f"opening {path}", read)
+    digests = ranks.gather(opened.manifest.digest)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise CheckpointError(
+            f"rank {other} finds another checkpoint at {directory} than rank 0: load from a directory that all "
+            "machines share"
+        )
+    damage: dict[str, str] = {}
+    for found in ranks.all(
+        f"verifying {path}", lambda: damaged_files(directory, opened.manifest, _share(opened.manifest, ranks))
+    ):
+        damage.update(found)
+    if damage:
+        raise damaged(directory, damage)
+    return opened
 
 
-def verify_files(path: str | os.PathLike[str], *, group: torch.distributed.ProcessGroup | None = None) -> Manifest:
-    """Compare every file of the checkpoint with its checksum, each on one rank; all ranks call it.
-
-    Returns the manifest. Raises CheckpointCorruptError on every rank with the names of the files that differ.
-    """
-    ranks = Ranks.of(group)
-    manifest = ranks.agree(f"opening {path}", lambda: read_manifest(path))
-    _verify(ranks, Path(path), manifest)
-    return manifest
+def _share(found: Manifest, ranks: Ranks) -> list[str]:
+    """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
+    load = [0] * ranks.size
+    mine = []
+    files = {name: entry for name, entry in found.files.items() if name not in (METADATA, TRAINER_STATE)}
+    for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
+        rank = min(range(ranks.size), key=lambda rank: load[rank])
+        load[rank] += entry.size + 1
+        if rank == ranks.rank:
+            mine.append(name)
+    return mine
 
 
 def load_training_state(
-    path: str | os.PathLike[str],
+    checkpoint: OpenCheckpoint,
     *,
     module: nn.Module,
     optimizers: Sequence[AnyOptimizer] = (),
     masters: Mapping[str, LiveTensor] | None = None,
     strict: bool = True,
-    group: torch.distributed.ProcessGroup | None = None,
-    verify: bool = True,
-) -> tuple[dict[str, Any], LoadReport]:
-    """Load a module (wrapped or not) and its optimizers in place and return the rest of the checkpoint.
+) -> LoadReport:
+    """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
 
-    All ranks call it, with any engine, mesh and number of ranks. Without ``optimizers`` only the module is loaded.
-    ``masters``: FQN to what is filled from ``model.<fqn>`` in the place of the module's own tensor, which stays.
-    Nothing is changed before the checkpoint is known to fit. The returned dictionary is ``trainer.pt``'s, the
-    tensors in it on the CPU. Errors as for `load_tensors`, on every rank alike.
+    Without ``optimizers`` only the module is loaded. ``masters``: FQN to what is filled in the place of the module's
+    own tensor, which stays. Nothing is changed before the checkpoint is known to fit. Errors as for `load_tensors`.
     """
-    ranks = Ranks.of(group)
-    directory = Path(path)
+    ranks, found = Ranks.of(), checkpoint.manifest
 
-    def prepare() -> tuple[Manifest, dict[str, Any], dict[str, Any], OptimizerPlan, Fit, LoadReport]:
-        manifest = read_manifest(directory)
-        state = read_trainer_state(directory, manifest=manifest)
-        if optimizers and OPTIMIZER_STATES not in state:
-            raise CheckpointMismatchError(f"{directory} has no optimizer state: it was saved with weights only")
-        reshard(module)
-        tensors = model_tensors(module, masters)
-        saved = state[OPTIMIZER_STATES] if optimizers else []
-        plan = plan_optimizers(optimizers, fqns(module), manifest, saved)
-        fit = compare(manifest, _shapes(tensors), model_aliases(module), (MODEL_PREFIX,))
-        whole = Fit(fit.sources, fit.missing + plan.missing, fit.unexpected + plan.unexpected, fit.reshaped)
-        return manifest, state, tensors, plan, fit, whole.judged(directory, strict, plan.problems)
+    def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
+        checkpoint.check_unchanged()
+        if optimizers and OPTIMIZER_STATES not in checkpoint.trainer_state:
+            raise CheckpointMismatchError(f"{checkpoint.path} has no optimizer state: it was saved with weights only")
+        names = sharded_names(module)
+        live = {model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
+        aliases = {model_key(alias): model_key(fqn) for alias, fqn in names.aliases.items()}
+        stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(MODEL_PREFIX)}
+        matched = match(_shapes(live), aliases, stored, found.aliases)
+        plan = plan_optimizers(
+            optimizers, names, found, checkpoint.trainer_state[OPTIMIZER_STATES] if optimizers else []
+        )
+        report = replace(
+            matched,
+            missing=matched.missing + plan.missing,
+            unexpected=matched.unexpected + plan.unexpected,
+            problems=plan.problems,
+        ).judge(checkpoint.path, strict)
+        return names, [(source, live[key]) for key, source in matched.sources.items()], plan, report
 
-    manifest, state, tensors, plan, fit, report = ranks.agree(f"opening {path}", prepare)
-    metadata = _check_files(ranks, directory, manifest, verify)
-
-    def slot_sources(asked: Mapping[str, Any]) -> dict[str, str]:
-        return compare(manifest, _shapes(asked), model_aliases(module), (OPTIMIZER_PREFIX,)).sources
+    names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
 
     def read_scalars() -> dict[str, Tensor]:
         scalars = shared_scalars(plan)
-        _read(directory, metadata, scalars, slot_sources(scalars))
+        read_tensors(checkpoint.path, checkpoint.metadata, scalars.items())
         check_scalars(plan, scalars)
         return scalars
 
-    scalars = ranks.agree(f"reading {path}", read_scalars)
+    scalars = ranks.agree(f"reading {checkpoint.path}", read_scalars)
 
     def read() -> None:
-        slots = create_slots(plan, scalars)
-        _read(directory, metadata, {**tensors, **slots}, fit.sources | slot_sources(slots))
+        read_tensors(checkpoint.path, checkpoint.metadata, [*tensors, *create_slots(plan, scalars)])
         load_groups(plan)
-        load_extra_state(module, state.get(EXTRA_STATE, {}), strict=strict)
+        load_extra_state(module, names, checkpoint.trainer_state.get(EXTRA_STATE, {}), strict=strict)
+        checkpoint.check_unchanged()
 
-    ranks.agree(f"reading {path}", read)
-    return state, report
+    ranks.agree(f"reading {checkpoint.path}", read)
+    return report
 
 
-def load_tensors(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Any],
-    *,
-    strict: bool = True,
-    aliases: Mapping[str, str] | None = None,
-    prefixes: tuple[str, ...] = (MODEL_PREFIX, OPTIMIZER_PREFIX),
-    group: torch.distributed.ProcessGroup | None = None,
-    verify: bool = True,
-) -> LoadReport:
-    """Fill live tensors in place from the checkpoint ``path``, casting where the dtype differs. All ranks call it.
+def load_tensors(checkpoint: OpenCheckpoint, tensors: Mapping[str, Any], *, strict: bool = True) -> LoadReport:
+    """Fill live tensors in place by key, casting where the dtype differs. All ranks call it.
 
-    ``tensors``: key to this rank's plain tensor, DTensor or object with torch's checkpointable protocol (with a
-    ``shape`` and ``size()``); each rank reads the boxes that it needs. ``aliases``: further keys of a live tied
-    tensor to its key here. ``prefixes``: which of the checkpoint's keys are expected to be asked for. ``verify``:
-    compare all files with their checksums first, each on one rank.
+    ``tensors``: key to this rank's plain tensor, DTensor or what stands for one (see
+    `lightning_shard.checkpoint.files.tensor_files`); each rank reads the boxes that it needs.
 
-    Raises on every rank alike, before any tensor is changed: CheckpointNotFoundError, CheckpointCorruptError (file
-    named), CheckpointMismatchError (missing, unexpected and reshaped keys together; with ``strict=False`` only
-    reshaped keys, and nothing that matches at all).
+    Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
+    reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
+    are read: CheckpointCorruptError, and CheckpointError where the directory was replaced meanwhile.
     """
-    ranks = Ranks.of(group)
-    directory = Path(path)
+    ranks, found = Ranks.of(), checkpoint.manifest
 
-    def prepare() -> tuple[Manifest, Fit, LoadReport]:
-        manifest = read_manifest(directory)
-        fit = compare(manifest, _shapes(tensors), aliases or {}, prefixes)
-        return manifest, fit, fit.judged(directory, strict, [])
+    def prepare() -> tuple[dict[str, str], LoadReport]:
+        checkpoint.check_unchanged()
+        stored = {key: entry.shape for key, entry in found.tensors.items()}
+        matched = match(_shapes(tensors), {}, stored, found.aliases)
+        return matched.sources, matched.judge(checkpoint.path, strict)
 
-    manifest, fit, report = ranks.agree(f"opening {path}", prepare)
-    metadata = _check_files(ranks, directory, manifest, verify)
-    ranks.agree(f"reading {path}", lambda: _read(directory, metadata, tensors, fit.sources))
+    sources, report = ranks.agree(f"opening {checkpoint.path}", prepare)
+
+    def read() -> None:
+        read_tensors(checkpoint.path, checkpoint.metadata, [(key, tensors[name]) for name, key in sources.items()])
+        checkpoint.check_unchanged()
+
+    ranks.agree(f"reading {checkpoint.path}", read)
     return report
 
 
@@ -169,63 +218,23 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def _read(directory: Path, metadata: Metadata, tensors: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Fill ``tensors``, each from the key in ``sources``; those without one stay."""
-    add_names(metadata, {key: stored for key, stored in sources.items() if key != stored})
-    planner = TensorLoadPlanner()
-    planner.set_up_planner({key: tensors[key] for key in sources}, metadata)
-    with torch.no_grad():
-        CheckedReader(directory, metadata).read_data(planner.create_local_plan(), planner).wait()
+def open_portable(path: str | os.PathLike[str]) -> Contents:
+    """The checkpoint directory ``path``; its tensors are read, checked against the metadata, when asked for.
 
+    Files with tensors are not compared with their checksums; see `lightning_shard.checkpoint.inspect.verify`. One
+    process calls it. Raises CheckpointNotFoundError or CheckpointCorruptError.
+    """
+    directory = Path(path)
+    found = read_manifest(directory)
+    metadata = read_metadata(directory, found)
 
-def _check_files(ranks: Ranks, directory: Path, manifest: Manifest, verify: bool) -> Metadata:
-    """Before anything is changed: all ranks see the same checkpoint, its files are as they were written."""
-    digests = ranks.all("comparing checkpoints", lambda: manifest.digest)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise CheckpointError(
-            f"rank {other} finds another checkpoint at {directory} than rank 0: load from a directory that all "
-            "machines share"
-        )
-    metadata = ranks.agree(f"checking {directory}", lambda: read_metadata(directory, manifest))
-    if verify:
-        _verify(ranks, directory, manifest)
-    return metadata
+    def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_full(directory, metadata, key))
 
-
-def _verify(ranks: Ranks, directory: Path, manifest: Manifest) -> None:
-    mine = _share(manifest, ranks)
-
-    def differing() -> list[str]:
-        return [
-            name
-            for name in mine
-            if _sha256(regular_file(directory, name, manifest.files[name])) != manifest.files[name].sha256
-        ]
-
-    bad = sorted(name for part in ranks.all(f"verifying {directory}", differing) for name in part)
-    if bad:
-        raise CheckpointCorruptError(
-            f"{directory}: {listed(bad)} does not match its checksum: it was damaged or changed after it was "
-            "written. Use another checkpoint."
-        )
-
-
-def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
-    """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
-    load = [0] * ranks.size
-    mine = []
-    for name, entry in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
-        rank = min(range(ranks.size), key=lambda rank: load[rank])
-        load[rank] += entry.size + 1
-        if rank == ranks.rank:
-            mine.append(name)
-    return mine
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+    return Contents(
+        facts=found.facts,
+        tensors={k: stored(k, entry.shape, torch_dtype(entry.dtype)) for k, entry in found.tensors.items()},
+        aliases=found.aliases,
+        slots=found.slots,
+        trainer_state=read_trainer_state(directory, found),
+    )

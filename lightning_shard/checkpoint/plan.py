@@ -1,16 +1,15 @@
-"""Who writes what in a save, and whether it makes up whole tensors.
+"""Which rank writes which boxes of which tensors, and whether the boxes make up full tensors.
 
-Every rank tells rank 0 which boxes of which tensors it holds. Rank 0 gives each box to one of its holders, so that
-the bytes are evened out, and tells every rank its boxes by their numbers. Nothing here grows faster than the boxes
-of all ranks do. A plan holds as long as no rank's tensors are cut in another way, and is kept until then.
-
-Anything with torch's checkpointable protocol (``torch/distributed/_checkpointable.py``) can stand for a tensor.
+Every rank tells rank 0 which boxes of which tensors it has. Rank 0 gives each box to one of the ranks that have it, so
+that the bytes are evened out, and tells every rank its boxes by their numbers. Nothing here grows faster than the
+boxes of all ranks do. A plan holds as long as no rank's tensors are sharded in another way, and is kept until then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,35 +24,39 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.overlap import Cut, find_overlap
+from lightning_shard.checkpoint.files.layout import SlotName
+from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 
-Values = Callable[[MetadataIndex], Tensor]
-"""The values of a box that this rank is to write."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes by dim."""
 
 # Of each box in a file, beside its values: the archive that torch.save makes of it.
 _OVERHEAD_BYTES = 1600
 
 
-class Held(NamedTuple):
-    """What one rank holds of a tensor, in values that are small when they are sent."""
+class LocalTensor(NamedTuple):
+    """Which boxes of a tensor one rank has, in values that are small when they are sent."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[Cut, ...]
-    first_counts: bool
-    """Whether its values may differ between the ranks that hold them: the lowest writes it then."""
+    boxes: tuple[Box, ...]
+    slot: SlotName | None = None
+    """Of optimizer state, which it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class GlobalPlan:
     """What rank 0 knows of a plan."""
 
     tensors: Mapping[str, TensorStorageMetadata]
     writers: Sequence[Sequence[MetadataIndex]]
     """By rank, the boxes that it writes, in this order."""
+
+    slots: Mapping[str, SlotName]
+    """Key of each tensor of optimizer state, on whichever rank, to what it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,50 +66,50 @@ class Plan:
     mine: Sequence[MetadataIndex]
     """The boxes that this rank writes, in this order."""
 
-    whole: Whole | None
+    of_all: GlobalPlan | None
     """None but on rank 0."""
 
 
 class Plans:
-    """The plan of the last save, for the next one whose tensors are cut in the same way."""
+    """The plan of the last save, for the next one whose tensors are sharded in the same way."""
 
     def __init__(self) -> None:
-        self._held: tuple[Held, ...] | None = None
+        self._local: tuple[LocalTensor, ...] | None = None
         self._signature: tuple[Any, ...] | None = None
         self._plan: Plan | None = None
 
-    def know(self, tensors: Mapping[str, Any], first_counts: Collection[str]) -> bool:
+    def still_holds(self, tensors: Mapping[str, Any], slots: Mapping[str, SlotName]) -> bool:
         """Look at what this rank is to save; whether its part of the last plan still holds. No communication.
 
         Raises CheckpointError for what can't be saved.
         """
-        signature = tuple((key, key in first_counts, _signature(tensor)) for key, tensor in tensors.items())
+        signature = tuple((key, _signature(tensor)) for key, tensor in tensors.items())
         if self._plan is not None and signature == self._signature:
             return True
         for key, tensor in tensors.items():
             _check_savable(key, tensor)
-        self._held = tuple(_held(key, tensor, key in first_counts) for key, tensor in tensors.items())
+        self._local = tuple(_local(key, tensor, slots.get(key)) for key, tensor in tensors.items())
         self._signature, self._plan = signature, None
         return False
 
-    def agreed(self, ranks: Ranks, *, known: bool) -> Plan:
-        """The plan for what every rank has looked at. All ranks call it, with ``known`` where all know theirs."""
-        if not known or self._plan is None:
+    def agreed(self, ranks: Ranks, *, still_holds: bool) -> Plan:
+        """The plan for what every rank has looked at. All ranks call it; ``still_holds``: on all of them."""
+        if not still_holds or self._plan is None:
             self._plan = self._make(ranks)
         return self._plan
 
     def _make(self, ranks: Ranks) -> Plan:
-        assert self._held is not None
-        held, whole = self._held, []
+        assert self._local is not None
+        local, of_all = self._local, []
 
-        def decide(all_held: list[tuple[Held, ...]]) -> list[list[int]]:
-            numbers, made = divide(all_held)
-            whole.append(made)
+        def decide(by_rank: list[tuple[LocalTensor, ...]]) -> list[list[int]]:
+            numbers, made = divide(by_rank)
+            of_all.append(made)
             return numbers
 
-        numbers = ranks.exchange("planning the save", lambda: held, decide)
-        boxes = [MetadataIndex(part.key, offsets) for part in held for offsets, _ in part.boxes]
-        return Plan(mine=[boxes[number] for number in numbers], whole=whole[0] if whole else None)
+        numbers = ranks.exchange("planning the save", lambda: local, decide)
+        boxes = [MetadataIndex(part.key, offsets) for part in local for offsets, _ in part.boxes]
+        return Plan(mine=[boxes[number] for number in numbers], of_all=of_all[0] if of_all else None)
 
 
 def live_values(tensors: Mapping[str, Any]) -> Values:
@@ -114,27 +117,27 @@ def live_values(tensors: Mapping[str, Any]) -> Values:
     return lambda index: find_tensor_shard(tensors[index.fqn], index).detach()
 
 
-def divide(all_held: Sequence[Sequence[Held]]) -> tuple[list[list[int]], Whole]:
+def divide(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[list[list[int]], GlobalPlan]:
     """Give every box to one rank.
 
     Args:
-        all_held: by rank, what it holds, in its own order.
+        by_rank: what each rank has, in its own order.
 
     Returns:
-        By rank the numbers of the boxes that it writes, counted over all that it holds; and the whole.
+        By rank the numbers of the boxes that it writes, counted over all that it has; and the plan of all ranks.
 
     Raises:
-        CheckpointError: the boxes do not make up whole tensors, or ranks disagree about a tensor.
+        CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
-    tensors, holders = _collect(all_held)
-    problems = [problem for key, boxes in holders.items() if (problem := _incomplete(tensors[key], boxes)) is not None]
+    tensors, owners = _collect(by_rank)
+    problems = [problem for key, boxes in owners.items() if (problem := _incomplete(tensors[key], boxes)) is not None]
     if problems:
-        raise CheckpointError(f"the ranks' tensors do not make up whole ones: {'; '.join(problems[:5])}")
-    chosen = _spread(tensors, holders, len(all_held))
+        raise CheckpointError(f"the ranks' tensors do not make up full ones: {'; '.join(problems[:5])}")
+    chosen = _spread(tensors, owners, len(by_rank))
     numbers: list[list[int]] = []
     writers: list[list[MetadataIndex]] = []
-    for rank, held in enumerate(all_held):
-        boxes = ((part.key, box) for part in held for box in part.boxes)
+    for rank, local in enumerate(by_rank):
+        boxes = ((part.key, box) for part in local for box in part.boxes)
         mine = [(number, key, box) for number, (key, box) in enumerate(boxes) if chosen[key][box] == rank]
         numbers.append([number for number, _, _ in mine])
         writers.append([MetadataIndex(key, offsets) for _, key, (offsets, _) in mine])
@@ -144,36 +147,37 @@ def divide(all_held: Sequence[Sequence[Held]]) -> tuple[list[list[int]], Whole]:
             size=torch.Size(first.shape),
             chunks=[
                 ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                for offsets, sizes in holders[key]
+                for offsets, sizes in owners[key]
             ],
         )
         for key, first in tensors.items()
     }
-    return numbers, Whole(tensors=metadata, writers=writers)
+    slots = {key: first.slot for key, first in tensors.items() if first.slot is not None}
+    return numbers, GlobalPlan(tensors=metadata, writers=writers, slots=slots)
 
 
-_Holders = dict[str, dict[Cut, list[int]]]
+_Owners = dict[str, dict[Box, list[int]]]
 
 
-def _collect(all_held: Sequence[Sequence[Held]]) -> tuple[dict[str, Held], _Holders]:
-    """Each tensor as the first rank describes it, and who holds which of its boxes."""
-    tensors: dict[str, Held] = {}
-    holders: _Holders = {}
-    for rank, held in enumerate(all_held):
-        for part in held:
+def _collect(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[dict[str, LocalTensor], _Owners]:
+    """Each tensor as the first rank describes it, and the ranks that have each of its boxes."""
+    tensors: dict[str, LocalTensor] = {}
+    owners: _Owners = {}
+    for rank, local in enumerate(by_rank):
+        for part in local:
             first = tensors.setdefault(part.key, part)
             if (first.shape, first.dtype) != (part.shape, part.dtype):
                 raise CheckpointError(
                     f"rank {rank} has {part.key} of shape {part.shape} and {part.dtype}, another rank of shape "
                     f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
                 )
-            boxes = holders.setdefault(part.key, {})
+            boxes = owners.setdefault(part.key, {})
             for box in part.boxes:
                 boxes.setdefault(box, []).append(rank)
-    return tensors, holders
+    return tensors, owners
 
 
-def _incomplete(tensor: Held, boxes: Mapping[Cut, Sequence[int]]) -> str | None:
+def _incomplete(tensor: LocalTensor, boxes: Mapping[Box, Sequence[int]]) -> str | None:
     if not boxes:
         return f"no rank has a part of {tensor.key}"
     elements = sum(math.prod(sizes) for _, sizes in boxes)
@@ -183,19 +187,18 @@ def _incomplete(tensor: Held, boxes: Mapping[Cut, Sequence[int]]) -> str | None:
     return None if overlap is None else f"{tensor.key} has boxes that overlap: {overlap[0]} and {overlap[1]}"
 
 
-def _spread(tensors: Mapping[str, Held], holders: _Holders, size: int) -> dict[str, dict[Cut, int]]:
-    """The writer of each box: the holder that has the least to write so far."""
+def _spread(tensors: Mapping[str, LocalTensor], owners: _Owners, size: int) -> dict[str, dict[Box, int]]:
+    """The writer of each box: of the ranks that have it the one that has the least to write so far."""
     load = [0] * size
-    chosen: dict[str, dict[Cut, int]] = {key: {} for key in holders}
+    chosen: dict[str, dict[Box, int]] = {key: {} for key in owners}
     order = []
-    for key, boxes in holders.items():
+    for key, boxes in owners.items():
         for box, ranks in boxes.items():
-            able = ranks[:1] if tensors[key].first_counts else ranks
-            order.append((len(able) > 1, -math.prod(box[1]) * tensors[key].dtype.itemsize, key, box, able))
+            order.append((len(ranks) > 1, -math.prod(box[1]) * tensors[key].dtype.itemsize, key, box, ranks))
     # What only one rank can write comes first, then the largest: the rest evens the ranks out.
     order.sort(key=lambda entry: entry[:2])
-    for _, negative_bytes, key, box, able in order:
-        writer = min(able, key=load.__getitem__)
+    for _, negative_bytes, key, box, ranks in order:
+        writer = min(ranks, key=load.__getitem__)
         load[writer] += _OVERHEAD_BYTES - negative_bytes
         chosen[key][box] = writer
     return chosen
@@ -213,22 +216,62 @@ def _signature(tensor: Any) -> Any:
         return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
     if isinstance(tensor, Tensor):
         return tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
-    return _held("", tensor, False)
+    return _local("", tensor, None)
 
 
-def _held(key: str, tensor: Any, first_counts: bool) -> Held:
-    if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Held(key, shape, tensor.dtype, (((0,) * len(shape), shape),), first_counts)
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        return Held(key, tuple(tensor.shape), tensor.dtype, (), first_counts)
-    items = tensor.__create_write_items__(key, tensor)
-    shape = tuple(tensor.size())
-    boxes = tuple(
-        (tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-        for item in items
-        # A rank beyond the last row has an empty box, which only a tensor without elements needs.
-        if item.tensor_data.chunk.sizes.numel() > 0 or 0 in shape
+def _local(key: str, tensor: Any, slot: SlotName | None) -> LocalTensor:
+    shape = tuple(tensor.shape)
+    # A rank beyond the last row has an empty box, which only a tensor without elements needs.
+    chunks = (chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in shape)
+    boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    return LocalTensor(key, shape, tensor.dtype, boxes, slot)
+
+
+def find_overlap(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes, all inside a tensor of ``shape``, that have an element in common; None if there are none.
+
+    Boxes that are contiguous in the tensor's memory, as those of rows and of flat partitions are, take the time of
+    sorting them; others at worst that of comparing those that meet along the dim with the most offsets. torch's own
+    check sweeps along the tensor's longest dim, on which the shards along another dim all begin together: with a
+    thousand ranks it compares a million pairs for each tensor.
+    """
+    if len(boxes) < 2 or math.prod(shape) == 0:
+        return None
+    if all(_is_contiguous(shape, box) for box in boxes):
+        lines = [((_start(shape, box),), (math.prod(box[1]),)) for box in boxes]
+        return _sweep(boxes, lines, 0)
+    return _sweep(boxes, boxes, max(range(len(shape)), key=lambda dim: len({offsets[dim] for offsets, _ in boxes})))
+
+
+def _is_contiguous(shape: Sequence[int], box: Box) -> bool:
+    _, sizes = box
+    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
+    return tuple(sizes[first + 1 :]) == tuple(shape[first + 1 :])
+
+
+def _start(shape: Sequence[int], box: Box) -> int:
+    """Where the box begins in the tensor's row-major order."""
+    start = 0
+    for offset, size in zip(box[0], shape, strict=True):
+        start = start * size + offset
+    return start
+
+
+def _sweep(boxes: Sequence[Box], projected: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
+    """Go along ``dim`` and compare each of ``projected`` with those that reach as far as its beginning."""
+    active: list[tuple[int, int]] = []  # end and number of each, those that end first in front
+    for number in sorted(range(len(projected)), key=lambda number: projected[number][0][dim]):
+        offsets, sizes = projected[number]
+        del active[: bisect_right(active, (offsets[dim], len(projected)))]
+        for _, other in active:
+            if _meet(projected[number], projected[other]):
+                return boxes[other], boxes[number]
+        insort(active, (offsets[dim] + sizes[dim], number))
+    return None
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(
+        begin < other_begin + other_size and other_begin < begin + size
+        for begin, size, other_begin, other_size in zip(*one, *other, strict=True)
     )
-    dtype = items[0].tensor_data.properties.dtype if items else tensor.dtype
-    return Held(key, shape, dtype, boxes, first_counts)

@@ -1,7 +1,7 @@
-"""Writing a portable checkpoint: all ranks agree on who writes what, and write it.
+"""Saving a portable checkpoint: all ranks agree on who writes what, and write it.
 
-Where the values come from, and over which group the ranks that write them speak, is not said at the beginning: a save
-in the background writes copies, over a group of its own.
+A save has two halves, `begin` and `finish`: where the values come from, and over which group the ranks that write them
+speak, is said to the second one. A save in the background writes copies, over a group of its own.
 """
 
 from __future__ import annotations
@@ -12,100 +12,107 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_shard.checkpoint import commit
-from lightning_shard.checkpoint.collect import CheckpointInfo, State, training_state
-from lightning_shard.checkpoint.layout import MANIFEST, METADATA, TRAINER_STATE, FileEntry, dtype_name
-from lightning_shard.checkpoint.manifest import Manifest, TensorEntry, library_versions
-from lightning_shard.checkpoint.plan import Plan, Plans, Values, live_values
-from lightning_shard.checkpoint.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.writer import Written, encode_metadata, write_boxes, write_file
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import (
+    EXTRA_STATE,
+    MANIFEST,
+    METADATA,
+    OPTIMIZER_PREFIX,
+    OPTIMIZER_STATES,
+    TRAINER_STATE,
+    FileEntry,
+    dtype_name,
+)
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, library_versions
+from lightning_shard.checkpoint.files.tensor_files import Values, Written, encode_metadata, write_boxes, write_file
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
+from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
+from lightning_shard.checkpoint.load import open_portable
+from lightning_shard.checkpoint.module_state import extra_state, live_tensors, sharded_names
+from lightning_shard.checkpoint.optimizer_state import optimizer_states
+from lightning_shard.checkpoint.plan import Plan, Plans, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 
 
-def save_training_state(
-    path: str | os.PathLike[str],
+def training_state(
     *,
     module: nn.Module,
     optimizers: Sequence[AnyOptimizer],
     trainer_state: Mapping[str, Any],
-    info: CheckpointInfo,
+    facts: Facts,
     leave_out: Collection[str] = (),
     masters: Mapping[str, LiveTensor] | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-) -> None:
-    """Save a module (wrapped or not), its optimizers and the rest of the run. All ranks call it.
+) -> Contents:
+    """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
-    Arguments as for `training_state`. Errors as for `save`.
+    ``optimizer_states`` in ``trainer_state`` is replaced by the groups' hyperparameters, and ``module_extra_state``
+    by what the module keeps beyond tensors. No ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the
+    module that the checkpoint is not to have. ``masters``: FQN to what is saved in the place of the module's own
+    tensor. Buffers are the same on all ranks.
     """
+    names = sharded_names(module)
+    live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
+    states = optimizer_states(optimizers, names)
+    own: dict[str, Any] = {EXTRA_STATE: extra_state(module, names)}
+    if optimizers:
+        own[OPTIMIZER_STATES] = states.described
+    return Contents.of(
+        weights=live,
+        aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
+        slots=states.tensors,
+        trainer_state={**trainer_state, **own},
+        facts=facts,
+    )
 
-    def collect() -> State:
-        return training_state(
-            module=module,
-            optimizers=optimizers,
-            trainer_state=trainer_state,
-            info=info,
-            leave_out=leave_out,
-            masters=masters,
-        )
 
-    _save(Ranks.of(group), path, collect)
+def save(path: str | os.PathLike[str], collect: Callable[[], Contents]) -> None:
+    """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
 
+    ``collect`` gives what there is to save, such as `training_state`; it is called on each rank, without communication.
+    Each box of a tensor is written by one of the ranks that have it, in place, without gathering. A checkpoint that is
+    at the path stays until the new one is complete.
 
-def save(
-    path: str | os.PathLike[str],
-    *,
-    tensors: Mapping[str, Any],
-    trainer_state: Mapping[str, Any],
-    info: CheckpointInfo,
-    first_counts: Collection[str] = (),
-    group: torch.distributed.ProcessGroup | None = None,
-) -> None:
-    """Save the checkpoint directory ``path``, whole or not at all. All ranks call it; rank 0's ``path`` counts.
-
-    Arguments as for `State`. Each box of a tensor is written by one of the ranks that have it, in place, without
-    gathering. A checkpoint that is at the path stays until the new one is whole.
-
-    Raises CheckpointError on every rank alike if anything fails on any of them; the path is as it was then.
+    Raises the same CheckpointError on every rank if anything fails on any of them; the path is as it was then.
     """
-    state = State(tensors=tensors, trainer_state=trainer_state, info=info, first_counts=first_counts)
-    _save(Ranks.of(group), path, lambda: state)
-
-
-def _save(ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], State]) -> None:
+    ranks = Ranks.of()
     begun, state = begin(ranks, path, collect, Plans())
     begun.finish(ranks, live_values(state.tensors))
 
 
+def write_portable(path: str | os.PathLike[str], contents: Contents) -> None:
+    """Write ``contents``, the same on all ranks, as the checkpoint directory ``path``. All ranks call it; as `save`."""
+    save(path, lambda: contents)
+
+
 def begin(
-    ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], State], plans: Plans
-) -> tuple[Begun, State]:
+    ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], Contents], plans: Plans
+) -> tuple[Begun, Contents]:
     """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
 
-    All ranks call it; rank 0's ``path`` counts. ``collect`` is called on each rank, without communication. Raises as
-    `save` does.
+    Arguments and errors as for `save`. All ranks call it.
     """
     token = commit.new_token()
-    collected: list[State] = []
+    collected: list[Contents] = []
     encoded: list[bytes] = []
 
     def look() -> bool:
         collected.append(collect())
-        return plans.know(collected[0].tensors, collected[0].first_counts)
+        return plans.still_holds(collected[0].tensors, collected[0].slots)
 
     def decide(known: list[bool]) -> list[tuple[str, str, bool]]:
         encoded.append(encode_trainer_state(collected[0].trainer_state))
         target = Path(os.path.abspath(path))
         return [(str(target), str(commit.begin(target, token)), all(known))] * ranks.size
 
-    target, temporary, known = ranks.exchange(f"starting to save {path}", look, decide)
+    target, temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
     (state,) = collected
     try:
-        plan = plans.agreed(ranks, known=known)
+        plan = plans.agreed(ranks, still_holds=still_holds)
     except BaseException:
         if ranks.is_first:
             commit.delete_tree(Path(temporary))
@@ -116,14 +123,15 @@ def begin(
         token=token,
         plan=plan,
         trainer_state=encoded[0] if encoded else b"",
-        info=state.info,
+        facts=state.facts,
+        aliases=state.aliases,
     )
     return begun, state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A save whose values are still to be written; one of `finish` and `abandon` is called."""
+    """A save whose values are still to be written, by `finish`."""
 
     target: Path
     """Where the checkpoint is to be."""
@@ -134,12 +142,13 @@ class Begun:
     trainer_state: bytes
     """The contents of ``trainer.pt``, on rank 0."""
 
-    info: CheckpointInfo
+    facts: Facts
+    aliases: Mapping[str, str]
 
     def finish(self, ranks: Ranks, values: Values) -> None:
         """Write the values and put the checkpoint in place. All ranks call it.
 
-        ``ranks``: the same processes as at the beginning, over the same or another group. Raises as `save` does.
+        ``ranks``: the same processes as at the beginning, over the same or another group. Errors as for `save`.
         """
         gathered: list[list[Written]] = []
 
@@ -165,28 +174,25 @@ class Begun:
 
     def _complete(self, written: Sequence[Written]) -> None:
         """On rank 0: the metadata, last the manifest, then all of it in place."""
-        assert self.plan.whole is not None
+        plan = self.plan.of_all
+        assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
-        files[METADATA] = write_file(self.temporary / METADATA, encode_metadata(self.plan.whole, written))
+        files[METADATA] = write_file(self.temporary / METADATA, encode_metadata(plan.tensors, plan.writers, written))
         for name, entry in files.items():
             _check_arrived(self.temporary / name, entry)
         tensors = {
             key: TensorEntry(shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype))
-            for key, entry in self.plan.whole.tensors.items()
+            for key, entry in plan.tensors.items()
         }
-        lost = sorted(key for key in self.info.aliases.values() if key not in tensors)
-        if lost:
+        if lost := sorted(key for key in self.aliases.values() if key not in tensors):
             raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
+        assert plan.slots.keys() == {key for key in tensors if key.startswith(OPTIMIZER_PREFIX)}
         manifest = Manifest(
-            engine=self.info.engine,
-            policy=self.info.policy,
-            ledger=self.info.ledger,
-            world_size=len(written),
+            facts=replace(self.facts, world_size=len(written), versions=library_versions()),
             tensors=tensors,
-            aliases=self.info.aliases,
+            aliases=self.aliases,
+            slots=plan.slots,
             files=files,
-            versions=library_versions(),
-            run=self.info.run,
         )
         write_file(self.temporary / MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)
@@ -200,3 +206,49 @@ def _check_arrived(path: Path, entry: FileEntry) -> None:
             f"a rank wrote {entry.size} bytes to {path}, but on rank 0 it {seen}: save to a directory that all "
             "machines share"
         )
+
+
+def begin_any(
+    ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans
+) -> tuple[Begun | BegunFile, Contents]:
+    """As `begin`; a path that `names_full` becomes one stock Lightning file.
+
+    Rank 0 writes that from a directory beside it, which is removed then, so that no rank ever has more than one full
+    tensor.
+    """
+    if not names_full(path):
+        return begin(ranks, path, collect, plans)
+
+    def place() -> tuple[str, str]:
+        target = Path(os.path.abspath(path))
+        commit.check_replaceable(target)
+        return str(target), str(commit.temporary_sibling(target, commit.new_token()))
+
+    target, parts = ranks.first(f"starting to save {path}", place)
+    begun, state = begin(ranks, parts, collect, plans)
+    return BegunFile(target=Path(target), parts=begun), state
+
+
+@dataclass(frozen=True, kw_only=True)
+class BegunFile:
+    """As `Begun`, of a save to one stock Lightning file."""
+
+    target: Path
+    parts: Begun
+
+    @property
+    def plan(self) -> Plan:
+        """Of the directory."""
+        return self.parts.plan
+
+    def finish(self, ranks: Ranks, values: Values) -> None:
+        """Write the values and put the file in place. All ranks call it."""
+        self.parts.finish(ranks, values)
+
+        def write() -> None:
+            try:
+                write_full(self.target, open_portable(self.parts.target))
+            finally:
+                commit.remove(self.parts.target)
+
+        ranks.first(f"writing {self.target}", write)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_shard.checkpoint import layout
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.commands import COMMANDS
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import CheckpointError, ConfigurationError
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _inspect(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.forms import open_any
+    from lightning_shard.checkpoint.foreign.forms import open_any
     from lightning_shard.checkpoint.inspect import describe
 
     return describe(arguments["path"], open_any(arguments["path"], optimizers="numbered"))
@@ -76,9 +76,10 @@ def _verify(arguments: Mapping[str, Any]) -> str:
 
 
 def _convert(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.forms import open_any
-    from lightning_shard.checkpoint.full import write_full
-    from lightning_shard.checkpoint.stored import FULL, PORTABLE, write_portable
+    from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
+    from lightning_shard.checkpoint.foreign.forms import open_any
+    from lightning_shard.checkpoint.foreign.lightning_file import write_full
+    from lightning_shard.checkpoint.save import write_portable
 
     path, target = arguments["path"], Path(arguments["target"])
     if target.exists():
@@ -90,8 +91,8 @@ def _convert(arguments: Mapping[str, Any]) -> str:
 
 
 def _export(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.export import export
-    from lightning_shard.checkpoint.forms import open_any
+    from lightning_shard.checkpoint.foreign.export import export
+    from lightning_shard.checkpoint.foreign.forms import open_any
 
     limit = _bytes(arguments["max_shard_size"])
     files = export(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_shard.checkpoint.manifest import library_versions
+from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job

@@ -11,13 +11,15 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_shard.checkpoint import commit
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.collect import OPTIMIZER_STATES, CheckpointInfo, State, training_state
-from lightning_shard.checkpoint.forms import is_stock, open_any
-from lightning_shard.checkpoint.lightning_file import ModuleNames
-from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
-from lightning_shard.checkpoint.stored import write_portable
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
+from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
+from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import CheckpointError
@@ -33,7 +35,9 @@ class Checkpoints(CheckpointIO):
     def __init__(self) -> None:
         """Nothing can be saved before `attach`."""
         self._saver: Saver | None = None
-        self._loading: Path | None = None
+        self.opened: OpenCheckpoint | None = None
+        """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
+        self._loading: OpenCheckpoint | None = None
         self._converted: Path | None = None
         self._training = False
 
@@ -108,21 +112,20 @@ class Checkpoints(CheckpointIO):
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
 
-        def collect() -> State:
+        def collect() -> Contents:
             tensors = self._engine.tensors
             return training_state(
                 module=self._module,
                 optimizers=tensors.optimizers() if with_optimizers else [],
                 masters=tensors.masters(),
                 trainer_state=checkpoint,
-                info=CheckpointInfo(
+                facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
                     ledger=self._ledger.to_json(),
                     run=dict(run or {}) if with_optimizers else {},
                 ),
                 leave_out=leave_out,
-                equal_buffers=True,
             )
 
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
@@ -209,11 +212,11 @@ class Checkpoints(CheckpointIO):
         Raises:
             CheckpointError: on every rank.
         """
-        if Ranks.of().first(f"opening {path}", lambda: is_stock(path)):
+        if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
-        _, state = open_checkpoint(path)
-        self._loading = Path(path)
-        return state
+        opened, self.opened = self.opened, None
+        self._loading = opened if opened is not None and opened.path == Path(path) else open_checkpoint(path)
+        return dict(self._loading.trainer_state)
 
     def _convert(self, path: str | os.PathLike[str]) -> Path:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""

@@ -11,12 +11,11 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint.load import verify_files
-from lightning_shard.checkpoint.newest import Found, find_checkpoints
+from lightning_shard.checkpoint.load import OpenCheckpoint
+from lightning_shard.checkpoint.newest import open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from lightning_shard.ranks import Ranks
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 
 AUTO = "auto"
 """The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one."""
@@ -67,7 +66,8 @@ class RunIdentity:
     def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Path]) -> Any:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.
 
-        ``auto``: this run's newest intact one. None, in a fit: what this run left when it was stopped, if it was.
+        ``auto``: this run's newest intact one, opened. None, in a fit: what this run left when it was stopped, opened,
+        if it was. Anything else is returned as it is.
 
         Args:
             asked: the Trainer's ``ckpt_path``.
@@ -93,21 +93,18 @@ class RunIdentity:
             )
         return found
 
-    def _newest(self, folders: list[Path], *, speak: bool) -> str | None:
+    def _newest(self, folders: list[Path], *, speak: bool) -> OpenCheckpoint | None:
         """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
-        found: Found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, self.name))
-        for reason in found.broken:
+        newest = open_newest(folders, self.name)
+        for reason in newest.broken:
             rank_zero_warn(f"Passed over a broken checkpoint of run {self.name}: {reason}")
-        for path, step in found.own:
-            try:
-                verify_files(path)
-            except CheckpointCorruptError as error:
-                rank_zero_warn(f"Passed over a broken checkpoint of run {self.name}: {error}")
-                continue
-            rank_zero_info(f"Run {self.name} goes on from step {step}: {path}")
-            return path
+        if (checkpoint := newest.checkpoint) is not None:
+            rank_zero_info(
+                f"Run {self.name} goes on from step {checkpoint.manifest.facts.run['step']}: {checkpoint.path}"
+            )
+            return checkpoint
         if speak:
-            others = f" (there are some of {', '.join(found.others)})" if found.others else ""
+            others = f" (there are some of {', '.join(newest.others)})" if newest.others else ""
             say = rank_zero_warn if self.job is not None and self.job.restarts else rank_zero_info
             say(f"No whole checkpoint of run {self.name}{others}: it starts from the beginning.")
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.files import commit
 from lightning_shard.cluster import slurm
 from lightning_shard.cluster.preemption import (
     TIME_LIMIT,

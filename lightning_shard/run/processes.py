@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup, Store, destroy_process_group, group
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import _lightning
-from lightning_shard.checkpoint.manifest import library_versions
+from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job

@@ -8,17 +8,23 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard import _lightning
+from lightning_shard.checkpoint.load import OpenCheckpoint
+from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.preemption import Preemption
 
 
-def take_over_resuming(replacements: _lightning.Replacements, trainer: Trainer, identity: RunIdentity) -> None:
-    """Have ``identity`` choose what a run goes on from, in place of Lightning."""
+def take_over_resuming(
+    replacements: _lightning.Replacements, trainer: Trainer, identity: RunIdentity, checkpoints: Checkpoints
+) -> None:
+    """Have ``identity`` choose what a run goes on from, in place of Lightning; ``checkpoints`` loads what it opened."""
     fitting = trainer.state.fn == TrainerFn.FITTING
 
     def choose(asked: Any) -> Any:
-        return identity.choose_checkpoint(asked, fitting=fitting, folders=checkpoint_folders(trainer))
+        chosen = identity.choose_checkpoint(asked, fitting=fitting, folders=checkpoint_folders(trainer))
+        checkpoints.opened = chosen if isinstance(chosen, OpenCheckpoint) else None
+        return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     _lightning.choose_checkpoint(replacements, trainer, choose)
 

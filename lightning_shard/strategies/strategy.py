@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard import run as parts
-from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.cluster.forking import let_threads_finish_before_forks
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings
@@ -192,7 +192,7 @@ class ShardStrategy(ParallelStrategy):
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
         _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
-        parts.take_over_resuming(self._replacements, trainer, self._identity)
+        parts.take_over_resuming(self._replacements, trainer, self._identity, self.checkpoints)
         parts.take_over_signals(self._replacements, trainer, self._preemption)
         super().setup_environment()
         reset_seed()

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.optim import Optimizer
 
 
@@ -90,9 +89,9 @@ class FlatSlice:
 class FlatTensor:
     """This rank's slices of a tensor of ``shape``; there may be none.
 
-    It has torch's checkpointable protocol (``torch/distributed/_checkpointable.py``), so that checkpoints take it as a
-    tensor. Every rank makes one, with the same shape and dtype; together the ranks have all elements, and slices that
-    several ranks have are the same ones.
+    It has what a checkpoint asks of a tensor (`lightning_shard.checkpoint.files.tensor_files`). Every rank makes one,
+    with the same shape and dtype; together the ranks have all elements, and slices that several ranks have are the same
+    ones.
 
     Raises ValueError for slices of another dtype, and for ones that are not 1-D, overlap or leave the tensor.
     """
@@ -126,24 +125,9 @@ class FlatTensor:
         elements = sum(box.length for box in self._boxes)
         return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"
 
-    def size(self) -> torch.Size:
-        """The full tensor's shape."""
-        return self.shape
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes
-        ]
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.foreign.forms import open_any
 from tests.checkpoint.nets import bits
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
+from lightning_shard.checkpoint.files.manifest import Facts
+from tests.checkpoint.calls import save_module
 from tests.checkpoint.hostile import RAN
 from tests.checkpoint.nets import build, step
 
-INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"tensors": []})
+INFO = Facts(engine="test", policy="fp32", ledger={"tensors": []})
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def trained(tmp_path: Path) -> Path:
     step(net, optimizer)
     state = {"epoch": 3, "global_step": 2, "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": 5}]}}}}
     path = tmp_path / "trained.ckpt"
-    save_training_state(path, module=net, optimizers=[optimizer], trainer_state=state, info=INFO)
+    save_module(path, module=net, optimizers=[optimizer], trainer_state=state, facts=INFO)
     return path
 
 

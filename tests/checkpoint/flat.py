@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_shard.checkpoint.optimizer import optimizer_tensors
-from lightning_shard.checkpoint.state import model_tensors
 from lightning_shard.tensors.flat import (
     AnyOptimizer,
     FlatGroup,
@@ -27,7 +26,7 @@ from lightning_shard.tensors.flat import (
     FlatTensor,
     torch_optimizer,
 )
-from lightning_shard.tensors.names import fqns
+from tests.checkpoint.calls import live
 
 FORMS = ("whole", "dtensor", "stage 1", "stage 3")
 
@@ -81,9 +80,7 @@ class Run:
 
     def values(self) -> dict[str, Tensor]:
         """Key to a copy of the whole tensor, of all that a checkpoint is to have. All ranks call it."""
-        names = fqns(self.net)
-        tensors = model_tensors(self.net, self.masters) | optimizer_tensors([self.optimizer], names)
-        return {key: whole(tensor) for key, tensor in tensors.items()}
+        return {key: whole(tensor) for key, tensor in live(self.net, [self.optimizer], self.masters).items()}
 
     def flats(self) -> list[FlatGroup]:
         assert isinstance(self.optimizer, FlatOptimizer)
@@ -233,10 +230,9 @@ def whole(tensor: Tensor | FlatTensor) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor.detach().clone()
     full = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    for item in tensor.__create_write_items__("w", tensor):
-        chunk = item.tensor_data.chunk
+    for chunk in tensor.__create_chunk_list__():
         slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        full[slices] = tensor.__get_tensor_shard__(item.index)
+        full[slices] = tensor.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
     dist.all_reduce(full)  # the other ranks' parts are zero here
     return full
 

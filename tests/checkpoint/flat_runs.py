@@ -7,29 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
-from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.matching import LoadReport
+from tests.checkpoint.calls import load_into, load_module, save_module
 from tests.checkpoint.flat import Run
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 def save_run(run: Run, path: str) -> None:
     optimizers = [run.optimizer]
-    save_training_state(
-        path, module=run.net, optimizers=optimizers, masters=run.masters, trainer_state={"epoch": 1}, info=INFO
+    save_module(
+        path, module=run.net, optimizers=optimizers, masters=run.masters, trainer_state={"epoch": 1}, facts=INFO
     )
 
 
 def load_run(run: Run, path: str, **kwargs: Any) -> LoadReport:
-    return load_training_state(path, module=run.net, optimizers=[run.optimizer], masters=run.masters, **kwargs)[1]
+    return load_module(path, module=run.net, optimizers=[run.optimizer], masters=run.masters, **kwargs)[1]
 
 
 def stored(path: str) -> dict[str, Tensor]:
     entries = read_manifest(path).tensors
     tensors = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
-    load_tensors(path, tensors)
+    load_into(path, tensors)
     return tensors
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.optimizer import optimizer_tensors
-from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
-from lightning_shard.checkpoint.state import model_tensors
-from lightning_shard.tensors.names import fqns
+from lightning_shard.checkpoint.files.manifest import Facts
+from tests.checkpoint.calls import live, save_module
 from tests.models import whole
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 class Net(nn.Module):
@@ -61,13 +58,13 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {key: whole(t) for key, t in (model_tensors(net) | optimizer_tensors([optimizer], fqns(net))).items()}
+    return {key: whole(t) for key, t in live(net, [optimizer]).items()}
 
 
 def save_trained(path: str, kind: str) -> dict[str, Tensor]:
     net, optimizer = build(kind, 0)
     step(net, optimizer)
-    save_training_state(path, module=net, optimizers=[optimizer], trainer_state={"epoch": 3}, info=INFO)
+    save_module(path, module=net, optimizers=[optimizer], trainer_state={"epoch": 3}, facts=INFO)
     return values(net, optimizer)
 
 
@@ -105,27 +102,13 @@ class Rows:
     """Some rows of a matrix in two boxes, and torch's checkpointable protocol: what an engine's own partitions are."""
 
     def __init__(self, matrix: Tensor, first: int, last: int) -> None:
-        self.shape = matrix.shape
+        self.shape, self.dtype = matrix.shape, matrix.dtype
         middle = (first + last) // 2
         self.boxes = {start: matrix[start:stop].clone() for start, stop in ((first, middle), (middle, last))}
-
-    def size(self) -> torch.Size:
-        return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(offsets=torch.Size([start, 0]), sizes=box.size()) for start, box in self.boxes.items()
-        ]
-
-    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=next(iter(self.boxes.values())).dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(key, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

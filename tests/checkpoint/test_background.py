@@ -16,18 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint import commit, plan, writer
-from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.collect import CheckpointInfo, State
-from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
-from lightning_shard.checkpoint.manifest import is_checkpoint
+from lightning_shard.checkpoint import plan
+from lightning_shard.checkpoint.background import HostBuffers, Saver
+from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
+from lightning_shard.checkpoint.load import open_checkpoint, read_manifest
 from lightning_shard.checkpoint.newest import find_checkpoints
-from lightning_shard.checkpoint.staging import HostBuffers
 from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor
+from tests.checkpoint.calls import load_into
 from tests.harness import DistributedError, run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 class Gate:
@@ -36,29 +37,29 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.reached = threading.Event()
-        self._write = writer.HashedFile.write
+        self._write = tensor_files.HashedFile.write
 
     def __enter__(self) -> Gate:
-        def write(file: writer.HashedFile, data: Any) -> int:
+        def write(file: tensor_files.HashedFile, data: Any) -> int:
             self.reached.set()
             assert self.opened.wait(60)
             return self._write(file, data)
 
-        writer.HashedFile.write = write  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = write  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.opened.set()
-        writer.HashedFile.write = self._write  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = self._write  # type: ignore[method-assign]
 
 
-def of(tensors: dict[str, Tensor], **state: Any) -> Callable[[], State]:
-    return lambda: State(tensors=tensors, trainer_state=state, info=INFO)
+def of(tensors: dict[str, Tensor], **state: Any) -> Callable[[], Contents]:
+    return lambda: Contents(tensors=tensors, trainer_state=state, facts=INFO)
 
 
 def stored(path: Path) -> Tensor:
     tensor = torch.zeros(read_manifest(path).tensors["model.w"].shape)
-    load_tensors(path, {"model.w": tensor})
+    load_into(path, {"model.w": tensor})
     return tensor
 
 
@@ -87,16 +88,16 @@ def test_who_reads_waits(tmp_path: Path, saver: Saver) -> None:
     """In the same process, whoever it is: a load, a search for the newest, a look at the manifest."""
     tensor = torch.zeros(3)
     readers: list[Callable[[Path], Any]] = [
-        lambda path: load_tensors(path, {"model.w": torch.zeros(3)}),
+        lambda path: load_into(path, {"model.w": torch.zeros(3)}),
         read_manifest,
-        verify_files,
+        open_checkpoint,
         lambda path: find_checkpoints([path.parent], "mine").own[0],
     ]
     for number, read in enumerate(readers):
         path = tmp_path / str(number) / "a.ckpt"
-        info = CheckpointInfo(engine="test", policy="fp32", run={"name": "mine", "step": 1, "time": 0.0})
+        info = Facts(engine="test", policy="fp32", run={"name": "mine", "step": 1, "time": 0.0})
         with Gate() as gate:
-            state = State(tensors={"model.w": tensor}, trainer_state={}, info=info)
+            state = Contents(tensors={"model.w": tensor}, trainer_state={}, facts=info)
             saver.save(str(path), lambda state=state: state, background=True)
             threading.Timer(0.05, gate.opened.set).start()
             read(path)
@@ -168,7 +169,7 @@ def test_memory_that_is_mapped_from_files_is_copied_to_files(tmp_path: Path) -> 
 
 def part_of(number: float) -> dict[str, Tensor]:
     """Two tensors that every rank has, and one of its own."""
-    tensors = {f"optimizer.0.w{i}.slot": torch.full((2000,), number) for i in range(2)}
+    tensors = {f"model.w{i}": torch.full((2000,), number) for i in range(2)}
     return tensors | {f"model.{dist.get_rank()}": torch.full((3,), number)}
 
 
@@ -177,13 +178,13 @@ def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, A
     saver, old, new = Saver(), Path(folder) / "old.ckpt", Path(folder) / "new.ckpt"
     saver.save(str(old), of(part_of(1.0)), background=True)
     saver.finish()
-    original = writer.HashedFile.write
+    original = tensor_files.HashedFile.write
 
-    def failing(self: writer.HashedFile, data: Any) -> int:
+    def failing(self: tensor_files.HashedFile, data: Any) -> int:
         raise error
 
     if dist.get_rank() == failing_rank:
-        writer.HashedFile.write = failing  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = failing  # type: ignore[method-assign]
     try:
         saver.save(str(new), of(part_of(2.0)), background=True)
         saver.remove(old)
@@ -196,7 +197,7 @@ def save_and_fail(folder: str, failing_rank: int, error: OSError) -> dict[str, A
                 return {"step": step, "said": str(failure), "kind": type(failure).__name__}
             dist.all_reduce(torch.zeros(()))
     finally:
-        writer.HashedFile.write = original  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
     raise AssertionError("nobody was told")
 
 
@@ -214,7 +215,7 @@ def test_a_failed_write_is_raised_on_all_ranks_in_one_step(
     assert first == second
     assert said in first["said"]
     assert os.listdir(tmp_path) == ["old.ckpt"]
-    verify_files(tmp_path / "old.ckpt")
+    open_checkpoint(tmp_path / "old.ckpt")
 
 
 def die_in_the_background(path: str, dying_rank: int) -> None:
@@ -224,7 +225,7 @@ def die_in_the_background(path: str, dying_rank: int) -> None:
 
     saver = Saver()
     if dist.get_rank() == dying_rank:
-        writer.HashedFile.write = die  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = die  # type: ignore[method-assign]
     saver.save(path, of(part_of(2.0)), background=True)
     saver.finish()
 

@@ -15,9 +15,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import registry
-from lightning_shard.checkpoint import writer
-from lightning_shard.checkpoint.load import verify_files
-from lightning_shard.checkpoint.manifest import is_checkpoint
+from lightning_shard.checkpoint.files import tensor_files
+from lightning_shard.checkpoint.files.manifest import is_checkpoint
+from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.errors import CheckpointError
 from tests.harness import DistributedError, run_distributed
@@ -55,18 +55,18 @@ class Slow:
     """Saves take so long that steps are taken meanwhile: some 0.2 s, for about 2000 writes."""
 
     def __init__(self) -> None:
-        self._number, self._write = itertools.count(), writer.HashedFile.write
+        self._number, self._write = itertools.count(), tensor_files.HashedFile.write
 
     def __enter__(self) -> None:
-        def write(file: writer.HashedFile, data: Any) -> int:
+        def write(file: tensor_files.HashedFile, data: Any) -> int:
             if next(self._number) % 10 == 0:
                 time.sleep(0.001)
             return self._write(file, data)
 
-        writer.HashedFile.write = write  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = write  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        writer.HashedFile.write = self._write  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = self._write  # type: ignore[method-assign]
 
 
 class Seen(pl.Callback):
@@ -138,7 +138,7 @@ def test_top_k_and_last_while_a_save_is_under_way(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == sorted({"last.ckpt", one, other})
     assert os.readlink(folder / "last.ckpt") == one
     for name in os.listdir(folder):
-        verify_files(folder / name)
+        open_checkpoint(folder / name)
 
 
 class FailsOnRank1(TinyLM):
@@ -150,11 +150,11 @@ class FailsOnRank1(TinyLM):
             def full(self: object, data: Any) -> int:
                 raise OSError(28, "No space left on device")
 
-            writer.HashedFile.write = full  # type: ignore[method-assign]
+            tensor_files.HashedFile.write = full  # type: ignore[method-assign]
 
 
 def fit_that_fails(folder: str) -> dict[str, Any]:
-    original, module, error = writer.HashedFile.write, FailsOnRank1(), ""
+    original, module, error = tensor_files.HashedFile.write, FailsOnRank1(), ""
     checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
     trainer = quiet_trainer(
         strategy=in_background("shard_fsdp"), max_steps=500, enable_checkpointing=True, callbacks=[checkpoint]
@@ -164,7 +164,7 @@ def fit_that_fails(folder: str) -> dict[str, Any]:
     except CheckpointError as failure:
         error = str(failure)
     finally:
-        writer.HashedFile.write = original  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
     return {"error": error, "steps": len(module.losses)}
 
 
@@ -174,16 +174,16 @@ def test_a_fit_whose_save_fails_ends_on_all_ranks_at_one_step(tmp_path: Path) ->
     assert re.match(r"while writing .*step=4\.ckpt: rank 1: OSError: \[Errno 28\] No space left", first["error"])
     assert 4 <= first["steps"] < 500
     assert os.listdir(tmp_path) == ["step=2.ckpt"]
-    verify_files(tmp_path / "step=2.ckpt")
+    open_checkpoint(tmp_path / "step=2.ckpt")
 
 
 def preempted(folder: str, fails: bool) -> dict[str, Any]:
     """Told to stop at the step after a save has begun in the background, which may fail."""
-    module, original, code = Told(("train", 2)), writer.HashedFile.write, None
+    module, original, code = Told(("train", 2)), tensor_files.HashedFile.write, None
     held: dict[str, Any] = {}
     number = itertools.count()
 
-    def slow(file: writer.HashedFile, data: Any) -> int:
+    def slow(file: tensor_files.HashedFile, data: Any) -> int:
         if next(number) % 10 == 0:
             time.sleep(0.002)
         if fails and threading.current_thread() is not threading.main_thread():
@@ -196,7 +196,7 @@ def preempted(folder: str, fails: bool) -> dict[str, Any]:
                 trainer.save_checkpoint(f"{folder}/step=3.ckpt")
                 held["under way"] = trainer.strategy.checkpoints.saver.is_writing(f"{folder}/step=3.ckpt")
 
-    writer.HashedFile.write = slow  # type: ignore[method-assign]
+    tensor_files.HashedFile.write = slow  # type: ignore[method-assign]
     try:
         trainer = quiet_trainer(
             strategy=in_background("shard_ddp"), default_root_dir=folder, max_steps=8, callbacks=[Save()]
@@ -205,7 +205,7 @@ def preempted(folder: str, fails: bool) -> dict[str, Any]:
     except Preempted as stop:
         code = stop.code
     finally:
-        writer.HashedFile.write = original  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
     return {"code": code, **held}
 
 
@@ -215,7 +215,7 @@ def test_preempted_while_a_save_is_under_way(tmp_path: Path, fails: bool) -> Non
     for rank in run_distributed(preempted, 2, str(tmp_path), fails):
         assert rank == {"code": 75, "under way": True}
     own = tmp_path / "preempted" / f"{RUN}.ckpt"
-    assert verify_files(own).run["step"] == 4
+    assert open_checkpoint(own).manifest.facts.run["step"] == 4
     assert is_checkpoint(tmp_path / "step=3.ckpt") is not fails
 
 
@@ -240,4 +240,4 @@ def test_an_exception_lets_the_save_under_way_become_whole(tmp_path: Path) -> No
     with pytest.raises(DistributedError) as caught:
         run_distributed(interrupted, 2, str(tmp_path), timeout=60)
     assert caught.value.failed[1] == "ValueError"
-    verify_files(tmp_path / "step=2.ckpt")
+    open_checkpoint(tmp_path / "step=2.ckpt")

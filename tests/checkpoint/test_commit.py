@@ -18,18 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.checkpoint import commit, locks, writer
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.collect import State
-from lightning_shard.checkpoint.layout import MANIFEST
-from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
-from lightning_shard.checkpoint.manifest import is_checkpoint
-from lightning_shard.checkpoint.save import CheckpointInfo, save
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import MANIFEST
+from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
+from lightning_shard.checkpoint.load import open_checkpoint, read_manifest
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+from tests.checkpoint.calls import load_into, save_tensors, trainer_state
 from tests.harness import ROOT, DistributedError, run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 def save_number(
@@ -42,24 +41,24 @@ def save_number(
 ) -> None:
     """Every rank has a part of its own, so that every rank writes."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tensors = {f"optimizer.0.w{r}.slot": torch.full((size,), number) for r in range(4)}
+    tensors = {f"model.w{r}": torch.full((size,), number) for r in range(4)}
     tensors[f"model.{rank}"] = torch.ones(())
     state = state or {"n": number}
     if saver is None:
-        save(path, tensors=tensors, trainer_state=state, info=INFO)
+        save_tensors(path, tensors=tensors, trainer_state=state, facts=INFO)
     else:
-        whole = State(tensors=tensors, trainer_state=state, info=INFO)
+        whole = Contents(tensors=tensors, trainer_state=state, facts=INFO)
         saver.save(str(path), lambda: whole, background=background)
 
 
 def number_in(path: Path) -> float:
     """The number that the checkpoint was saved with; fails if it is not whole or is a mixture."""
-    verify_files(path)
+    open_checkpoint(path)
     manifest = read_manifest(path)
-    tensors = {k: torch.zeros(e.shape) for k, e in manifest.tensors.items() if k.startswith("optimizer.")}
-    load_tensors(path, tensors, prefixes=())
+    tensors = {k: torch.zeros(e.shape) for k, e in manifest.tensors.items() if k.startswith("model.w")}
+    load_into(path, tensors, strict=False)
     (number,) = {value for tensor in tensors.values() for value in tensor.tolist()}
-    assert read_trainer_state(path)["n"] == number
+    assert trainer_state(path)["n"] == number
     return number
 
 
@@ -87,7 +86,7 @@ def test_the_next_save_removes_what_interrupted_ones_left(tmp_path):
 WRITING = """
 import sys, time
 from pathlib import Path
-from lightning_shard.checkpoint import commit
+from lightning_shard.checkpoint.files import commit
 (commit.begin(Path(sys.argv[1]), "0123456789ab") / "__0_0.distcp").touch()
 print("writing", flush=True)
 time.sleep(60)
@@ -112,15 +111,15 @@ def test_what_another_job_is_writing_is_not_removed(tmp_path):
 def test_a_process_that_was_forked_meanwhile_keeps_no_lock(tmp_path):
     """As a DataLoader's workers are while a save goes on in the background."""
     (tmp_path / "a").mkdir()
-    locks.hold(tmp_path / "a")
+    commit.lock(tmp_path / "a")
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
-        assert locks.is_held(tmp_path / "a")
-        locks.let_go(tmp_path / "a")
-        assert not locks.is_held(tmp_path / "a")
+        assert commit.is_locked(tmp_path / "a")
+        commit.unlock(tmp_path / "a")
+        assert not commit.is_locked(tmp_path / "a")
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -132,7 +131,7 @@ def test_half_written_is_no_checkpoint_and_is_replaced(tmp_path):
     (path / MANIFEST).unlink()
     assert not is_checkpoint(path)
     with pytest.raises(CheckpointNotFoundError, match=r"a\.ckpt is half-written.*no manifest\.json"):
-        load_tensors(path, {"model.0": torch.zeros(())})
+        load_into(path, {"model.0": torch.zeros(())})
     save_number(path, 2.0)
     assert number_in(path) == 2.0
     (path / MANIFEST).unlink()
@@ -239,14 +238,14 @@ def failing_save(path: str, failing_rank: int, how: str) -> str:
     me = dist.get_rank() == failing_rank
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     state: dict[str, Any] = {"n": 2.0}
-    original = writer.HashedFile.write
+    original = tensor_files.HashedFile.write
     try:
         if me and how == "too large":
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         if me and how == "no space":
-            writer.HashedFile.write = no_space  # type: ignore[method-assign]
+            tensor_files.HashedFile.write = no_space  # type: ignore[method-assign]
         if me and how == "interrupt":
-            writer.HashedFile.write = interrupt  # type: ignore[method-assign]
+            tensor_files.HashedFile.write = interrupt  # type: ignore[method-assign]
         if how == "state":
             state["callbacks"] = {"MyCallback": {"folder": Path("/x"), "fine": 1}}
         save_number(path, 2.0, size=5000, state=state)
@@ -254,7 +253,7 @@ def failing_save(path: str, failing_rank: int, how: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        writer.HashedFile.write = original  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = original  # type: ignore[method-assign]
     return "saved"
 
 
@@ -303,7 +302,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 def die_while_saving(path: str, dying_rank: int) -> None:
     if dist.get_rank() == dying_rank:
-        writer.HashedFile.write = die  # type: ignore[method-assign]
+        tensor_files.HashedFile.write = die  # type: ignore[method-assign]
     save_number(path, 2.0)
 
 

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.load import load_training_state, read_manifest
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
 from lightning_shard.tensors.names import fqns
+from tests.checkpoint.calls import load_module, trainer_state
 from tests.checkpoint.flat import FORMS, Run, build, padding
 from tests.checkpoint.flat_runs import assert_same, load_run, save_run, stored
 from tests.harness import run_distributed
@@ -58,11 +58,11 @@ def test_every_form_and_number_of_ranks_writes_the_same(written, form, ranks):
     assert before["optimizer.0.scale.step"].dtype == torch.float32
     path = f"{folder}/{form} {ranks}.ckpt"
     assert_same(stored(path), before)
-    manifest, state = read_manifest(path), read_trainer_state(path)
+    manifest, state = read_manifest(path), trainer_state(path)
     assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
     first = f"{folder}/whole 1.ckpt"
     assert manifest.tensors == read_manifest(first).tensors
-    assert state["optimizer_states"] == read_trainer_state(first)["optimizer_states"]
+    assert state["optimizer_states"] == trainer_state(first)["optimizer_states"]
     assert state["optimizer_states"][0]["groups"][0]["params"] == [
         "embed.weight",
         "body.weight",
@@ -170,7 +170,7 @@ def test_a_step_count_is_a_scalar_in_the_checkpoint_and_a_number_where_it_was_on
         assert all(type(count) is int for count in result["counts"])
         assert_same(result["values"], after)
     assert_same(stored(f"{folder}/numbers.ckpt"), before)
-    assert read_trainer_state(f"{folder}/numbers.ckpt")["optimizer_states"][0]["slots"] == {}
+    assert trainer_state(f"{folder}/numbers.ckpt")["optimizer_states"][0]["slots"] == {}
 
 
 def tied_by_its_other_name(path: str) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ def weights_only(path: str) -> tuple[Tensor, dict[str, Tensor], bool]:
     run = build("stage 1", 1).step(1)
     state = torch_optimizer(run.optimizer).state[run.flats()[0].flat]["exp_avg"].clone()
     own = run.net.body.weight.clone()
-    load_training_state(path, module=run.net, masters=run.masters)
+    load_module(path, module=run.net, masters=run.masters)
     kept = torch.equal(state, torch_optimizer(run.optimizer).state[run.flats()[0].flat]["exp_avg"])
     return run.net.body.weight - own, run.values(), kept
 

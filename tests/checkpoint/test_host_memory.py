@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.collect import CheckpointInfo, State
-from lightning_shard.checkpoint.load import load_tensors
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.manifest import Facts
+from tests.checkpoint.calls import load_into
 from tests.harness import run_distributed
 
 MIB = 2**20
@@ -60,7 +61,7 @@ def measure(folder: str) -> dict[str, int]:
     # Boxes are then mapped and unmapped one by one, where no free memory of earlier tests is large enough.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     tensors, saver = sharded(1.0), Saver()
-    state = State(tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
+    state = Contents(tensors=tensors, trainer_state={}, facts=Facts(engine="test", policy="fp32"))
 
     def save(name: str, background: bool) -> None:
         saver.save(f"{folder}/{name}.ckpt", lambda: state, background=background)
@@ -73,7 +74,7 @@ def measure(folder: str) -> dict[str, int]:
     saver.close()
     found["given back"] = before - resident()
     other = sharded(0.0)
-    found["load"] = growth(lambda: load_tensors(f"{folder}/again.ckpt", other))
+    found["load"] = growth(lambda: load_into(f"{folder}/again.ckpt", other))
     assert all(torch.equal(other[key].to_local(), tensor.to_local()) for key, tensor in tensors.items())
     return found
 

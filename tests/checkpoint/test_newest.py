@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig, ShardDDPStrategy
+from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig
+from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.newest import find_checkpoints
-from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.registry import build
+from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
 
 def _save(path: Path, run: dict[str, Any]) -> Path:
-    info = CheckpointInfo(engine="ddp", policy="fp32", run=run)
-    save(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, info=info)
+    info = Facts(engine="ddp", policy="fp32", run=run)
+    save_tensors(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, facts=info)
     return path
 
 
@@ -65,15 +70,20 @@ def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
     assert find_checkpoints([tmp_path], "a").own == ((str(path.resolve()), 4),)
 
 
-def _fit(ckpt_path: str | None, steps: int, *, run: str | None = "mine", folder: str = "runs") -> int:
+def _fit(
+    ckpt_path: str | None, steps: int, *, run: str | None = "mine", folder: str = "runs", strategy: str = "shard_ddp"
+) -> int:
     """Optimizer steps that this fit has made itself."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     module = TinyLM()
-    strategy = ShardDDPStrategy(preemption=PreemptionConfig(run=run))
     save_all = ModelCheckpoint(dirpath=f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)
     trainer = quiet_trainer(
-        strategy=strategy, max_steps=steps, default_root_dir=folder, enable_checkpointing=True, callbacks=[save_all]
+        strategy=build(strategy, preemption=PreemptionConfig(run=run)),
+        max_steps=steps,
+        default_root_dir=folder,
+        enable_checkpointing=True,
+        callbacks=[save_all],
     )
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return len(module.losses)
@@ -100,6 +110,42 @@ def _auto() -> dict[str, Any]:
 def test_auto() -> None:
     expected = {"none": 4, "one": 2, "not asked": 2, "another run's": 2, "broken": 4}
     assert run_distributed(_auto, 2) == [expected] * 2
+
+
+class Opened:
+    """Counts how often this process opens each file of a directory for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self.names: list[str] = []
+        self.folder: Path | None = folder.resolve()
+        sys.addaudithook(self._see)  # it stays, and sees nothing once ``folder`` is None
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and self.folder is not None and isinstance(arguments[0], str | Path):
+            path = Path(os.path.abspath(arguments[0]))
+            if path.parent == self.folder and arguments[1] is not None:
+                self.names.append(path.name)
+
+
+def _resume_once(strategy: str) -> dict[str, int]:
+    _fit(None, 2, strategy=strategy)
+    (newest,) = Path("runs/checkpoints").iterdir()
+    opened = Opened(newest)
+    assert _fit("auto", 3, strategy=strategy) == 1
+    opened.folder = None
+    return Counter(opened.names)
+
+
+@pytest.mark.parametrize(("strategy", "reads"), [("shard_ddp", 2), ("shard_fsdp", 2)])
+def test_each_file_is_hashed_once_and_read_once(strategy: str, reads: int) -> None:
+    """A data file is read by the one rank that compares it with its checksum, and by the ranks that load from it."""
+    ranks = run_distributed(_resume_once, 2, strategy)
+    for name in ("manifest.json", "trainer.pt", ".metadata"):
+        assert [opened[name] for opened in ranks] == [1, 1], name
+    assert {name: sum(opened[name] for opened in ranks) for name in ("__0_0.distcp", "__1_0.distcp")} == {
+        "__0_0.distcp": 1 + reads,
+        "__1_0.distcp": 1 + reads,
+    }
 
 
 def _stock_leftover() -> None:

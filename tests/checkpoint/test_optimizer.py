@@ -12,16 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.load import load_training_state
-from lightning_shard.checkpoint.optimizer import optimizer_groups, optimizer_tensors
-from lightning_shard.checkpoint.save import CheckpointInfo, save_training_state
-from lightning_shard.checkpoint.state import model_tensors
+from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
-from lightning_shard.tensors.names import fqns
+from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
 from tests.harness import run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
@@ -30,38 +27,38 @@ def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
     groups = [{"params": decay, "weight_decay": 0.1, "lr": 0.2}, {"params": rest, "weight_decay": 0.0, "lr": 0.3}]
     adam = torch.optim.AdamW(groups, betas=(0.8, 0.9))
     trained(net, [adam])
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
 
     other = Net(seed=1)
     groups = [{"params": named(other, "bias", "scale")[::-1], "lr": 9.0}, {"params": named(other, "weight")[::-1]}]
     adam_of_other = torch.optim.AdamW(groups)
-    load_training_state(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other])
+    load_module(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other])
     assert [g["lr"] for g in adam_of_other.param_groups] == [0.3, 0.2]
     assert [g["weight_decay"] for g in adam_of_other.param_groups] == [0.0, 0.1]
     assert [g["betas"] for g in adam_of_other.param_groups] == [(0.8, 0.9)] * 2
-    expected = optimizer_tensors([adam], fqns(net))
-    found = optimizer_tensors([adam_of_other], fqns(other))
+    expected = live(net, [adam])
+    found = live(other, [adam_of_other])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
     trained(net, [adam])
     trained(other, [adam_of_other])
-    for key, tensor in model_tensors(net).items():
-        assert torch.equal(model_tensors(other)[key], tensor), key
+    for key, tensor in live(net, []).items():
+        assert torch.equal(live(other, [])[key], tensor), key
 
 
 def test_one_group_can_be_split_where_hyperparameters_agree(tmp_path):
     net = Net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     trained(net, [sgd])
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[sgd], trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
     two = torch.optim.SGD([{"params": named(net, "weight")}, {"params": named(net, "bias", "scale")}], lr=0.1)
-    load_training_state(tmp_path / "a.ckpt", module=net, optimizers=[two])
+    load_module(tmp_path / "a.ckpt", module=net, optimizers=[two])
     assert [g["lr"] for g in two.param_groups] == [0.5, 0.5]
 
     two.param_groups[0]["lr"] = 0.7
-    save_training_state(tmp_path / "b.ckpt", module=net, optimizers=[two], trainer_state={}, info=INFO)
+    save_module(tmp_path / "b.ckpt", module=net, optimizers=[two], trainer_state={}, facts=INFO)
     with pytest.raises(CheckpointMismatchError, match=r"group 0 of optimizer 0 joins parameters .* with different lr"):
-        load_training_state(tmp_path / "b.ckpt", module=net, optimizers=[sgd])
+        load_module(tmp_path / "b.ckpt", module=net, optimizers=[sgd])
 
 
 def test_several_optimizers_and_every_kind_of_slot(tmp_path):
@@ -78,18 +75,18 @@ def test_several_optimizers_and_every_kind_of_slot(tmp_path):
     trained(net, optimizers)
     optimizers[2].state[net.module[0].bias]["note"] = {"text": "a", "none": None}
     optimizers[3].state["everything"] = "left out"
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=optimizers, trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=optimizers, trainer_state={}, facts=INFO)
     capturable_lr.fill_(0.5)
     other = Net(seed=1)
     loaded = [new(other) for new in make]
     learning_rate = loaded[0].param_groups[0]["lr"]
-    load_training_state(tmp_path / "a.ckpt", module=other, optimizers=loaded)
+    load_module(tmp_path / "a.ckpt", module=other, optimizers=loaded)
     assert loaded[0].param_groups[0]["lr"] is learning_rate
     assert learning_rate == 0.25
     assert loaded[2].state[other.module[0].bias]["note"] == {"text": "a", "none": None}
-    expected = optimizer_tensors(optimizers, fqns(net))
+    expected = live(net, optimizers)
     assert {"max_exp_avg_sq", "eta", "ax", "prev", "step_size"} <= {key.rpartition(".")[2] for key in expected}
-    found = optimizer_tensors(loaded, fqns(other))
+    found = live(other, loaded)
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
@@ -97,8 +94,8 @@ def test_several_optimizers_and_every_kind_of_slot(tmp_path):
         assert found[key].stride() == tensor.stride(), key
     trained(net, optimizers)
     trained(other, loaded)
-    for key, tensor in model_tensors(net).items():
-        assert torch.equal(model_tensors(other)[key], tensor), key
+    for key, tensor in live(net, []).items():
+        assert torch.equal(live(other, [])[key], tensor), key
 
 
 def test_state_follows_its_parameter_to_another_dtype(tmp_path):
@@ -108,10 +105,10 @@ def test_state_follows_its_parameter_to_another_dtype(tmp_path):
     net(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     adam.step()
     adam.state[net.bias]["own"] = torch.ones(2, dtype=torch.float64)
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
     other = nn.Linear(3, 2)
     adam_of_other = torch.optim.AdamW(other.parameters())
-    load_training_state(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other])
+    load_module(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other])
     state = adam_of_other.state[other.bias]
     assert (state["exp_avg"].dtype, state["step"].dtype, state["own"].dtype) == (
         torch.float32,
@@ -125,9 +122,9 @@ def test_state_follows_its_parameter_to_another_dtype(tmp_path):
 def test_an_optimizer_that_has_not_stepped(tmp_path):
     net = Net()
     adam = torch.optim.AdamW(net.parameters(), lr=0.5)
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
     trained(net, [adam])
-    load_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam])
+    load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     assert not adam.state
 
 
@@ -135,8 +132,8 @@ def test_an_optimizer_over_foreign_parameters_is_an_error(tmp_path):
     net = nn.Linear(2, 3)
     adam = torch.optim.AdamW([*net.parameters(), nn.Parameter(torch.ones(7))])
     for use in (
-        lambda: optimizer_groups([adam], fqns(net)),
-        lambda: save_training_state(tmp_path / "a", module=net, optimizers=[adam], trainer_state={}, info=INFO),
+        lambda: live(net, [adam]),
+        lambda: save_module(tmp_path / "a", module=net, optimizers=[adam], trainer_state={}, facts=INFO),
     ):
         with pytest.raises(CheckpointError, match=r"parameter of shape \(7,\) \(group 0, position 2\) that the module"):
             use()
@@ -147,18 +144,18 @@ def test_optimizers_that_do_not_fit(tmp_path):
     adam = torch.optim.AdamW(named(net, "weight"))
     trained(net, [adam])
     path = tmp_path / "a.ckpt"
-    save_training_state(path, module=net, optimizers=[adam], trainer_state={}, info=INFO)
-    before = {key: tensor.clone() for key, tensor in model_tensors(net).items()}
+    save_module(path, module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    before = {key: tensor.clone() for key, tensor in live(net, []).items()}
     trained(net, [adam])
     other = torch.optim.AdamW(named(net, "bias", "embed", "module"))
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_training_state(path, module=net, optimizers=[other])
+        load_module(path, module=net, optimizers=[other])
     assert "missing in the checkpoint (2): optimizer.0.module.0.bias, optimizer.0.module.1.bias" in str(caught.value)
     with pytest.raises(CheckpointMismatchError, match="1 optimizers were saved, here are 2"):
-        load_training_state(path, module=net, optimizers=[adam, other])
+        load_module(path, module=net, optimizers=[adam, other])
     assert not torch.equal(net.embed.weight, before["model.embed.weight"])
     assert not other.state
-    load_training_state(path, module=net, optimizers=[other], strict=False)
+    load_module(path, module=net, optimizers=[other], strict=False)
     assert torch.equal(net.embed.weight, before["model.embed.weight"])
     assert net.embed.weight in other.state
 
@@ -175,7 +172,7 @@ def sharded(slot: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_slot(path: str, slot: Any) -> str:
     net, sgd = sharded(slot)
     try:
-        save_training_state(path, module=net, optimizers=[sgd], trainer_state={}, info=INFO)
+        save_module(path, module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -184,7 +181,7 @@ def save_slot(path: str, slot: Any) -> str:
 def load_slot(path: str) -> str:
     net, sgd = sharded(None)
     try:
-        load_training_state(path, module=net, optimizers=[sgd])
+        load_module(path, module=net, optimizers=[sgd])
     except CheckpointMismatchError as error:
         return str(error)
     assert isinstance(net.weight, DTensor)
@@ -202,8 +199,21 @@ def test_slots_that_cannot_be_cut(tmp_path):
     net = nn.Linear(4, 4)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     sgd.state[net.weight]["slot"] = torch.arange(4.0)
-    save_training_state(path, module=net, optimizers=[sgd], trainer_state={}, info=INFO)
+    save_module(path, module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
     del sgd.state[net.weight]
-    load_training_state(path, module=net, optimizers=[sgd])
+    load_module(path, module=net, optimizers=[sgd])
     assert sgd.state[net.weight]["slot"].tolist() == [0, 1, 2, 3]
     assert all(said in result for result in run_distributed(load_slot, 2, path))
+
+
+def test_state_is_found_by_the_map_and_not_by_its_key(tmp_path):
+    """Where a slot has a dot, and the checkpoint has no tensor of that name: the key tells neither."""
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(module.parameters()) for module in (net, other)]
+    for name in ("weight.of", "of", "a.b.c"):
+        optimizers[0].state[net.weight][name] = torch.randn(2, 2)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=optimizers[:1], leave_out={"weight"})
+    load_module(tmp_path / "a.ckpt", module=other, optimizers=optimizers[1:], strict=False)
+    state = optimizers[1].state[other.weight]
+    assert state.keys() == {"weight.of", "of", "a.b.c"}
+    assert all(torch.equal(state[slot], value) for slot, value in optimizers[0].state[net.weight].items())

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
-from lightning_shard.checkpoint import overlap
-from lightning_shard.checkpoint.collect import CheckpointInfo
-from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.overlap import Cut, find_overlap
-from lightning_shard.checkpoint.plan import Held, divide
-from lightning_shard.checkpoint.save import save
-from lightning_shard.checkpoint.stored import StoredTensor, write_portable
+from lightning_shard.checkpoint import plan
+from lightning_shard.checkpoint.files.contents import StoredTensor
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.plan import Box, LocalTensor, divide, find_overlap
+from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
+from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
-def held(key: str, shape: tuple[int, ...], *boxes: Cut, first_counts: bool = False) -> Held:
-    return Held(key, shape, torch.float32, boxes, first_counts)
+def held(key: str, shape: tuple[int, ...], *boxes: Box) -> LocalTensor:
+    return LocalTensor(key, shape, torch.float32, boxes)
 
 
-def whole(key: str, *shape: int, first_counts: bool = False) -> Held:
-    return held(key, shape, ((0,) * len(shape), shape), first_counts=first_counts)
+def whole(key: str, *shape: int) -> LocalTensor:
+    return held(key, shape, ((0,) * len(shape), shape))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -70,13 +70,6 @@ def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None
     assert numbers == [[0], list(range(10))]
 
 
-def test_where_values_may_differ_the_first_rank_writes() -> None:
-    buffers = [whole(f"b{i}", 10, first_counts=True) for i in range(3)]
-    weights = [whole(f"w{i}", 10) for i in range(3)]
-    numbers, _ = divide([(*buffers, *weights)] * 2)
-    assert numbers == [[0, 1, 2], [3, 4, 5]]
-
-
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
@@ -86,7 +79,7 @@ def test_where_values_may_differ_the_first_rank_writes() -> None:
         ([held("w", (4,), ((0,), (2,))), held("w", (4,), ((1,), (2,)))], "w has boxes that overlap"),
     ],
 )
-def test_what_makes_up_no_whole_tensors_is_refused(ranks: list[Held], said: str) -> None:
+def test_what_makes_up_no_whole_tensors_is_refused(ranks: list[LocalTensor], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         divide([(part,) for part in ranks])
 
@@ -95,7 +88,7 @@ SHAPE = (4, 3, 5)
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> list[Cut]:
+def boxes(draw: st.DrawFn) -> list[Box]:
     found = []
     for _ in range(draw(st.integers(2, 6))):
         offsets = tuple(draw(st.integers(0, size - 1)) for size in SHAPE)
@@ -104,12 +97,12 @@ def boxes(draw: st.DrawFn) -> list[Cut]:
     return found
 
 
-def cells(box: Cut) -> set[tuple[int, ...]]:
+def cells(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(o, o + s) for o, s in zip(*box, strict=True))))
 
 
 @given(boxes())
-def test_overlaps_are_found_as_by_looking_at_every_element(found: list[Cut]) -> None:
+def test_overlaps_are_found_as_by_looking_at_every_element(found: list[Box]) -> None:
     pairs = [(a, b) for a, b in itertools.combinations(found, 2) if cells(a) & cells(b)]
     result = find_overlap(SHAPE, found)
     assert (result is None) == (not pairs)
@@ -123,8 +116,8 @@ def test_the_check_does_not_compare_each_with_each(
     shape: tuple[int, ...], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    meet = overlap._meet
-    monkeypatch.setattr(overlap, "_meet", lambda *pair: compared.append(1) or meet(*pair))
+    meet = plan._meet
+    monkeypatch.setattr(plan, "_meet", lambda *pair: compared.append(1) or meet(*pair))
     found = [box for rank in range(512) for part in held_by(rank, 512, layout, {"w": shape}) for box in part.boxes]
     assert find_overlap(shape, found) is None
     assert len(compared) <= len(found)
@@ -152,7 +145,7 @@ def convert(source: str, target: str) -> list[str]:
 
 def test_a_conversion_is_shared_by_the_ranks(tmp_path: Path) -> None:
     tensors = {f"model.w{i}": torch.full((500,), float(i)) for i in range(8)}
-    save(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, facts=INFO)
     first, second = run_distributed(convert, 2, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
     assert len(first) == len(second) == 4
     assert {*first, *second} == tensors.keys()

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
-from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.matching import LoadReport
+from tests.checkpoint.calls import load_into, load_module, save_tensors
 from tests.checkpoint.nets import Rows, bits, build, odd_tensors, save_trained, values
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 def load_into_another(path: str, kind: str) -> dict[str, Any]:
     net, optimizer = build(kind, 1)
-    state, report = load_training_state(path, module=net, optimizers=[optimizer])
+    state, report = load_module(path, module=net, optimizers=[optimizer])
     module = net.module if kind == "ddp" else net
     return {
         "values": values(net, optimizer),
@@ -83,9 +84,9 @@ def test_manifest_and_bytes_do_not_depend_on_who_wrote(tmp_path):
         written = run_distributed(save_trained, ranks, str(path), kind)[0]
         manifest = read_manifest(path)
         assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
-        assert manifest.world_size == ranks
+        assert manifest.facts.world_size == ranks
         tensors = {key: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for key, e in manifest.tensors.items()}
-        load_tensors(path, tensors)
+        load_into(path, tensors)
         assert_same(tensors, written)
         stored[kind] = (manifest.tensors, tensors)
     for entries, tensors in stored.values():
@@ -95,13 +96,13 @@ def test_manifest_and_bytes_do_not_depend_on_who_wrote(tmp_path):
 
 def save_odd(path: str, cut: bool) -> dict[str, Tensor]:
     tensors = odd_tensors(0, cut=cut)
-    save(path, tensors=tensors, trainer_state={}, info=INFO)
+    save_tensors(path, tensors=tensors, trainer_state={}, facts=INFO)
     return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
 def load_odd(path: str, cut: bool) -> dict[str, Tensor]:
     tensors = odd_tensors(1, cut=cut)
-    load_tensors(path, tensors)
+    load_into(path, tensors)
     return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
@@ -118,20 +119,19 @@ def test_tensors_that_are_hard_to_cut(tmp_path, writers, readers):
 
 
 def save_large(path: str, kind: str) -> int:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(64, 64 + i)) for i in range(8)]
     # Views into larger storages, as FSDP's shards are into padded ones.
-    buffers = [torch.full((9000,), float(rank))[:1000] for _ in range(6)]
+    buffers = [torch.full((9000,), 1.0)[:1000] for _ in range(6)]
     if kind != "ddp":
         shape = (size,) if kind == "fsdp" else (2, size // 2)
         mesh = init_device_mesh("cpu", shape)
         cut = [Shard(0)] if kind == "fsdp" else [dist.tensor.Replicate(), Shard(0)]
         weights = [nn.Parameter(distribute_tensor(w.detach(), mesh, cut)) for w in weights]
     tensors = {f"model.w{i}": weight for i, weight in enumerate(weights)}
-    differing = {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
-    tensors |= differing
-    save(path, tensors=tensors, trainer_state={}, info=INFO, first_counts=differing)
+    tensors |= {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
+    save_tensors(path, tensors=tensors, trainer_state={}, facts=INFO)
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -145,11 +145,10 @@ def test_each_byte_is_written_once_and_by_all_ranks(tmp_path, kind, ranks):
     # torch.save adds a header and alignment of about 1.6 kB to each of at most 8 x 2 + 6 boxes.
     assert total <= sum(sizes.values()) <= total + 22 * 1700
     assert len(sizes) == ranks
-    # Rank 0 has 24 kB of buffers beside its part of the weights' 140 kB.
-    assert max(sizes.values()) < 1.35 * min(sizes.values()) + 30_000, "the ranks share the work"
+    assert max(sizes.values()) < 1.35 * min(sizes.values()), "the ranks share the work"
     buffers = {f"model.b{i}": torch.empty(1000) for i in range(6)}
-    load_tensors(path, buffers, prefixes=())
-    assert all(buffer.eq(0).all() for buffer in buffers.values()), "where ranks differ in a buffer, rank 0's counts"
+    load_into(path, buffers, strict=False)
+    assert all(buffer.eq(1).all() for buffer in buffers.values())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -164,9 +163,9 @@ def test_torch_itself_reads_the_tensors(tmp_path):
 
 def test_another_dtype_is_cast_on_load(tmp_path):
     path = tmp_path / "a.ckpt"
-    save(path, tensors={"model.w": torch.tensor([1.0, 1 / 3])}, trainer_state={}, info=INFO)
+    save_tensors(path, tensors={"model.w": torch.tensor([1.0, 1 / 3])}, trainer_state={}, facts=INFO)
     half = {"model.w": torch.zeros(2, dtype=torch.bfloat16)}
-    load_tensors(path, half)
+    load_into(path, half)
     assert torch.equal(half["model.w"], torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))
 
 
@@ -182,13 +181,13 @@ def rows(seed: int) -> Rows:
 
 
 def save_rows(path: str) -> None:
-    save(path, tensors={"model.w": rows(0)}, trainer_state={}, info=INFO)
+    save_tensors(path, tensors={"model.w": rows(0)}, trainer_state={}, facts=INFO)
 
 
 def load_rows(path: str) -> tuple[Tensor, Tensor]:
     part, dtensor = rows(1), distribute_tensor(torch.zeros(11, 3), init_device_mesh("cpu", (3,)), [Shard(0)])
-    load_tensors(path, {"model.w": part})
-    load_tensors(path, {"model.w": dtensor})
+    load_into(path, {"model.w": part})
+    load_into(path, {"model.w": dtensor})
     return torch.cat(list(part.boxes.values())), whole(dtensor)
 
 
@@ -203,7 +202,7 @@ def test_an_object_with_torchs_protocol_stands_for_a_tensor(tmp_path):
 
 def save_at_own_path(folder: str) -> None:
     path = Path(folder) / f"{dist.get_rank()}.ckpt"
-    save(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, info=INFO)
+    save_tensors(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, facts=INFO)
 
 
 def bytes_of_a_fit(names: dict[str, str]) -> dict[str, list[int]]:

@@ -25,22 +25,22 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.layout import FileEntry, check_relative
-from lightning_shard.checkpoint.load import load_tensors, read_manifest, verify_files
-from lightning_shard.checkpoint.manifest import Manifest, is_checkpoint
-from lightning_shard.checkpoint.save import CheckpointInfo, save
-from lightning_shard.checkpoint.trainer_state import check_trainer_state, read_trainer_state
+from lightning_shard.checkpoint.files.layout import FileEntry, SlotName, check_relative
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, is_checkpoint
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
+from lightning_shard.checkpoint.load import load_tensors, load_training_state, open_checkpoint, read_manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from tests.checkpoint.calls import load_into, save_tensors, trainer_state
 from tests.checkpoint.hostile import RAN, Hostile
 from tests.harness import run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"model.w": "float32"})
+INFO = Facts(engine="test", policy="fp32", ledger={"model.w": "float32"})
 
 
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "a.ckpt"
-    save(path, tensors=fresh(1.0), trainer_state={"epoch": 1, "t": torch.ones(2)}, info=INFO)
+    save_tensors(path, tensors=fresh(1.0), trainer_state={"epoch": 1, "t": torch.ones(2)}, facts=INFO)
     return path
 
 
@@ -64,7 +64,7 @@ def metadata_of(path: Path) -> Metadata:
 def refused(path: Path, pattern: str, **kwargs: Any) -> None:
     tensors = fresh()
     with pytest.raises(CheckpointCorruptError, match=pattern):
-        load_tensors(path, tensors, **kwargs)
+        load_into(path, tensors, **kwargs)
     assert all(tensor.eq(0).all() for tensor in tensors.values())
 
 
@@ -201,20 +201,20 @@ def forge_tensor(path, value):
 def test_hostile_data_file(path):
     forge_tensor(path, {"x": Hostile()})
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp: model\.w can't be read: .*"):
-        load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
+        load_into(path, {"model.w": torch.zeros(4, 3)}, strict=False)
 
 
 def test_a_tensor_of_another_shape_in_the_file(path):
     forge_tensor(path, torch.ones(100, 100))
     with pytest.raises(CheckpointCorruptError, match=r"model\.w is not a torch\.float32 tensor of shape \(4, 3\)"):
-        load_tensors(path, {"model.w": torch.zeros(4, 3)}, prefixes=())
+        load_into(path, {"model.w": torch.zeros(4, 3)}, strict=False)
 
 
 def test_hostile_trainer_state(path):
     torch.save({"x": Hostile()}, path / "evil")
     forge(path, "trainer.pt", (path / "evil").read_bytes())
     with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt was refused, nothing in it ran: .*\.ran"):
-        read_trainer_state(path)
+        trainer_state(path)
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", ".", "a//b", "a\\b", "a\0b", "./a"])
@@ -258,10 +258,30 @@ def test_a_manifest_that_is_none(path, text):
 
 
 def test_a_newer_form_asks_for_an_upgrade(path):
-    newer = dataclasses.replace(read_manifest(path), format_version=2)
+    newer = dataclasses.replace(read_manifest(path), format_version=3)
     (path / "manifest.json").write_text(newer.to_json())
-    with pytest.raises(CheckpointError, match="format version 2; this lightning_shard reads up to 1: upgrade"):
-        load_tensors(path, fresh())
+    with pytest.raises(CheckpointError, match="format version 3; this lightning_shard reads up to 2: upgrade"):
+        load_into(path, fresh())
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        ({}, "slots and tensors differ in optimizer.0.w.exp_avg"),
+        ({"optimizer.0.w.exp_avg": SlotName(0, "w", "exp_avg"), "optimizer.1": SlotName(1, "", "")}, "in optimizer.1"),
+        ({"optimizer.0.w.exp_avg": ("0", "w", "exp_avg")}, "slots are not optimizer, FQN and slot"),
+        ({"optimizer.0.w.exp_avg": (0, "w")}, "is not a checkpoint's manifest"),
+    ],
+    ids=["missing", "unknown", "no number", "too short"],
+)
+def test_slots_that_do_not_say_what_the_tensors_are(tmp_path, slots, said):
+    name = SlotName(0, "w", "exp_avg")
+    path = tmp_path / "a.ckpt"
+    save_tensors(path, {name.key: torch.ones(2)}, {}, slots={name.key: name})
+    assert read_manifest(path).slots == {name.key: name}
+    (path / "manifest.json").write_text(dataclasses.replace(read_manifest(path), slots=slots).to_json())
+    with pytest.raises(CheckpointCorruptError, match=said):
+        read_manifest(path)
 
 
 def test_fields_of_later_minor_versions_are_ignored(path):
@@ -271,13 +291,14 @@ def test_fields_of_later_minor_versions_are_ignored(path):
     canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     fields["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(fields))
-    assert read_manifest(path).engine == "test"
+    assert read_manifest(path).facts.engine == "test"
 
 
 def test_manifest_says_what_wrote_it(path):
     manifest = read_manifest(path)
-    assert (manifest.engine, manifest.policy, manifest.ledger) == ("test", "fp32", {"model.w": "float32"})
-    assert manifest.versions["torch"] == torch.__version__
+    facts = manifest.facts
+    assert (facts.engine, facts.policy, facts.ledger) == ("test", "fp32", {"model.w": "float32"})
+    assert facts.versions["torch"] == torch.__version__
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
@@ -298,11 +319,11 @@ def test_every_flipped_byte_is_found_and_named(path):
         (path / name).write_bytes(damaged)
         pattern = re.escape(name)
         with pytest.raises(CheckpointError, match=pattern):
-            verify_files(path)
+            open_checkpoint(path)
         refused(path, pattern)
         (path / name).write_bytes(original)
-    verify_files(path)
-    load_tensors(path, fresh())
+    open_checkpoint(path)
+    load_into(path, fresh())
 
 
 def test_a_truncated_or_missing_file_is_found_and_named(path):
@@ -315,20 +336,20 @@ def test_a_truncated_or_missing_file_is_found_and_named(path):
         (path / name).write_bytes(original)
 
 
-def test_verify_can_be_left_out(path):
-    data = bytearray((path / "trainer.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / "trainer.pt").write_bytes(data)
+def test_a_directory_that_was_replaced_after_it_was_opened(path):
+    opened = open_checkpoint(path)
+    save_tensors(path, tensors=fresh(2.0), trainer_state={}, facts=INFO)
     tensors = fresh()
-    load_tensors(path, tensors, verify=False)
-    assert tensors["model.w"].eq(1).all()
-    with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt does not match its checksum"):
-        read_trainer_state(path)
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was being loaded"):
+        load_tensors(opened, tensors)
+    assert tensors["model.w"].eq(0).all()
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was being loaded"):
+        load_training_state(opened, module=torch.nn.Linear(3, 4))
 
 
 def load_error(path: str) -> str:
     try:
-        load_tensors(path, fresh())
+        load_into(path, fresh())
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -360,16 +381,16 @@ def test_all_ranks_refuse_alike(path):
 )
 def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, said):
     with pytest.raises(CheckpointError, match=said):
-        check_trainer_state(state)
+        encode_trainer_state(state)
     with pytest.raises(CheckpointError, match=said):
-        save(tmp_path / "a.ckpt", tensors={}, trainer_state=state, info=INFO)
+        save_tensors(tmp_path / "a.ckpt", tensors={}, trainer_state=state, facts=INFO)
     assert os.listdir(tmp_path) == []
 
 
 def sharded_state_error() -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
-        check_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
+        encode_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
     except CheckpointError as error:
         return str(error)
     return "passed"
@@ -382,7 +403,7 @@ def test_a_part_of_a_sharded_tensor_is_no_state():
 
 def test_state_that_loads():
     state = {"int": 1, "none": None, "tensor": torch.ones(2, dtype=torch.bfloat16), "tuple": (1, "a"), "b": b"x"}
-    check_trainer_state(state | {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}})
+    encode_trainer_state(state | {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

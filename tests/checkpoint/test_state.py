@@ -9,24 +9,24 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.load import load_tensors, load_training_state, read_manifest
-from lightning_shard.checkpoint.save import CheckpointInfo, save, save_training_state
-from lightning_shard.checkpoint.state import extra_state, load_extra_state, model_tensors
-from lightning_shard.checkpoint.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.matching import LoadReport
+from lightning_shard.checkpoint.module_state import extra_state, load_extra_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.names import fqns
+from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors, trainer_state
 from tests.checkpoint.wrapped import ALIASES, BUFFERS, PARAMETERS, Net, trained, wrapped
 from tests.harness import run_distributed
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 def names_under(how: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     net = wrapped(how)
     names = fqns(net)
-    load_extra_state(net, {"extra._extra_state": {"seen": 7}})
-    return list(names.tensors), dict(names.aliases), extra_state(net)
+    load_extra_state(net, names, {"extra._extra_state": {"seen": 7}})
+    return list(names.tensors), dict(names.aliases), extra_state(net, names)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_buffers_that_are_not_persistent_and_missing_parameters_have_no_name():
     net.register_buffer("scratch", torch.ones(1), persistent=False)
     net.register_buffer("nothing", None)
     assert list(fqns(net).tensors) == ["weight"]
-    assert model_tensors(net)["model.weight"] is net.weight
+    assert live(net, [])["model.weight"] is net.weight
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
@@ -56,11 +56,13 @@ def test_states_of_metrics_that_ask_for_it_are_kept():
     other = nn.Module()
     other.mean = MeanMetric()
     other.mean.persistent(True)
-    load_extra_state(other, extra_state(net))
+    extra = extra_state(net, fqns(net))
+    load_extra_state(other, fqns(other), extra)
+    linear = nn.Linear(1, 1)
     assert other.mean.compute() == 1.5
     with pytest.raises(CheckpointMismatchError, match=r"no module takes: mean\.\w+, mean\.\w+; load with strict=False"):
-        load_extra_state(nn.Linear(1, 1), extra_state(net))
-    load_extra_state(nn.Linear(1, 1), extra_state(net), strict=False)
+        load_extra_state(linear, fqns(linear), extra)
+    load_extra_state(linear, fqns(linear), extra, strict=False)
 
 
 @pytest.mark.parametrize(("saved_tied", "live_tied"), [(True, False), (False, True)])
@@ -68,11 +70,11 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
     net = Net(tie=saved_tied)
     adam = torch.optim.AdamW(net.parameters())
     trained(net, [adam])
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
     other = Net(tie=live_tied, seed=1)
     adam_of_other = torch.optim.AdamW(other.parameters())
     strict = saved_tied
-    report = load_training_state(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other], strict=strict)[1]
+    report = load_module(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other], strict=strict)[1]
     assert torch.equal(other.embed.weight, net.embed.weight)
     assert torch.equal(adam_of_other.state[other.embed.weight]["exp_avg"], adam.state[net.embed.weight]["exp_avg"])
     if saved_tied:
@@ -86,20 +88,20 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
 
 def test_a_tied_tensor_is_found_under_the_name_that_was_saved(tmp_path):
     """The live model registers the two names the other way round, or the saved one had only the second."""
-    save(tmp_path / "a.ckpt", tensors={"model.b": torch.ones(2)}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.b": torch.ones(2)}, trainer_state={}, facts=INFO)
     net = nn.Module()
     net.a = nn.Parameter(torch.zeros(2))
     net.b = net.a
-    load_training_state(tmp_path / "a.ckpt", module=net)
+    load_module(tmp_path / "a.ckpt", module=net)
     assert net.a.tolist() == [1.0, 1.0]
 
 
 def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     tensors = {f"model.{name}": torch.ones(2, 3) for name in ("same", "gone", "turned")}
-    save(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, facts=INFO)
     asked = {"model.same": torch.zeros(2, 3), "model.new": torch.zeros(1), "model.turned": torch.zeros(3, 2)}
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_tensors(tmp_path / "a.ckpt", asked)
+        load_into(tmp_path / "a.ckpt", asked)
     assert str(caught.value).splitlines()[1:] == [
         "  missing in the checkpoint (1): model.new",
         "  unexpected in the checkpoint (1): model.gone",
@@ -107,33 +109,33 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     ]
     assert asked["model.same"].eq(0).all()
     with pytest.raises(CheckpointMismatchError, match="of another shape"):
-        load_tensors(tmp_path / "a.ckpt", asked, strict=False)
+        load_into(tmp_path / "a.ckpt", asked, strict=False)
     del asked["model.turned"]
     with pytest.raises(CheckpointMismatchError, match="strict=False loads what matches"):
-        load_tensors(tmp_path / "a.ckpt", asked)
-    report = load_tensors(tmp_path / "a.ckpt", asked, strict=False)
+        load_into(tmp_path / "a.ckpt", asked)
+    report = load_into(tmp_path / "a.ckpt", asked, strict=False)
     assert report == LoadReport(missing=("model.new",), unexpected=("model.gone", "model.turned"))
     assert asked["model.same"].eq(1).all()
 
 
 def test_a_load_that_matches_nothing_is_an_error(tmp_path):
-    save(tmp_path / "a.ckpt", tensors={"model.a": torch.ones(2)}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.a": torch.ones(2)}, trainer_state={}, facts=INFO)
     with pytest.raises(
         CheckpointMismatchError, match=r"nothing in .* It asks for model\.b; the checkpoint has model\.a"
     ):
-        load_tensors(tmp_path / "a.ckpt", {"model.b": torch.ones(2)}, strict=False)
+        load_into(tmp_path / "a.ckpt", {"model.b": torch.ones(2)}, strict=False)
 
 
 def test_weights_only(tmp_path):
     net = Net()
-    save_training_state(tmp_path / "w.ckpt", module=net, optimizers=(), trainer_state={"epoch": 1}, info=INFO)
+    save_module(tmp_path / "w.ckpt", module=net, optimizers=(), trainer_state={"epoch": 1}, facts=INFO)
     adam = torch.optim.AdamW(net.parameters())
     with pytest.raises(CheckpointMismatchError, match="no optimizer state: it was saved with weights only"):
-        load_training_state(tmp_path / "w.ckpt", module=net, optimizers=[adam])
+        load_module(tmp_path / "w.ckpt", module=net, optimizers=[adam])
     trained(net, [adam])
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, info=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, facts=INFO)
     other = Net(seed=1)
-    state, report = load_training_state(tmp_path / "a.ckpt", module=other)
+    state, report = load_module(tmp_path / "a.ckpt", module=other)
     assert torch.equal(other.scale, net.scale)
     assert other.extra.seen == net.extra.seen == 2
     assert (state["epoch"], report) == (1, LoadReport())
@@ -144,8 +146,8 @@ def test_what_is_in_trainer_state_and_manifest(tmp_path):
     adam = torch.optim.AdamW(net.parameters(), lr=0.5)
     net(torch.ones(1, 2)).sum().backward()
     adam.step()
-    save_training_state(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, info=INFO)
-    state = read_trainer_state(tmp_path / "a.ckpt")
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, facts=INFO)
+    state = trainer_state(tmp_path / "a.ckpt")
     assert state["optimizer_states"][0]["class"] == "AdamW"
     assert state["optimizer_states"][0]["groups"][0]["params"] == ["weight", "bias"]
     assert state["optimizer_states"][0]["groups"][0]["lr"] == 0.5
@@ -156,10 +158,50 @@ def test_what_is_in_trainer_state_and_manifest(tmp_path):
 @pytest.mark.parametrize("tensor", [torch.empty(2, device="meta"), torch.ones(2, 2).to_sparse()])
 def test_tensors_that_cannot_be_saved(tmp_path, tensor):
     with pytest.raises(CheckpointError, match=r"model\.w is .*; only dense tensors with values can be saved"):
-        save(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, info=INFO)
+        save_tensors(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, facts=INFO)
 
 
 def test_loading_into_the_meta_device_is_refused(tmp_path):
-    save(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(2)}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(2)}, trainer_state={}, facts=INFO)
     with pytest.raises(CheckpointError, match=r"model\.w is on the meta device: materialise"):
-        load_tensors(tmp_path / "a.ckpt", {"model.w": torch.empty(2, device="meta")})
+        load_into(tmp_path / "a.ckpt", {"model.w": torch.empty(2, device="meta")})
+
+
+class Counted(nn.Module):
+    """Counts how often its children are looked through."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "_modules":
+            Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+class Part(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def looks_per_part(path: str, parts: int) -> tuple[float, float]:
+    """By saving and by loading a module of so many parts."""
+    net = nn.Sequential(*(Part() for _ in range(parts)))
+    adam = torch.optim.AdamW(net.parameters())
+    Counted.looks = 0
+    save_module(path, module=net, optimizers=[adam])
+    saved, Counted.looks = Counted.looks, 0
+    load_module(path, module=net, optimizers=[adam])
+    return saved / parts, Counted.looks / parts
+
+
+def test_the_module_tree_is_walked_a_few_times_whatever_its_size(tmp_path):
+    few, many = (looks_per_part(str(tmp_path / f"{n}.ckpt"), n) for n in (20, 40))
+    assert few == many, "a walk for each key takes quadratic time"
+    assert max(few) <= 4

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
-from lightning_shard.checkpoint.manifest import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.cluster.preemption import Agreement, Preempted, SignalFlag, TimeLimit, run_name
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
@@ -84,7 +84,7 @@ def _stopped_and_resumed(engine: str, moment: tuple[str, int], number: int, trai
     except Preempted as stop:
         code = stop.code
     saved = Path("runs/preempted") / f"{RUN}.ckpt"
-    step = read_manifest(saved).run["step"] if saved.exists() else None
+    step = read_manifest(saved).facts.run["step"] if saved.exists() else None
     torch.distributed.barrier()
     run = _fit(engine, second, **trainer) if code is not None else first.trainer
     torch.distributed.barrier()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.checkpoint.staging import HostBuffers
+from lightning_shard.checkpoint.background import HostBuffers
 from tests.models import Final, TinyLM, loader
 
 pytestmark = pytest.mark.gpu

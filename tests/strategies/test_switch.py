@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.checkpoint.layout import torch_dtype
-from lightning_shard.checkpoint.load import load_tensors, read_manifest
+from lightning_shard.checkpoint.files.layout import torch_dtype
+from lightning_shard.checkpoint.load import read_manifest
+from tests.checkpoint.calls import load_into
 from tests.harness import run_distributed
 from tests.resume.test_resume import _assert_continues, _fit
 
@@ -54,7 +55,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
     entries = read_manifest(path).tensors
     tensors = {key: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for key, entry in entries.items()}
-    load_tensors(path, tensors)
+    load_into(path, tensors)
     return tensors
 
 

@@ -11,12 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint.load import load_tensors, read_manifest
-from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import Box, FlatSlice, FlatTensor, boxes
+from tests.checkpoint.calls import load_into, save_tensors
 
-INFO = CheckpointInfo(engine="test", policy="fp32")
+INFO = Facts(engine="test", policy="fp32")
 
 
 @st.composite
@@ -91,29 +92,29 @@ def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shap
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(source)
     size = values.numel()
     written = FlatTensor(shape, source, cut(values, sorted({size // 3, size // 2})))
-    save(tmp_path / "a.ckpt", tensors={"model.w": written}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": written}, trainer_state={}, facts=INFO)
     entry = read_manifest(tmp_path / "a.ckpt").tensors["model.w"]
     assert (entry.shape, entry.dtype) == (shape, str(source).removeprefix("torch."))
     whole = torch.empty(shape, dtype=source)
-    load_tensors(tmp_path / "a.ckpt", {"model.w": whole})
+    load_into(tmp_path / "a.ckpt", {"model.w": whole})
     assert torch.equal(whole, values)
     pieces = cut(torch.full(shape, torch.nan, dtype=torch.float32), [size // 4])
-    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor(shape, torch.float32, pieces)})
+    load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor(shape, torch.float32, pieces)})
     assert torch.equal(torch.cat([piece.data for piece in pieces]).view(shape), values.float()), "cast to fp32"
 
 
 def test_a_part_alone_is_filled(tmp_path):
-    save(tmp_path / "a.ckpt", tensors={"model.w": torch.arange(20.0).view(4, 5)}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.arange(20.0).view(4, 5)}, trainer_state={}, facts=INFO)
     flat = torch.full((9,), -1.0)
-    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatSlice(flat[1:8], 8)])})
+    load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatSlice(flat[1:8], 8)])})
     assert flat.tolist() == [-1.0, *range(8, 15), -1.0]
-    load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
+    load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [])})
 
 
 def test_another_shape_is_told(tmp_path):
-    save(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(4, 5)}, trainer_state={}, info=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(4, 5)}, trainer_state={}, facts=INFO)
     with pytest.raises(CheckpointMismatchError, match=r"model\.w \(4, 5\) there, \(5, 4\) here"):
-        load_tensors(tmp_path / "a.ckpt", {"model.w": FlatTensor((5, 4), torch.float32, [])})
+        load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((5, 4), torch.float32, [])})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_another_shape_is_told(tmp_path):
 def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, message):
     tensor = FlatTensor(shape, torch.float32, [FlatSlice(torch.ones(length), start) for length, start in pieces])
     with pytest.raises(CheckpointError, match=message):
-        save(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, info=INFO)
+        save_tensors(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, facts=INFO)
     assert list(tmp_path.iterdir()) == []
 
 

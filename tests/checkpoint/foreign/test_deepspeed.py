@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.collect import OPTIMIZER_STATES
-from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
+from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.inspect import describe
 from tests.checkpoint.foreign.stock import Tied, fit, groups_of, save_deepspeed, state_of
 from tests.harness import run_distributed
@@ -32,7 +32,7 @@ def check_deepspeed(tmp_path: Path, stage: int, bf16: bool, ranks: int, subgroup
     assert found["model.frozen"].tolist() == [0.25, 0.5, 0.75]
     assert found["model.shift"].item() == 2.5
     assert stored.aliases == {"model.tied.weight": "model.first.weight"}
-    assert (stored.world_size, stored.engine) == (ranks, f"DeepSpeed ZeRO-{stage}")
+    assert (stored.facts.world_size, stored.facts.engine) == (ranks, f"DeepSpeed ZeRO-{stage}")
     (described,) = stored.trainer_state[OPTIMIZER_STATES]
     weights, rest = described["groups"]
     assert sorted(weights["params"]) == ["first.weight", "second.weight"]

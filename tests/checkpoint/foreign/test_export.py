@@ -13,17 +13,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightning_shard.checkpoint.export import export
-from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.save import CheckpointInfo, save
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.foreign.export import export
+from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
+from tests.checkpoint.calls import save_tensors
 from tests.checkpoint.compare import assert_equal, tensors_of
 from tests.harness import ROOT
 
-INFO = CheckpointInfo(engine="test", policy="fp32", ledger={"tensors": []})
+INFO = Facts(engine="test", policy="fp32", ledger={"tensors": []})
 
 
 # Safetensors
@@ -74,7 +75,7 @@ def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> N
 
 def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save(path, tensors={"model.c": torch.ones(2, dtype=torch.complex64)}, trainer_state={}, info=INFO)
+    save_tensors(path, tensors={"model.c": torch.ones(2, dtype=torch.complex64)}, trainer_state={}, facts=INFO)
     with pytest.raises(CheckpointError, match="no dtype for complex64"):
         export(open_any(path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -85,11 +86,12 @@ def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
 MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from lightning_shard.checkpoint.export import export
-from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.full import write_full
-from lightning_shard.checkpoint.save import CheckpointInfo, save
-from lightning_shard.checkpoint.stored import write_portable
+from lightning_shard.checkpoint.foreign.export import export
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.files.manifest import Facts
+from tests.checkpoint.calls import save_tensors
+from lightning_shard.checkpoint.save import write_portable
 
 def status(field):
     return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -102,7 +104,7 @@ def growth(work):
 
 torch.set_num_threads(1)
 tensors = {f"model.w{i}": torch.full((1024, 1024), float(i)) for i in range(32)}
-save("a.ckpt", tensors=tensors, trainer_state={}, info=CheckpointInfo(engine="test", policy="fp32"))
+save_tensors("a.ckpt", tensors=tensors, trainer_state={}, facts=Facts(engine="test", policy="fp32"))
 del tensors
 growth(lambda: write_full("full.ckpt", open_any("a.ckpt")))
 growth(lambda: write_portable("back.ckpt", open_any("full.ckpt")))

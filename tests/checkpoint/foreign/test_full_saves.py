@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_shard.checkpoint.forms import open_any
+from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.compare import assert_equal, tensors_of
@@ -39,7 +39,7 @@ def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path, strategy: str
         assert_equal(resumed, whole_run)
     full, portable = tmp_path / "epoch=1.full.ckpt", tmp_path / "portable.ckpt"
     assert_equal(tensors_of(full), tensors_of(portable))
-    assert open_any(full).engine == open_any(portable).engine
+    assert open_any(full).facts.engine == open_any(portable).facts.engine
     found = torch.load(full, weights_only=True)
     assert found["hyper_parameters"] == {"extra": 1.0}
     assert found["pytorch-lightning_version"] == pl.__version__

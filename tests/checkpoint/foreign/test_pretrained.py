@@ -23,11 +23,11 @@ from lightning_shard import (
     CheckpointNotFoundError,
     load_pretrained,
 )
-from lightning_shard.checkpoint.export import export
-from lightning_shard.checkpoint.fit import LoadReport
-from lightning_shard.checkpoint.forms import open_any
-from lightning_shard.checkpoint.pretrained import fill
-from lightning_shard.checkpoint.safetensors import SafetensorsReader
+from lightning_shard.checkpoint.files.safetensors import SafetensorsReader
+from lightning_shard.checkpoint.foreign.export import export
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.foreign.pretrained import fill
+from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.compare import assert_equal
 from tests.checkpoint.nets import Net, Rows, build
 from tests.harness import run_distributed

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_shard.checkpoint.forms import is_stock
+from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointMismatchError
 from tests.checkpoint.compare import assert_equal
 from tests.checkpoint.foreign.stock import ROWS, Model, fit, fit_stock, save_stock, state_of
@@ -40,7 +40,7 @@ def test_a_stock_checkpoint_goes_on_as_under_stock_lightning(tmp_path: Path, kin
     """Bitwise: at two processes a sum has one order on every engine."""
     path = str(tmp_path / "stock.ckpt")
     run_distributed(save_stock, 2, kind, path)
-    assert is_stock(path)
+    assert is_foreign(path)
     expected = run_distributed(stock_throughout, 2, kind, path)[0]
     found = {name: run_distributed(go_on, 2, name, path)[0] for name in ("shard_ddp", "shard_fsdp")}
     for name, (state, steps, rate) in found.items():

@@ -11,7 +11,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from lightning_shard import run as parts
-from lightning_shard.checkpoint.manifest import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.precision.ledger import Ledger
 from lightning_shard.run.ledger import NoLedger
 from tests.harness import run_distributed
@@ -200,7 +200,7 @@ def test_activations_that_are_exchanged_are_no_gradients_reduction() -> None:
 def saved(engine: str) -> tuple[Any, Any]:
     trainer = fit(engine, TinyLM(), loader(), "bf16-mixed", steps=2)
     trainer.save_checkpoint(f"{engine}.ckpt")
-    return read_manifest(f"{engine}.ckpt").ledger, trainer.strategy.ledger.to_json()
+    return read_manifest(f"{engine}.ckpt").facts.ledger, trainer.strategy.ledger.to_json()
 
 
 @pytest.mark.parametrize("engine", ["ddp", "full"])

@@ -1,0 +1,218 @@
+"""Files of ``torch.save``, written and read one tensor at a time.
+
+The format is a zip archive without compression: ``data.pkl``, in which a tensor refers to its storage by number,
+and ``data/<number>`` with the storage's bytes (torch's notes on serialization: "Serialized file format for
+torch.save"). ``torch.save`` needs all tensors at once; `write_archive` asks for one after the other.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+_ALIGNMENT = 64
+_BLOCK = 1 << 24
+_PAYLOAD = "archive"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArchivedTensor(StoredTensor):
+    """A tensor in a file of ``torch.save``."""
+
+    place: tuple[int, tuple[int, ...], tuple[int, ...]]
+    """Byte in the file, shape and strides: equal for two names of one tensor."""
+
+    elements: Callable[[int, int], Tensor]
+    """Values ``start`` to ``stop`` of a contiguous tensor, row-major, 1-D."""
+
+
+class _Storage:
+    """What stands in a pickle for a storage that is written later."""
+
+    def __init__(self, kind: Any, key: str, numel: int) -> None:
+        self.reference = ("storage", kind, key, "cpu", numel)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tree with `StoredTensor` in it as ``torch.save`` does one with tensors."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.tensors: list[Callable[[], Tensor]] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            plain = value.detach().cpu().contiguous()
+            return self._tensor(tuple(plain.shape), plain.dtype, lambda: plain)
+        if isinstance(value, StoredTensor):
+            return self._tensor(value.shape, value.dtype, value.read)
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, _Storage) else None
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> Any:
+        numel = torch.Size(shape).numel()
+        # How torch itself rebuilds such a tensor; only where it lies and how large it is are put in.
+        rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+        typed = isinstance(storage, torch.storage.TypedStorage)
+        kind = getattr(torch, storage._pickle_storage_type()) if typed else torch.UntypedStorage
+        key = str(len(self.tensors))
+        self.tensors.append(read)
+        place = _Storage(kind, key, numel if typed else numel * dtype.itemsize)
+        return rebuild, (place, 0, shape, torch.empty(shape, device="meta").stride(), *rest)
+
+
+def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write ``tree`` as ``torch.save`` would, with a `StoredTensor` wherever a tensor is to stand; synced to the disk.
+
+    One object in several places becomes one tensor. At most one tensor is in memory at a time. ``path`` is new.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(dict(tree))
+    with open(path, "xb") as stream:
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            _write_record(archive, "data.pkl", [pickled.getvalue()])
+            _write_record(archive, "byteorder", [sys.byteorder.encode()])
+            for key, read in enumerate(pickler.tensors):
+                _write_record(archive, f"data/{key}", _blocks(read()))
+            _write_record(archive, "version", [b"3\n"])
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _blocks(tensor: Tensor) -> Iterable[memoryview]:
+    data = raw_bytes(tensor)
+    return (data[start : start + _BLOCK] for start in range(0, len(data), _BLOCK))
+
+
+def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[bytes | memoryview]) -> None:
+    info = zipfile.ZipInfo(f"{_PAYLOAD}/{name}", (1980, 1, 1, 0, 0, 0))
+    # Bytes of tensors begin at multiples of 64, for who maps the file. The local header has 30 bytes, the name, the
+    # 20 bytes that zipfile adds for large files, and this padding, whose own header has 4.
+    assert archive.fp is not None
+    start = archive.fp.tell() + 30 + len(info.filename) + 20 + 4
+    padding = -start % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    with archive.open(info, "w", force_zip64=True) as record:
+        for part in parts:
+            record.write(part)
+
+
+def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
+    """What ``torch.save`` wrote to ``path``, with a `StoredTensor` in each tensor's place; no tensor is read.
+
+    ``allowed``: full name of a class beyond those that ``weights_only=True`` loads, to what is to stand for it.
+    Raises CheckpointCorruptError where the file names any other class or function, by its name, or is damaged;
+    nothing in it ran.
+    """
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
+        )
+    _check_byte_order(path)
+    with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()]):
+        try:
+            return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), path, {})
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file fails in any way there is
+            raise CheckpointCorruptError(refusal(path, error)) from error
+
+
+def refusal(path: Path, error: Exception) -> str:
+    """One sentence on what ``torch.load`` refused in ``path``, with the name of the class, if it was one."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+)|Unsupported class (\S+)", str(error))
+    if named is not None:
+        name = next(group for group in named.groups() if group)
+        return (
+            f"{path} names {name}, which no checkpoint needs; it was refused and nothing in it ran. If you wrote it "
+            "and need the class: torch.serialization.add_safe_globals"
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{path} can't be read: {(lines or [type(error).__name__])[0]}"
+
+
+def _check_byte_order(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            orders = [archive.read(name) for name in archive.namelist() if re.fullmatch("[^/]*/byteorder", name)]
+    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+        raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
+    if orders not in ([], [sys.byteorder.encode()]):
+        raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
+
+
+def materialize(value: Any) -> Any:
+    """``value`` with a tensor in the place of every `StoredTensor`; all of them are read."""
+    if isinstance(value, StoredTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: materialize(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [materialize(part) for part in value]
+    return tuple(materialize(part) for part in value) if type(value) is tuple else value
+
+
+# A meta tensor, kept so that its id stays its own, and what stands for it.
+_Seen = dict[int, tuple[Tensor, "ArchivedTensor"]]
+
+
+def _replace(value: Any, path: Path, seen: _Seen) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = (value, _archived(path, value))
+        return seen[id(value)][1]
+    if isinstance(value, dict):
+        for key, part in value.items():
+            value[key] = _replace(part, path, seen)
+    elif isinstance(value, list):
+        value[:] = [_replace(part, path, seen) for part in value]
+    elif type(value) is tuple:
+        return tuple(_replace(part, path, seen) for part in value)
+    return value
+
+
+def _archived(path: Path, meta: Tensor) -> ArchivedTensor:
+    if meta.layout != torch.strided or meta.is_quantized:
+        raise CheckpointError(f"{path} holds a {meta.layout} tensor; only dense tensors can be read")
+    # torch notes in a storage without bytes where they lie in the file.
+    begin = cast(int, meta.untyped_storage()._checkpoint_offset)
+    start = begin + int(meta.storage_offset()) * meta.element_size()
+    shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if meta.numel() else 0
+    contiguous = meta.is_contiguous()
+
+    def elements(first: int, last: int) -> Tensor:
+        assert contiguous
+        return _read(path, start + first * dtype.itemsize, last - first, dtype)
+
+    def read() -> Tensor:
+        return _read(path, start, span, dtype).as_strided(shape, stride).contiguous()
+
+    return ArchivedTensor(shape=shape, dtype=dtype, read=read, place=(start, shape, stride), elements=elements)
+
+
+def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(count, dtype=dtype)
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        if stream.readinto(raw_bytes(tensor)) != tensor.nbytes:
+            raise CheckpointCorruptError(f"{path} ends before the tensors in it do")
+    return tensor

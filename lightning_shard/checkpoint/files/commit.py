@@ -1,0 +1,275 @@
+"""Putting a complete checkpoint in place at once, and removing one at once.
+
+A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and swaps it with what is at the path. Where the
+filesystem can exchange two names in one step, the path names a complete checkpoint at every moment; elsewhere the old
+one is moved to ``.NAME.old-TOKEN`` for a moment, and `recover` finishes a swap that was interrupted right there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_shard.checkpoint.files.layout import holds_only_checkpoint_files
+from lightning_shard.checkpoint.files.manifest import is_checkpoint
+from lightning_shard.errors import CheckpointError
+
+_TEMPORARY = "tmp"
+_ASIDE = "old"
+
+
+def new_token() -> str:
+    """A random name part that no other save has."""
+    return secrets.token_hex(6)
+
+
+def temporary_sibling(path: Path, token: str) -> Path:
+    """The directory that a save to ``path`` writes into: ``.NAME.tmp-TOKEN`` beside it."""
+    return path.with_name(f".{path.name}.{_TEMPORARY}-{token}")
+
+
+def _aside(path: Path, token: str) -> Path:
+    return path.with_name(f".{path.name}.{_ASIDE}-{token}")
+
+
+def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> list[Path]:
+    """Siblings that interrupted saves to ``path`` left behind."""
+    prefixes = tuple(f".{path.name}.{kind}-" for kind in kinds)
+    try:
+        return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
+    except FileNotFoundError:
+        return []
+
+
+def check_replaceable(path: Path) -> None:
+    """CheckpointError if a save to ``path`` would delete what is not a checkpoint.
+
+    A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
+    """
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and not holds_only_checkpoint_files(path):
+        raise CheckpointError(
+            f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
+            "another path"
+        )
+
+
+def begin(path: Path, token: str) -> Path:
+    """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
+    check_replaceable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path, token)
+    temporary.mkdir()
+    lock(temporary)
+    return temporary
+
+
+def publish(temporary: Path, path: Path, token: str) -> None:
+    """Make the complete checkpoint ``temporary`` the one at ``path`` and delete what was there. Rank 0 calls it.
+
+    Anything at the path is kept until the new one is in its place. Leftovers of interrupted saves to the path are
+    removed at the end.
+    """
+    sync_directory(temporary)
+    _replace(temporary, path, token)
+    unlock(temporary)
+    _delete_leftovers(path)
+
+
+def _replace(temporary: Path, path: Path, token: str) -> None:
+    """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
+    check_replaceable(path)
+    if not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
+        aside = _aside(path, token)
+        os.rename(path, aside)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(aside, path)
+            raise
+    sync_directory(path.parent)
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> bool:
+    """Rename it; False if something is at the path, which another job may have saved there a moment ago."""
+    if os.path.lexists(path):
+        return False
+    try:
+        os.rename(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+def recover(path: Path) -> bool:
+    """Finish a replacement that was interrupted between its two renames; whether there was one.
+
+    The new checkpoint is put in place if it is complete, else the old one is put back. Safe to call on every rank at
+    once; does nothing where the path exists.
+    """
+    if os.path.lexists(path):
+        return False
+    for aside in leftovers(path, kinds=(_ASIDE,)):
+        temporary = temporary_sibling(path, aside.name.rpartition("-")[2])
+        try:
+            os.rename(temporary if is_checkpoint(temporary) else aside, path)
+        except OSError:
+            # Another rank was faster, or the filesystem is read-only: the caller looks at the path again.
+            return False
+        return True
+    return False
+
+
+def recover_all(directory: str | os.PathLike[str]) -> list[Path]:
+    """`recover` every checkpoint in ``directory``, for who looks for checkpoints by listing it; those recovered."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return []
+    asides = [entry.name for entry in folder.iterdir() if entry.name.startswith(".") and f".{_ASIDE}-" in entry.name]
+    names = sorted({name[1:].rpartition(f".{_ASIDE}-")[0] for name in asides})
+    return [folder / name for name in names if recover(folder / name)]
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete the checkpoint at ``path`` (and leftovers of saves to it); nothing if there is none.
+
+    It is renamed first, so that an interrupted removal leaves no damaged checkpoint under a name that resume finds.
+    Raises CheckpointError for a directory that is no checkpoint.
+    """
+    path = Path(path)
+    check_replaceable(path)
+    if os.path.lexists(path):
+        doomed = temporary_sibling(path, new_token())
+        # Two jobs that save in one folder may remove the same.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, doomed)
+    remove_incomplete(path)
+
+
+def remove_incomplete(path: str | os.PathLike[str]) -> None:
+    """Delete a half-written checkpoint at ``path`` and leftovers of interrupted saves to it; a complete one stays."""
+    path = Path(path)
+    recover(path)
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path):
+        check_replaceable(path)
+        delete_tree(path)
+    _delete_leftovers(path)
+
+
+def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
+    """Make ``name`` a relative link to the checkpoint ``path``, at once; what was at ``name`` is deleted afterwards.
+
+    Raises CheckpointError where a directory that is no checkpoint is at ``name``.
+    """
+    name, token = Path(name), new_token()
+    temporary = temporary_sibling(name, token)
+    os.symlink(os.path.relpath(path, name.parent), temporary)
+    try:
+        _replace(temporary, name, token)
+    except BaseException:
+        delete_tree(temporary)
+        raise
+    _delete_leftovers(name)
+
+
+def _delete_leftovers(path: Path) -> None:
+    for leftover in leftovers(path):
+        if not is_locked(leftover):
+            delete_tree(leftover)
+
+
+def delete_tree(path: Path) -> None:
+    """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
+    unlock(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        try:
+            path.unlink()
+        except OSError:
+            return
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk, where its filesystem can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system or the filesystem has no such call."""
+    rename = _renameat2()
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _renameat2() -> Callable[..., int] | None:
+    try:
+        return ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+# Directories that this process has locked, with the descriptors of the locks. A lock tells what a process is writing
+# from what one left behind.
+_locked: dict[Path, int] = {}
+
+
+def lock(directory: Path) -> None:
+    """Lock a directory for as long as this process writes it; the lock ends with the process, however it ends."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)  # a filesystem without locks
+    else:
+        _locked[directory] = descriptor
+
+
+def unlock(directory: Path) -> None:
+    """Unlock a directory; nothing if this process has not locked it."""
+    if (descriptor := _locked.pop(directory, None)) is not None:
+        # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a process, this one or one of another job, has locked a directory."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

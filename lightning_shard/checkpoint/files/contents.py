@@ -1,0 +1,83 @@
+"""What a checkpoint has, in the portable form's terms: live before a save, or stored in files of any form.
+
+Tensors that are stored stay in their files until one is asked for. Converting and exporting take one after the other,
+so that memory is bounded by the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from lightning_shard.checkpoint.files.layout import SlotName, model_key
+from lightning_shard.checkpoint.files.manifest import Facts
+
+PORTABLE, FULL = "portable", "full"
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTensor:
+    """A tensor in a file, which a save reads when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """A new contiguous tensor on the host; every call reads again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * len(self.shape)), sizes=torch.Size(self.shape))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What is to be saved on one rank, or what was stored."""
+
+    tensors: Mapping[str, Any]
+    """Key to tensor, each tensor once: a `StoredTensor`, or this rank's plain tensor (full), DTensor or what stands for
+    one (see `lightning_shard.checkpoint.files.tensor_files`)."""
+
+    trainer_state: Mapping[str, Any]
+    """What ``trainer.pt`` has. In a save rank 0's counts."""
+
+    facts: Facts
+    """In a save rank 0's count."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key of a tied name to the key of its tensor."""
+
+    slots: Mapping[str, SlotName] = field(default_factory=dict)
+    """Key of each tensor of optimizer state to what it is."""
+
+    form: str = PORTABLE
+    """``"portable"``, ``"full"``, or what another library calls its own."""
+
+    @staticmethod
+    def of(
+        weights: Mapping[str, Any], aliases: Mapping[str, str], slots: Mapping[SlotName, Any], **rest: Any
+    ) -> Contents:
+        """From weights by FQN, FQNs of tied names to those in ``weights``, and optimizer state; ``rest``: as here."""
+        tensors = {model_key(fqn): tensor for fqn, tensor in weights.items()}
+        return Contents(
+            tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}},
+            aliases={model_key(alias): model_key(fqn) for alias, fqn in aliases.items()},
+            slots={name.key: name for name in slots},
+            **rest,
+        )

@@ -1,0 +1,281 @@
+"""``manifest.json``: what a checkpoint holds, and the facts of the run that wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.checkpoint.files.layout import (
+    MANIFEST,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    FileEntry,
+    SlotName,
+    check_file,
+    check_relative,
+    holds_only_checkpoint_files,
+    listed,
+    torch_dtype,
+)
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+FORMAT = "lightning_shard.checkpoint"
+FORMAT_VERSION = 2
+"""Version 1 had no ``slots``."""
+
+_LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a checkpoint says of the run that wrote it, on its way from the run to the disk and back."""
+
+    engine: str
+    """``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or another library."""
+
+    policy: str
+    """The precision policy in words."""
+
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    """The dtypes that were measured on live tensors, in plain JSON values; empty where none were."""
+
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save."""
+
+    world_size: int = 1
+    """Number of ranks that wrote it; a save sets it."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the libraries that wrote it; a save sets them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Global shape and dtype name (``"float32"``) of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contents of ``manifest.json``."""
+
+    facts: Facts
+
+    tensors: Mapping[str, TensorEntry]
+    """Key to global shape and dtype; each tensor once."""
+
+    aliases: Mapping[str, str]
+    """Key of a tied name to the key under which its tensor is stored."""
+
+    slots: Mapping[str, SlotName]
+    """Key of each tensor of optimizer state to what it is."""
+
+    files: Mapping[str, FileEntry]
+    """Relative name to size and checksum, of every file but the manifest."""
+
+    format_version: int = FORMAT_VERSION
+    """Readers refuse a version above their own."""
+
+    digest: str = ""
+    """sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written."""
+
+    file_identity: tuple[int, ...] = field(default=(), compare=False)
+    """Of the file that it was read from: another save to the same path makes another file."""
+
+    def to_json(self) -> str:
+        """The file's text, with the digest computed."""
+        fields: dict[str, Any] = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "tensors": {k: {"shape": list(t.shape), "dtype": t.dtype} for k, t in self.tensors.items()},
+            "aliases": dict(self.aliases),
+            "slots": {key: list(name) for key, name in self.slots.items()},
+            "files": {k: {"size": f.size, "sha256": f.sha256} for k, f in self.files.items()},
+        }
+        try:
+            fields.update(asdict(self.facts))
+            fields["digest"] = _digest(fields)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the ledger can't be written into {MANIFEST}: {error}; give plain JSON values"
+            ) from error
+        return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str | os.PathLike[str] = MANIFEST) -> Manifest:
+        """The manifest in ``text``; ``where`` names the file in errors.
+
+        Raises CheckpointCorruptError where it is not a manifest, its digest does not match or a file name leaves the
+        directory, CheckpointError where a newer version of this package wrote it.
+        """
+        try:
+            fields = json.loads(text)
+            if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+                raise ValueError(f'no "format": "{FORMAT}"')
+            digest = fields.pop("digest")
+            if digest != _digest(fields):
+                raise ValueError("its digest does not match its contents: it was changed after it was written")
+            version = fields["format_version"]
+            if version > FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{where} has format version {version}; this lightning_shard reads up to {FORMAT_VERSION}: "
+                    "upgrade it"
+                )
+            tensors = {k: _tensor_entry(v) for k, v in _typed(fields, "tensors", dict).items()}
+            aliases = _typed(fields, "aliases", dict)
+            return Manifest(
+                facts=Facts(
+                    engine=_typed(fields, "engine", str),
+                    policy=_typed(fields, "policy", str),
+                    ledger=_typed(fields, "ledger", dict),
+                    run=_typed({"run": {}, **fields}, "run", dict),
+                    world_size=_typed(fields, "world_size", int),
+                    versions=_typed(fields, "versions", dict),
+                ),
+                tensors=tensors,
+                aliases=aliases,
+                slots=_slots(fields, tensors) if version > 1 else dict(_slots_of_version_1(tensors, aliases)),
+                files={check_relative(k): _file_entry(v) for k, v in _typed(fields, "files", dict).items()},
+                format_version=version,
+                digest=digest,
+            )
+        except CheckpointError as error:
+            if isinstance(error, CheckpointCorruptError):
+                raise CheckpointCorruptError(f"{where}: {error}") from error
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointCorruptError(f"{where} is not a checkpoint's manifest: {reason}") from error
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields[name]
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+    return value
+
+
+def _tensor_entry(value: Any) -> TensorEntry:
+    shape, dtype = tuple(value["shape"]), value["dtype"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape} is not a list of sizes")
+    torch_dtype(dtype)
+    return TensorEntry(shape=shape, dtype=dtype)
+
+
+def _file_entry(value: Any) -> FileEntry:
+    return FileEntry(size=_typed(value, "size", int), sha256=_typed(value, "sha256", str))
+
+
+def _slots(fields: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, SlotName]:
+    found = {key: SlotName(*name) for key, name in _typed(fields, "slots", dict).items()}
+    if any([type(part) for part in name] != [int, str, str] for name in found.values()):
+        raise ValueError("slots are not optimizer, FQN and slot")
+    if differing := found.keys() ^ {key for key in tensors if key.startswith(OPTIMIZER_PREFIX)}:
+        raise ValueError(f"slots and tensors differ in {', '.join(sorted(differing)[:5])}")
+    return found
+
+
+def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, SlotName]]:
+    """By the longest FQN of the model with which a key goes on behind the optimizer's number."""
+    fqns = {key.removeprefix(MODEL_PREFIX) for key in (*tensors, *aliases) if key.startswith(MODEL_PREFIX)}
+    for key in tensors:
+        if key.startswith(OPTIMIZER_PREFIX):
+            _, index, rest = key.split(".", 2)
+            parts = rest.split(".")
+            ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in fqns)
+            # A parameter that was left out of the model is known by no name; most slots have no dot.
+            end = next(ends, len(parts) - 1)
+            yield key, SlotName(int(index), ".".join(parts[:end]), ".".join(parts[end:]))
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that take part in a checkpoint, without importing them."""
+    versions = {"python": platform.python_version()}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint directory ``path``.
+
+    Raises CheckpointNotFoundError where there is no directory or no manifest in it (half-written),
+    CheckpointCorruptError where the manifest is damaged.
+    """
+    directory = Path(path)
+    identity = file_identity(directory)
+    try:
+        text = (directory / MANIFEST).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(_why_not_found(directory)) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointCorruptError(f"{directory / MANIFEST} is not text: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{directory / MANIFEST} can't be read: {error}") from error
+    return replace(Manifest.from_json(text, directory / MANIFEST), file_identity=identity)
+
+
+def file_identity(directory: Path) -> tuple[int, ...]:
+    """What tells the manifest in ``directory`` from that of another save to the same path; () where there is none."""
+    try:
+        info = (directory / MANIFEST).stat()
+    except OSError:
+        return ()
+    return info.st_dev, info.st_ino, info.st_mtime_ns
+
+
+def _why_not_found(directory: Path) -> str:
+    if directory.is_dir():
+        if holds_only_checkpoint_files(directory) and any(directory.iterdir()):
+            return (
+                f"{directory} is half-written: it has checkpoint files but no {MANIFEST}, which is written last. "
+                "The save was interrupted; use an older checkpoint. The next save to this path removes it."
+            )
+        return f"{directory} is not a checkpoint: it has no {MANIFEST}"
+    if directory.exists():
+        return f"{directory} is a file; a checkpoint of this form is a directory with a {MANIFEST}"
+    return f"there is no checkpoint at {directory}"
+
+
+def damaged_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
+    """Which of the files ``names`` are not as the manifest lists them, and what is wrong with each."""
+    damage: dict[str, str] = {}
+    for name in names:
+        try:
+            check_file(directory, name, manifest.files[name])
+        except CheckpointCorruptError as error:
+            damage[name] = str(error)
+    return damage
+
+
+def damaged(directory: Path, damage: Mapping[str, str]) -> CheckpointCorruptError:
+    """The error that names all damaged files of a checkpoint."""
+    lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
+    return CheckpointCorruptError(f"{directory} is damaged: {listed(damage)}\n{lines}\nUse another checkpoint.")
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a directory with a valid manifest; a half-written one is not. Never raises."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True

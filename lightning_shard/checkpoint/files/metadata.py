@@ -1,0 +1,224 @@
+"""Reading a checkpoint's ``.metadata`` without trusting it.
+
+The file is a pickle, and a pickle can name any function to call. This reader maps the names that torch's own
+metadata has to inert records made for one reading; every other name is refused. The records are then checked
+against the manifest and turned into torch's classes, so that not even those are built or changed by the file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+from lightning_shard.checkpoint.files.layout import METADATA, FileEntry, check_relative, dtype_name, read_checked
+from lightning_shard.checkpoint.files.manifest import Manifest
+from lightning_shard.errors import CheckpointCorruptError
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_DCP, "Metadata"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+# What torch's own writer notes besides: items that are no tensors, and the path that was written to.
+_FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
+
+
+def read_metadata(path: str | os.PathLike[str], manifest: Manifest) -> Metadata:
+    """The checked contents of ``.metadata`` in the checkpoint ``path``.
+
+    Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
+    metadata, or does not describe exactly the manifest's tensors in the manifest's files.
+    """
+    directory = Path(path)
+    if METADATA not in manifest.files:
+        raise CheckpointCorruptError(f"{directory}: the manifest does not list {METADATA}")
+    return parse_metadata(read_checked(directory, METADATA, manifest.files[METADATA]), manifest, directory / METADATA)
+
+
+def parse_metadata(data: bytes, manifest: Manifest, where: str | os.PathLike[str] = METADATA) -> Metadata:
+    """As `read_metadata`, from the file's bytes; ``where`` names them in errors."""
+    with _named(where):
+        return _convert(_Unpickler(data).load(), manifest)
+
+
+@contextmanager
+def _named(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise CheckpointCorruptError that names the file for whatever goes wrong: a damaged pickle fails in any way."""
+    try:
+        yield
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{where}: {error}") from error
+    except Exception as error:
+        raise CheckpointCorruptError(f"{where} is no checkpoint metadata: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignMetadata:
+    """A ``.metadata`` that another library wrote, in which not only tensors are described."""
+
+    tensors: Metadata
+    items: Mapping[str, _StorageInfo]
+    """Key to place of each item that is no tensor."""
+
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Key to where it was in the nested dictionary that was saved."""
+
+
+def parse_foreign_metadata(
+    data: bytes, files: Mapping[str, FileEntry], where: str | os.PathLike[str]
+) -> ForeignMetadata:
+    """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Trusted as little as ours.
+
+    Raises CheckpointCorruptError as `parse_metadata` does.
+    """
+    with _named(where):
+        root = _fields(_Unpickler(data, _FOREIGN_RECORDS).load(), "Metadata")
+        described: Mapping[str, Any] = root["state_dict_metadata"]
+        is_item = {key: type(value).__name__ == "BytesStorageMetadata" for key, value in described.items()}
+        entries = {key: _tensor(key, value) for key, value in described.items() if not is_item[key]}
+        stored, items = {}, {}
+        for record, value in root["storage_data"].items():
+            fqn = _fields(record, "MetadataIndex")["fqn"]
+            if is_item[fqn]:
+                items[fqn] = _location(value, files)
+            else:
+                stored[_index(record)] = _location(value, files)
+        paths = {key: tuple(root["planner_data"][key]) for key in described}
+        if not all(type(part) in (str, int) for path in paths.values() for part in path):
+            raise CheckpointCorruptError("a key's path is not made of names and numbers")
+        return ForeignMetadata(tensors=_complete(entries, stored), items=items, paths=paths)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
+
+    def __init__(self, data: bytes, records: Iterable[tuple[str, str]] = _RECORDS) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (_Record,), {}) for module, name in records
+        }
+        # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
+        self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
+        self._known["torch.serialization", "_get_layout"] = lambda name: name
+        self._known[_DCP, "_MEM_FORMAT_ENCODING"] = lambda code: code
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name; CheckpointCorruptError for a name that torch's metadata does not have."""
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointCorruptError(
+            f"it names {module}.{name}, which is not part of a checkpoint's metadata; it was not opened"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """No metadata has such an entry."""
+        raise CheckpointCorruptError("it refers to an object outside of itself")
+
+
+class _Record:
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        """Whatever it was built from is not looked at."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if type(record).__name__ != kind or not isinstance(record, _Record) or not isinstance(record.state, dict):
+        raise CheckpointCorruptError(f"a {type(record).__name__} stands where a {kind} belongs; only tensors are read")
+    return record.state
+
+
+def _convert(records: Any, manifest: Manifest) -> Metadata:
+    root = _fields(records, "Metadata")
+    entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
+    stored = {_index(key): _location(value, manifest.files) for key, value in root["storage_data"].items()}
+    described = {key: (tuple(entry.size), dtype_name(entry.properties.dtype)) for key, entry in entries.items()}
+    listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
+    if described != listed:
+        differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
+        raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
+    return _complete(entries, stored)
+
+
+def _complete(entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any]) -> Metadata:
+    for key, entry in entries.items():
+        for chunk in entry.chunks:
+            if MetadataIndex(key, chunk.offsets) not in stored:
+                raise CheckpointCorruptError(f"{key} has a part at {tuple(chunk.offsets)} that no file holds")
+    return Metadata(state_dict_metadata=dict(entries), storage_data=stored, storage_meta=StorageMeta())
+
+
+def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    if type(key) is not str or not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
+        raise CheckpointCorruptError(f"{key!r} is not described as a tensor")
+    dtype = properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointCorruptError(f"{key} has no dtype")
+    size = _size(fields["size"])
+    chunks = []
+    for part in fields["chunks"]:
+        box = _fields(part, "ChunkStorageMetadata")
+        offsets, sizes = _size(box["offsets"]), _size(box["sizes"])
+        if not len(offsets) == len(sizes) == len(size) or any(
+            offset + length > bound for offset, length, bound in zip(offsets, sizes, size, strict=True)
+        ):
+            raise CheckpointCorruptError(f"{key} of shape {tuple(size)} has a part outside of it, at {tuple(offsets)}")
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise CheckpointCorruptError(f"the parts of {key} do not make up its shape {tuple(size)}")
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(length) is int and length >= 0 for length in value):
+        raise CheckpointCorruptError(f"{value!r} is no shape")
+    return torch.Size(value)
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    if type(fields["fqn"]) is not str:
+        raise CheckpointCorruptError(f"{fields['fqn']!r} is no key")
+    return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
+
+
+def _location(record: Any, files: Mapping[str, FileEntry]) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    if type(name) is not str or check_relative(name) not in files:
+        raise CheckpointCorruptError(f"it points at {name!r}, which the manifest does not list")
+    if fields.get("transform_descriptors"):
+        raise CheckpointCorruptError("it asks for a stream transform")
+    size = files[name].size
+    if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0 and offset + length <= size):
+        raise CheckpointCorruptError(f"it points outside of {name}")
+    return _StorageInfo(name, offset, length)

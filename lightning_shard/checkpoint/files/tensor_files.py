@@ -1,0 +1,221 @@
+"""torch.distributed.checkpoint files: boxes of tensors, written one at a time and read into live tensors in place.
+
+The files are those of torch's own ``FileSystemWriter`` (each item a ``torch.save`` of one box of a tensor), so that
+torch's tools read them. What differs: a file is hashed while it is written, at most one box is on the host at a time,
+and only what was checked beforehand is read.
+
+What stands for a tensor has ``shape``, ``dtype`` and two methods of torch's checkpointable protocol
+(``torch/distributed/_checkpointable.py``): ``__create_chunk_list__`` and ``__get_tensor_shard__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, ReadItem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view, find_tensor_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry
+from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
+
+Values = Callable[[MetadataIndex], Tensor]
+"""Gives the values of a box that this rank is to write."""
+
+_VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
+
+
+class HashedFile:
+    """A new file that is hashed while it is written and synced when closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream: BinaryIO = open(path, "xb")  # noqa: SIM115 closed by __exit__
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._failure: OSError | None = None
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            with self._stream:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+            return
+        with contextlib.suppress(OSError):  # what is still buffered can't be written either
+            self._stream.close()
+        if self._failure is not None and error is not self._failure:
+            # torch.save hides the cause: it goes on to end its archive and then complains about a wrong position.
+            raise self._failure from error
+
+    def write(self, data: Any) -> int:
+        """Append bytes or a buffer."""
+        try:
+            written = self._stream.write(data)
+        except OSError as error:
+            self._failure = self._failure or error
+            raise
+        self._hash.update(data)
+        self._size += written
+        return written
+
+    def flush(self) -> None:
+        """For ``torch.save``; the bytes reach the disk on close."""
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    def entry(self) -> FileEntry:
+        """Size and checksum of what was written."""
+        return FileEntry(size=self._size, sha256=self._hash.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one rank wrote."""
+
+    places: Sequence[tuple[int, int]]
+    """Offset and length of each of its boxes in its file, in the order in which it was given them."""
+
+    files: Mapping[str, FileEntry]
+
+
+def data_file(rank: int) -> str:
+    """Name of the file with the boxes that a rank writes."""
+    return f"__{rank}_0{DATA_SUFFIX}"
+
+
+def write_boxes(directory: Path, rank: int, boxes: Sequence[MetadataIndex], values: Values) -> Written:
+    """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
+    places: list[tuple[int, int]] = []
+    if not boxes:
+        return Written(places=places, files={})
+    with HashedFile(directory / data_file(rank)) as stream:
+        for index in boxes:
+            start = stream.tell()
+            torch.save(_row_major(values(index)), cast(BinaryIO, stream))
+            places.append((start, stream.tell() - start))
+    return Written(places=places, files={data_file(rank): stream.entry()})
+
+
+def _row_major(tensor: Tensor) -> Tensor:
+    """The same values on the host, in row-major order and a storage of no more than them."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write a new file at once."""
+    with HashedFile(path) as stream:
+        stream.write(data)
+    return stream.entry()
+
+
+def encode_metadata(
+    tensors: Mapping[str, TensorStorageMetadata],
+    writers: Sequence[Sequence[MetadataIndex]],
+    written: Sequence[Written],
+) -> bytes:
+    """The contents of ``.metadata``; ``writers``: by rank the boxes that it wrote, in the order of ``written``."""
+    places = {
+        index: _StorageInfo(data_file(rank), offset, length)
+        for rank, (boxes, part) in enumerate(zip(writers, written, strict=True))
+        for index, (offset, length) in zip(boxes, part.places, strict=True)
+    }
+    # No path of the machine that wrote it, no random number.
+    return pickle.dumps(Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=_VERSION))
+
+
+def chunks_of(tensor: Any) -> list[ChunkStorageMetadata]:
+    """The boxes of a tensor that this rank has: a plain tensor, a DTensor, or what stands for one."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return []
+    if hasattr(tensor, "__create_chunk_list__"):
+        return list(tensor.__create_chunk_list__())
+    assert isinstance(tensor, Tensor)
+    return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
+
+
+@torch.no_grad()
+def read_tensors(directory: Path, metadata: Metadata, targets: Iterable[tuple[str, Any]]) -> None:
+    """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting.
+
+    Each file is read front to back, and each stored box once; one is in memory at a time. ``metadata`` was checked
+    before.
+
+    Raises CheckpointCorruptError where a file has something else than its metadata says, CheckpointMismatchError for a
+    target of another shape.
+    """
+    by_file: dict[str, list[tuple[_StorageInfo, ReadItem, Any]]] = {}
+    for key, target in targets:
+        entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+        if tuple(entry.size) != tuple(target.shape):
+            raise CheckpointMismatchError(f"{key} has shape {tuple(entry.size)} there, {tuple(target.shape)} here")
+        for item in create_read_items_for_chunk_list(key, entry, chunks_of(target)):
+            place = metadata.storage_data[item.storage_index]
+            by_file.setdefault(place.relative_path, []).append((place, item, target))
+    for name, reads in by_file.items():
+        with open(directory / name, "rb") as stream:
+            last: MetadataIndex | None = None
+            box = torch.empty(0)
+            for place, item, target in sorted(reads, key=lambda read: read[0].offset):
+                if last != item.storage_index:
+                    box = torch.empty(0)  # free the last box before the next is read
+                    box = _read_box(stream, directory / name, metadata, place, item.storage_index)
+                    last = item.storage_index
+                live = find_tensor_shard(target, item.dest_index).detach()
+                source = _narrow(box, item.storage_offsets, item.lengths)
+                _narrow(live, item.dest_offsets, item.lengths).copy_(source)
+
+
+def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: _StorageInfo, index: MetadataIndex) -> Tensor:
+    try:
+        box = torch.load(
+            _create_file_view(stream, place.offset, place.length),  # type: ignore[arg-type]
+            map_location="cpu",
+            weights_only=True,
+            mmap=False,
+        )
+    except Exception as error:
+        raise CheckpointCorruptError(f"{path}: {index.fqn} can't be read: {error}") from error
+    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[index.fqn])
+    assert index.index is not None  # every box's was noted; to search for one takes the time of all ranks
+    shape, dtype = entry.chunks[index.index].sizes, entry.properties.dtype
+    if not isinstance(box, Tensor) or box.shape != shape or box.dtype != dtype:
+        raise CheckpointCorruptError(f"{path}: {index.fqn} is not a {dtype} tensor of shape {tuple(shape)}")
+    return box
+
+
+def read_full(directory: Path, metadata: Metadata, key: str) -> Tensor:
+    """The full tensor ``key``, new and on the host; beside it one stored box is in memory at a time."""
+    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    read_tensors(directory, metadata, [(key, tensor)])
+    return tensor

@@ -1,0 +1,111 @@
+"""``trainer.pt``: everything in a checkpoint that is not a tensor of the model or an optimizer.
+
+It is written with ``torch.save`` and must load with ``weights_only=True``, so that opening it never runs code. What
+would not is found when it is written, not when it is needed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.checkpoint.files.layout import TRAINER_STATE, read_checked
+from lightning_shard.checkpoint.files.manifest import Manifest
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+
+def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
+    """The bytes of ``trainer.pt`` for ``state``.
+
+    Raises CheckpointError naming the keys and the type of what could not be loaded with ``weights_only=True``.
+    """
+    data, problem = _encode(dict(state))
+    # Of a DTensor only rank 0's shard would be written.
+    if problem is None and not has_a(state, DTensor):
+        return data
+    offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
+    raise CheckpointError(
+        "the trainer's state can't be saved so that it loads without running code (torch.load with "
+        f"weights_only=True): {'; '.join(offenders)}. Convert it to numbers, strings, tensors and containers of "
+        "them (str(path) for a path, tensor.full_tensor() for a DTensor), or allow the class with "
+        "torch.serialization.add_safe_globals."
+    )
+
+
+def read_trainer_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """The contents of ``trainer.pt`` in the checkpoint ``directory``, tensors on the CPU.
+
+    Raises CheckpointCorruptError where the file does not match its checksum or holds what ``weights_only=True`` refuses
+    (by the name of the class; nothing of it ran).
+    """
+    where = directory / TRAINER_STATE
+    if TRAINER_STATE not in manifest.files:
+        raise CheckpointCorruptError(f"{directory}: the manifest does not list {TRAINER_STATE}")
+    data = read_checked(directory, TRAINER_STATE, manifest.files[TRAINER_STATE])
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointCorruptError(f"{where} was refused, nothing in it ran: {_reason(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
+    return state
+
+
+def _encode(value: Any) -> tuple[bytes, str | None]:
+    """The bytes of ``value`` and None, or what is wrong with it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickling runs the objects' own code, which may raise anything
+        return b"", _reason(error)
+    return buffer.getvalue(), None
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's message that says which class it is about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    return (named or lines or [type(error).__name__])[0]
+
+
+def _offenders(value: Any, path: str) -> Iterator[str]:
+    """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
+    if _encode(value)[1] is None and not has_a(value, DTensor):
+        return
+    found = False
+    if isinstance(value, Mapping):
+        children = [(f"{path}/{key}" if path else f"{key}", child) for key, child in value.items()]
+        for key in value:
+            if _encode(key)[1] is not None:
+                found = True
+                yield f"{path or 'top level'}: key {key!r} of type {_type_name(key)}"
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        children = [(f"{path}/{position}", child) for position, child in enumerate(value)]
+    else:
+        children = []
+    for child_path, child in children:
+        for offender in _offenders(child, child_path):
+            found = True
+            yield offender
+    if not found:
+        yield f"{path or 'top level'}: {_type_name(value)}"
+
+
+def has_a(value: Any, kind: type) -> bool:
+    """Whether ``value`` is of this class, or a container with such a value in it."""
+    if isinstance(value, Mapping):
+        return any(has_a(part, kind) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_a(part, kind) for part in value)
+    return isinstance(value, kind)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,1 @@
+"""Checkpoints and weights of other forms than our own directory, read and written tensor by tensor."""

@@ -1,0 +1,263 @@
+"""Reading the directory of a DeepSpeed ZeRO checkpoint, stages 1 to 3, as DeepSpeed or stock Lightning writes it.
+
+ZeRO keeps flat fp32 partitions without names, one list per rank. Where a parameter lies in them follows from
+``param_shapes``, as in DeepSpeed's own ``deepspeed/utils/zero_to_fp32.py``: stages 1 and 2 divide a group of
+parameters, laid out one after the other, into one stretch per rank; stage 3 divides every parameter on its own. The
+optimizer's slots lie in the same way. Each tensor is put together from the ranks' files when it is asked for. DeepSpeed
+is not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES, SlotName, check_relative
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.optimizer_state import hyperparameters
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+_MODEL, _OPTIM = "_model_states.pt", "_optim_states.pt"
+
+
+class _Inert:
+    """Stands for an object of DeepSpeed's of which nothing is read."""
+
+    def __new__(cls, *_: Any) -> _Inert:
+        return super().__new__(cls)
+
+
+# The classes that the files need, and what stands for each: DeepSpeed itself is neither imported nor run.
+_ALLOWED = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Inert,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Inert,
+}
+
+# What DeepSpeed's engine puts beside the user's own entries (``DeepSpeedEngine._save_checkpoint``).
+_OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "shared_params", "frozen_param_shapes"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names"),
+    *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"),
+    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "autoep_layers", "universal_checkpoint_info"),
+}
+
+
+def deepspeed_folder(path: Path) -> Path | None:
+    """The folder with the ranks' files: ``path`` itself, what ``latest`` in it names, or Lightning's own; or None."""
+    if (path / "latest").is_file():
+        return path / check_relative((path / "latest").read_text(encoding="utf-8", errors="replace").strip())
+    folders = (path, path / "checkpoint")
+    return next((folder for folder in folders if folder.is_dir() and any(folder.glob(f"*{_MODEL}"))), None)
+
+
+def open_deepspeed(path: str | os.PathLike[str]) -> Contents:
+    """The checkpoint in the directory ``path``; no tensor of the model or the optimizer is read yet.
+
+    Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged;
+    CheckpointError for what is not supported: model and expert parallelism, stage 0, elastic checkpoints.
+    """
+    folder = deepspeed_folder(Path(path))
+    assert folder is not None
+    models = [read_archive(file, _ALLOWED) for file in _files(folder, _MODEL)]
+    states = [read_archive(file, _ALLOWED) for file in _files(folder, _OPTIM)]
+    try:
+        return _stored(folder, models, [state["optimizer_state_dict"] for state in states])
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointCorruptError(f"{folder} is no ZeRO checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    found = sorted(folder.glob(f"*{suffix}"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
+    others = [file.name for file in found if "mp_rank_00" not in file.name or "expert" in file.name]
+    if others or any(folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder} was written with model, pipeline or expert parallelism; only ZeRO data parallelism is read"
+        )
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no file *{suffix}: it is not complete, or was saved with ZeRO stage 0 and so has no "
+            "partitions. Of such a run save a Lightning .ckpt file."
+        )
+    return found
+
+
+def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, Any]]) -> Contents:
+    first, world = states[0], len(states)
+    counts = first["partition_count"]
+    if world != (max(counts) if isinstance(counts, list) else counts):
+        raise CheckpointError(f"{folder} has the files of {world} ranks, but {counts} wrote it: copy all of them")
+    stage = first.get("zero_stage", 1)
+    base_key, flat_key = (
+        ("optimizer_state_dict", "fp32_flat_groups")
+        if stage == 3
+        else ("base_optimizer_state", "single_partition_of_fp32_groups")
+    )
+    if not isinstance(first[base_key], dict):
+        raise CheckpointError(f"{folder} is an elastic checkpoint of ZeRO; save it with elastic_checkpoint: false")
+    places = _places(models[0]["param_shapes"], first.get("param_alignment_paddings"), world if stage == 3 else 0)
+    flats = [state[flat_key] for state in states]
+    weights = {
+        _clean(name): _flat_tensor([groups[place.group] for groups in flats], place, stage)
+        for name, place in places.items()
+    }
+    described, slots = _optimizer([state[base_key] for state in states], places, stage)
+    shared = dict(models[0].get("shared_params") or {})
+    rest, extra = _rest_of_module(models, stage, {*places, *shared})
+    engine = f"DeepSpeed ZeRO-{stage}"
+    versions = {"deepspeed": str(models[0].get("ds_version", "unknown"))}
+    return Contents.of(
+        form=engine,
+        facts=Facts(engine=engine, policy="not recorded", world_size=world, versions=versions),
+        weights=weights | rest,
+        aliases={_clean(alias): _clean(name) for alias, name in shared.items()},
+        slots=slots,
+        trainer_state={**_trainer_state(models[0]), EXTRA_STATE: materialize(extra), OPTIMIZER_STATES: [described]},
+    )
+
+
+def _rest_of_module(
+    models: Sequence[Mapping[str, Any]], stage: int, known: Collection[str]
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Frozen parameters and buffers by FQN, and what is neither by name."""
+    tensors: dict[str, StoredTensor] = {}
+    extra: dict[str, Any] = {}
+    frozen = dict(models[0].get("frozen_param_shapes") or {}) if stage == 3 else {}
+    for name, value in models[0]["module"].items():
+        fqn = _clean(name)
+        if name in known:
+            continue
+        if name in frozen:
+            # Each rank has an equal share, padded at the end.
+            fragments = [model["frozen_param_fragments"][name] for model in models]
+            tensors[fqn] = _joined([(part, 0, part.shape[0]) for part in fragments], tuple(frozen[name]))
+        elif not isinstance(value, StoredTensor):
+            extra[fqn] = value
+        elif stage < 3 or value.shape != (0,) or name in models[0]["buffer_names"]:
+            tensors[fqn] = value
+        # Else trainable, but stepped by no optimizer: stage 3 saves the values of such parameters nowhere.
+    return tensors, extra
+
+
+def _trainer_state(model: dict[str, Any]) -> dict[str, Any]:
+    """What the user, or Lightning, had saved along; and what Lightning needs to go on from a plain checkpoint."""
+    state: dict[str, Any] = materialize({key: value for key, value in model.items() if key not in _OWN})
+    schedule = materialize(model.get("lr_scheduler"))
+    state.setdefault("lr_schedulers", [schedule] if isinstance(schedule, dict) and "last_epoch" in schedule else [])
+    state.setdefault("epoch", 0)
+    state.setdefault("global_step", model.get("global_steps", 0))
+    # Lightning's migrations of older checkpoints have nothing to do here.
+    state.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
+    return state
+
+
+def _clean(name: str) -> str:
+    """Without the prefix that Lightning's wrapper gave names before 2.0."""
+    return name.removeprefix("_forward_module.").removeprefix("module.")
+
+
+def _optimizer(
+    bases: Sequence[Mapping[str, Any]], places: Mapping[str, _Place], stage: int
+) -> tuple[dict[str, Any], dict[SlotName, StoredTensor]]:
+    """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
+    numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
+    names: dict[int, list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(numbers[place.group], []).append(name)
+    groups, tensors = [], dict[SlotName, StoredTensor]()
+    plain: dict[str, dict[str, Any]] = {}
+    for group in bases[0]["param_groups"]:
+        values = materialize(hyperparameters(group))
+        step = values.pop("step", None)  # of optimizers that count steps by group
+        inside = [name for number in group["params"] for name in names.get(number, [])]
+        groups.append({"params": [_clean(name) for name in inside], **values})
+        for name in inside:
+            place = places[name]
+            states = [base["state"].get(numbers[place.group], {}) for base in bases]
+            slots = dict(states[0]) if step is None else {"step": step, **states[0]}
+            for slot, value in slots.items():
+                key = SlotName(0, _clean(name), slot)
+                if slot == "step":
+                    tensors[key] = _scalar(value)
+                elif isinstance(value, ArchivedTensor) and len(value.shape) == 1:
+                    tensors[key] = _flat_tensor([state[slot] for state in states], place, stage)
+                else:
+                    plain.setdefault(_clean(name), {})[slot] = materialize(value)
+    return {"class": "unknown", "groups": groups, "slots": plain}, tensors
+
+
+def _scalar(value: Any) -> StoredTensor:
+    """A count of steps as torch's optimizers keep it."""
+    number = float(value.read() if isinstance(value, StoredTensor) else value)
+    return StoredTensor(shape=(), dtype=torch.float32, read=lambda: torch.tensor(number, dtype=torch.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a parameter lies: in ``group`` of the flat lists, from ``offset`` on."""
+
+    group: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+def _places(shapes: Sequence[Mapping[str, Any]], paddings: Any, world: int) -> dict[str, _Place]:
+    """Name to place. ``world``: of stage 3, where every parameter is divided over the ranks on its own; else 0."""
+    found: dict[str, _Place] = {}
+    for group, named in enumerate(shapes):
+        offset = 0
+        for position, (name, size) in enumerate(named.items()):
+            shape = tuple(size)
+            found[name] = _Place(group=group, offset=offset, shape=shape)
+            numel = torch.Size(shape).numel()
+            offset += -(-numel // world) if world else numel
+            if paddings is not None and not world:
+                offset += paddings[group][position]
+    return found
+
+
+def _flat_tensor(parts: Sequence[ArchivedTensor], place: _Place, stage: int) -> StoredTensor:
+    """The parameter at ``place``, or a slot that lies like it; ``parts`` has each rank's flat tensor of its group."""
+    numel = torch.Size(place.shape).numel()
+    if stage == 3:
+        share = -(-numel // len(parts))
+        ranges = [(part, place.offset, place.offset + share) for part in parts]
+    else:
+        # Each rank has a stretch of the group as long as rank 0's; padding at the group's end is not stored.
+        size, end = parts[0].shape[0], place.offset + numel
+        ranges = [
+            (part, max(place.offset - rank * size, 0), min(end - rank * size, size))
+            for rank, part in enumerate(parts)
+            if place.offset < (rank + 1) * size and end > rank * size
+        ]
+    return _joined(ranges, place.shape)
+
+
+def _joined(ranges: Sequence[tuple[ArchivedTensor, int, int]], shape: tuple[int, ...]) -> StoredTensor:
+    """The values of 1-D ``ranges`` (tensor, first, last) one after the other, up to the elements of ``shape``."""
+    numel = torch.Size(shape).numel()
+    if sum(last - first for _, first, last in ranges) < numel or any(last > t.shape[0] for t, _, last in ranges):
+        raise CheckpointCorruptError(f"the ranks' partitions are too short for a parameter of shape {shape}")
+    dtype = ranges[0][0].dtype if ranges else torch.float32
+
+    def read() -> Tensor:
+        full = torch.empty(numel, dtype=dtype)
+        filled = 0
+        for tensor, first, last in ranges:
+            count = min(last - first, numel - filled)
+            full[filled : filled + count] = tensor.elements(first, first + count)
+            filled += count
+        return full.view(shape)
+
+    return StoredTensor(shape=shape, dtype=dtype, read=read)

@@ -1,0 +1,158 @@
+"""Reading the sharded directory of stock Lightning's FSDPStrategy and ModelParallelStrategy.
+
+torch.distributed.checkpoint files with the module under ``model`` (or ``state_dict``), each optimizer under
+``optimizer_<i>`` with parameters by name, and ``meta.pt`` with the rest of Lightning's checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.layout import (
+    DATA_SUFFIX,
+    EXTRA_STATE,
+    METADATA,
+    OPTIMIZER_STATES,
+    FileEntry,
+    SlotName,
+)
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.metadata import ForeignMetadata, parse_foreign_metadata
+from lightning_shard.checkpoint.files.tensor_files import read_full
+from lightning_shard.checkpoint.optimizer_state import hyperparameters
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.tensors.names import without_wrappers
+
+REST = "meta.pt"
+_MODEL = ("model", "state_dict")
+_OPTIMIZER = "optimizer_"
+_FORM = "stock Lightning FSDP"
+
+
+def is_stock_fsdp(path: Path) -> bool:
+    """Whether the directory looks like one."""
+    return (path / REST).is_file() and (path / METADATA).is_file()
+
+
+def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
+    """The directory ``path``; no tensor of the model or an optimizer is read yet.
+
+    Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
+    """
+    directory = Path(path)
+    state = materialize(read_archive(directory / REST))
+    files = {
+        file.name: FileEntry(size=file.stat().st_size, sha256="")
+        for file in directory.iterdir()
+        if file.name.endswith(DATA_SUFFIX) and file.is_file()
+    }
+    metadata = parse_foreign_metadata((directory / METADATA).read_bytes(), files, directory / METADATA)
+    if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
+        raise CheckpointError(
+            f"{directory} has other contents than Lightning's FSDPStrategy saves; it is not supported"
+        )
+    weights: dict[str, StoredTensor] = {}
+    slots: dict[SlotName, StoredTensor] = {}
+    extra: dict[str, Any] = {}
+    for key, parts in metadata.paths.items():
+        if key in metadata.items:
+            if parts[0] in _MODEL:
+                _put(extra, [without_wrappers(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
+            continue
+        tensor = _stored(directory, metadata, key)
+        if parts[0] in _MODEL and len(parts) == 2:
+            weights[without_wrappers(str(parts[1]))] = tensor
+        elif parts[0] not in _MODEL and parts[1] == "state":
+            slots[SlotName(_number(parts[0]), without_wrappers(str(parts[2])), ".".join(map(str, parts[3:])))] = tensor
+        else:
+            raise CheckpointCorruptError(f"{directory / METADATA}: {key} is a tensor where none belongs")
+    state = {**state, EXTRA_STATE: extra}
+    if optimizers := _optimizers(directory, metadata):
+        state[OPTIMIZER_STATES] = optimizers
+    facts = Facts(
+        engine=_FORM,
+        policy="not recorded",
+        world_size=len({name.split("_")[2] for name in files if name.startswith("__")}) or 1,
+        versions={"lightning": str(state.get("pytorch-lightning_version", "unknown"))},
+    )
+    return Contents.of(form=_FORM, facts=facts, weights=weights, aliases={}, slots=slots, trainer_state=state)
+
+
+def _is_known(parts: tuple[str | int, ...]) -> bool:
+    top = str(parts[0])
+    if top in _MODEL:
+        return len(parts) > 1
+    return top.removeprefix(_OPTIMIZER).isdigit() and len(parts) >= 4 and parts[1] in ("state", "param_groups")
+
+
+def _number(top: str | int) -> int:
+    return int(str(top).removeprefix(_OPTIMIZER))
+
+
+def _stored(directory: Path, metadata: ForeignMetadata, key: str) -> StoredTensor:
+    entry: Any = metadata.tensors.state_dict_metadata[key]
+
+    def read() -> Tensor:
+        return read_full(directory, metadata.tensors, key)
+
+    return StoredTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, read=read)
+
+
+def _item(directory: Path, key: str, place: _StorageInfo) -> Any:
+    with open(directory / place.relative_path, "rb") as stream:
+        stream.seek(place.offset)
+        data = stream.read(place.length)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointCorruptError(f"{key}: {refusal(directory / place.relative_path, error)}") from error
+
+
+def _optimizers(directory: Path, metadata: ForeignMetadata) -> list[dict[str, Any]]:
+    """Each optimizer's groups and slots that are no tensors, as `OptimizerStates.described` has them."""
+    tops = {str(parts[0]) for parts in metadata.paths.values() if str(parts[0]).startswith(_OPTIMIZER)}
+    described = []
+    for top in sorted(tops, key=_number):
+        groups: dict[int, dict[str, Any]] = {}
+        slots: dict[str, dict[str, Any]] = {}
+        for parts, read in _items_of(directory, metadata, top):
+            if parts[1] == "param_groups":
+                _put(groups, list(parts[2:]), read())
+            else:
+                _put(slots, [without_wrappers(str(parts[2])), *parts[3:]], read())
+        found = [groups[number] for number in sorted(groups)]
+        described.append(
+            {
+                "class": "unknown",
+                "groups": [
+                    {"params": [without_wrappers(n) for n in group["params"]], **hyperparameters(group)}
+                    for group in found
+                ],
+                "slots": slots,
+            }
+        )
+    return described
+
+
+def _items_of(
+    directory: Path, metadata: ForeignMetadata, top: str
+) -> Iterator[tuple[tuple[str | int, ...], Callable[[], Any]]]:
+    for key, place in metadata.items.items():
+        if metadata.paths[key][0] == top:
+            yield metadata.paths[key], lambda key=key, place=place: _item(directory, key, place)  # type: ignore[misc]
+
+
+def _put(tree: dict[Any, Any], path: list[Any], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value

@@ -1,0 +1,238 @@
+"""One stock Lightning ``.ckpt`` file: the ``full`` form, which opens without this package, and as Lightning writes it.
+
+Stock files number the parameters that an optimizer steps. Ours note the names beside, a live run knows them. Tensors
+are read and written one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
+from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor
+from lightning_shard.checkpoint.files.layout import EXTRA_STATE, MODEL_PREFIX, OPTIMIZER_STATES, SlotName
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from lightning_shard.tensors.flat import AnyOptimizer
+from lightning_shard.tensors.names import fqns
+
+NOTES = "lightning_shard_full"
+"""Key of the ``full`` form under which our own notes are; stock Lightning does not look at it."""
+
+
+def names_full(path: str) -> bool:
+    """Whether a checkpoint that is saved to this path is one file in the ``full`` form: it ends in ``.full.ckpt``.
+
+    Lightning's ModelCheckpoint makes ``.full-v1.ckpt`` of it where there is one of that name already.
+    """
+    return re.search(r"\.full(-v\d+)?\.ckpt$", path) is not None
+
+
+def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
+    """Write ``stored`` as one stock Lightning file at ``path``, in place at once. One process calls it.
+
+    Memory holds one tensor at a time. Raises CheckpointError where a directory that is no checkpoint is at the path.
+    """
+    target = Path(os.path.abspath(path))
+    commit.check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = commit.new_token()
+    temporary = commit.temporary_sibling(target, token)
+    try:
+        write_archive(temporary, _stock_checkpoint(stored))
+        commit.publish(temporary, target, token)
+    except BaseException:
+        commit.delete_tree(temporary)
+        raise
+
+
+def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
+    """What ``Trainer.dump_checkpoint`` would have returned under one process."""
+    state = dict(stored.trainer_state)
+    extra = state.pop(EXTRA_STATE, {})
+    saved = state.pop(OPTIMIZER_STATES, None)
+    weights = {key.removeprefix(MODEL_PREFIX): t for key, t in stored.tensors.items() if key not in stored.slots}
+    tied = {alias.removeprefix(MODEL_PREFIX): stored.tensors[key] for alias, key in stored.aliases.items()}
+    facts = asdict(stored.facts)
+    facts.pop("run")
+    notes = {
+        **facts,
+        "tensors": [*weights, *tied],
+        "optimizers": [[fqn for group in part["groups"] for fqn in group["params"]] for part in saved or []],
+        "classes": [part["class"] for part in saved or []],
+    }
+    if saved is not None:
+        slots: dict[tuple[int, str], dict[str, StoredTensor]] = {}
+        for key, name in stored.slots.items():
+            slots.setdefault((name.optimizer, name.fqn), {})[name.slot] = stored.tensors[key]
+        state[OPTIMIZER_STATES] = [_stock_optimizer(part, slots, index) for index, part in enumerate(saved)]
+    if "fit_loop" in state.get("loops", {}):
+        state["loops"] = _without_loader_positions(state["loops"])
+    return {**state, "state_dict": {**weights, **tied, **extra}, NOTES: notes}
+
+
+def _without_loader_positions(loops: Mapping[str, Any]) -> dict[str, Any]:
+    """Loaders' states are in our own part, by rank; a stock Trainer has no loader that takes them."""
+    fit = loops["fit_loop"]
+    return {**loops, "fit_loop": {**fit, "state_dict": {**fit["state_dict"], "combined_loader": []}}}
+
+
+def _stock_optimizer(
+    described: Mapping[str, Any], slots: Mapping[tuple[int, str], Mapping[str, StoredTensor]], index: int
+) -> dict[str, Any]:
+    """``Optimizer.state_dict()``: state and groups by number."""
+    state, groups, number = {}, [], 0
+    for group in described["groups"]:
+        numbers = []
+        for fqn in group["params"]:
+            values = {**described["slots"].get(fqn, {}), **slots.get((index, fqn), {})}
+            if values:
+                state[number] = values
+            numbers.append(number)
+            number += 1
+        groups.append({**hyperparameters(group), "params": numbers})
+    return {"state": state, "param_groups": groups}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleNames:
+    """What a stock file does not say: which of its tensors are which of a module's and its optimizers'."""
+
+    tensors: Collection[str]
+    """FQNs of parameters and persistent buffers, tied ones under all names; the rest is extra state."""
+
+    optimizers: Sequence[Sequence[str]]
+    """Per optimizer the FQNs of its parameters in the order in which it numbers them."""
+
+    @staticmethod
+    def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> ModuleNames:
+        """Those of a live module, wrapped or not, and its optimizers."""
+        names = fqns(module)
+        stepped = [
+            [name for group in groups_of(index, optimizer, names) for name in group.names]
+            for index, optimizer in enumerate(optimizers)
+        ]
+        return ModuleNames(tensors={*names.tensors, *names.aliases}, optimizers=stepped)
+
+
+def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *, number: bool = False) -> Contents:
+    """The stock Lightning file ``path``; no tensor of the model or an optimizer is read yet.
+
+    ``names`` is needed for the optimizer state of a file that stock Lightning wrote; ``number`` calls its parameters
+    ``#0``, ``#1``, ... otherwise. Raises CheckpointCorruptError for a file that names a class which checkpoints do
+    not need, or is damaged; CheckpointMismatchError for optimizer state that can't be named.
+    """
+    tree = read_archive(Path(path))
+    if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
+        raise CheckpointError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
+    try:
+        return _stored(path, tree, names, number)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path} is no Lightning checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNames | None, number: bool) -> Contents:
+    notes = materialize(tree.pop(NOTES, {}))
+    if notes:
+        names = ModuleNames(tensors=set(notes["tensors"]), optimizers=notes["optimizers"])
+    weights, aliases, extra = _module_tensors(tree.pop("state_dict"), names)
+    states = tree.pop(OPTIMIZER_STATES, None)
+    state = materialize(tree)
+    state[EXTRA_STATE] = materialize(extra)
+    slots: dict[SlotName, StoredTensor] = {}
+    if states is not None:
+        stepped = _named(path, states, names, number)
+        classes = notes.get("classes") or ["unknown"] * len(states)
+        state[OPTIMIZER_STATES] = [
+            _described(*part, slots) for part in zip(range(len(states)), states, stepped, classes, strict=True)
+        ]
+    facts = Facts(
+        engine=notes.get("engine", "stock Lightning"),
+        policy=notes.get("policy", "not recorded"),
+        ledger=notes.get("ledger", {}),
+        world_size=notes.get("world_size", 1),
+        versions=notes.get("versions", {"lightning": str(tree.get("pytorch-lightning_version", "unknown"))}),
+    )
+    return Contents.of(form=FULL, facts=facts, weights=weights, aliases=aliases, slots=slots, trainer_state=state)
+
+
+def _module_tensors(
+    state_dict: Mapping[str, Any], names: ModuleNames | None
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
+    """Tensors and aliases by FQN, and what is neither parameter nor buffer by name."""
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    places: dict[Any, str] = {}
+    for fqn, value in state_dict.items():
+        if not isinstance(value, ArchivedTensor) or (names is not None and fqn not in names.tensors):
+            extra[fqn] = value
+            continue
+        # Tensors without elements lie in one place without being tied.
+        first = places.setdefault((value.dtype, *value.place), fqn) if value.nbytes else fqn
+        if first == fqn:
+            tensors[fqn] = value
+        else:
+            aliases[fqn] = first
+    return tensors, aliases, extra
+
+
+def _named(
+    path: str | os.PathLike[str], states: Sequence[Mapping[str, Any]], names: ModuleNames | None, number: bool
+) -> Sequence[Sequence[str]]:
+    """Names by optimizer, in the order of the groups, checked against how many parameters the file has."""
+    counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
+    if names is not None and [len(stepped) for stepped in names.optimizers] == counts:
+        return names.optimizers
+    if number:
+        return [[f"#{n}" for group in state["param_groups"] for n in group["params"]] for state in states]
+    if names is None:
+        raise CheckpointMismatchError(
+            f"{path} numbers the parameters that its optimizers step, and only a run that builds the same optimizers "
+            "knows their names. Resume from it with ckpt_path=, save there, and convert that; or leave the optimizer "
+            "state out (weights only)."
+        )
+    raise CheckpointMismatchError(
+        f"{path} has optimizers that step {counts} parameters, here they step "
+        f"{[len(stepped) for stepped in names.optimizers]}: build the same optimizers, or load the weights only"
+    )
+
+
+def _described(
+    index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[SlotName, StoredTensor]
+) -> dict[str, Any]:
+    """One optimizer as `OptimizerStates.described` has it; its tensors are put into ``slots``."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, stepped, strict=True))
+    groups = [
+        {"params": [name_of[number] for number in group["params"]], **materialize(hyperparameters(group))}
+        for group in state["param_groups"]
+    ]
+    plain: dict[str, dict[str, Any]] = {}
+    for number, slot, value in _entries(state["state"]):
+        if isinstance(value, StoredTensor):
+            slots[SlotName(index, name_of[number], slot)] = value
+        else:
+            plain.setdefault(name_of[number], {})[slot] = materialize(value)
+    return {"class": kind, "groups": _plain_scalars(groups), "slots": plain}
+
+
+def _entries(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
+    return ((number, slot, value) for number, slots in state.items() for slot, value in slots.items())
+
+
+def _plain_scalars(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A learning rate that is a tensor becomes a number."""
+    return [
+        {name: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for name, v in group.items()}
+        for group in groups
+    ]

@@ -1,0 +1,373 @@
+"""Loading optimizer state: how what was saved fits live optimizers, by parameter name, and giving it to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_shard.checkpoint.files.layout import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    SlotName,
+    model_key,
+    torch_dtype,
+)
+from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
+from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values, groups_of, hyperparameters, unshardable
+from lightning_shard.errors import CheckpointMismatchError
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, torch_optimizer
+from lightning_shard.tensors.names import Names
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A slot tensor that is to be read from the checkpoint's files."""
+
+    shape: tuple[int, ...]
+    """That of the tensor that the optimizer steps, of a scalar, or neither."""
+
+    dtype: torch.dtype
+
+    is_scalar: bool
+    """Whether it is a scalar beside a parameter that may be one too."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotsPlan:
+    """The slots of one stepped tensor."""
+
+    index: int
+    """Of the optimizer."""
+
+    optimizer: Optimizer
+    part: Stepped
+    settings: Mapping[str, Any]
+    """The live parameter group."""
+
+    slots: Values
+    """A NewTensor where one is to be read."""
+
+    keys: dict[str, dict[str, str]]
+    """Slot that is to be read to FQN to the key that it is stored under."""
+
+    def is_shared(self, slot: str) -> bool:
+        """Whether it is a scalar that a flat tensor has once for all of its parameters."""
+        wanted = self.slots[slot]
+        return self.part.flat is not None and isinstance(wanted, NewTensor) and wanted.is_scalar
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """How saved optimizer state fits live optimizers; nothing is changed before it is applied."""
+
+    optimizers: list[Optimizer]
+
+    slots: list[SlotsPlan] = field(default_factory=list)
+    """Of each stepped tensor with saved state."""
+
+    groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
+    """Live group and its saved hyperparameters."""
+
+    missing: list[str] = field(default_factory=list)
+    """Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, and slots that it did not
+    have of some of a flat tensor's parameters, with the slot's name."""
+
+    unexpected: list[str] = field(default_factory=list)
+    """Saved keys for which there is no live parameter."""
+
+    problems: list[str] = field(default_factory=list)
+    """What can't be loaded even in part."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The state of one optimizer in the checkpoint."""
+
+    index: int
+    manifest: Manifest
+    keys: Mapping[str, Mapping[str, str]]
+    """FQN as stored to slot to key, of slots that are tensors."""
+
+    values: Mapping[str, Values]
+    """FQN as stored to slots that are no tensors."""
+
+    groups: Mapping[str, Values]
+    """FQN as stored to its group."""
+
+    other_names: Mapping[str, list[str]]
+    """Live FQN to the names under which its state may be, where that is not its own alone."""
+
+    def name_of(self, fqn: str) -> str | None:
+        """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
+        return next((name for name in self.other_names.get(fqn, [fqn]) if name in self.groups), None)
+
+    def weights(self, stored: str) -> TensorEntry | None:
+        """The saved parameter itself."""
+        key = model_key(stored)
+        return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
+
+    def scalars(self) -> set[str]:
+        """Names of slots that are seen to be scalars beside a parameter that is none."""
+        found = set()
+        for stored, slots in self.keys.items():
+            weights = self.weights(stored)
+            if weights is not None and weights.shape != ():
+                found |= {slot for slot, key in slots.items() if self.manifest.tensors[key].shape == ()}
+        return found
+
+
+def plan_optimizers(
+    optimizers: Sequence[AnyOptimizer], names: Names, manifest: Manifest, saved: Sequence[Mapping[str, Any]]
+) -> OptimizerPlan:
+    """Match live optimizers with saved ones (``saved`` as `OptimizerStates.described`) by parameter name.
+
+    The order of groups and of parameters in them does not matter. Tied names are followed.
+    """
+    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers])
+    if len(saved) != len(optimizers):
+        plan.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
+        return plan
+    keys: dict[int, dict[str, dict[str, str]]] = {}
+    for key, name in manifest.slots.items():
+        keys.setdefault(name.optimizer, {}).setdefault(name.fqn, {})[name.slot] = key
+    other_names = _names_as_stored(names, manifest)
+    for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
+        by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
+        source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, other_names)
+        scalars = source.scalars()
+        taken: set[str] = set()
+        for position, group in enumerate(groups_of(index, optimizer, names)):
+            stored = {fqn: source.name_of(fqn) for fqn in group.names}
+            found = {fqn: name for fqn, name in stored.items() if name is not None}
+            plan.missing.extend(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None)
+            taken.update(found.values())
+            for part in group.stepped:
+                _plan_slots(plan, part, group, found, source, scalars)
+            _plan_group(plan, index, position, group.settings, [by_name[name] for name in found.values()])
+        plan.unexpected.extend(sorted(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
+    return plan
+
+
+def _names_as_stored(names: Names, manifest: Manifest) -> dict[str, list[str]]:
+    """Live FQN to the names under which its state may be saved, where tying is involved on either side."""
+    candidates: dict[str, list[str]] = {}
+    for alias, fqn in names.aliases.items():
+        candidates.setdefault(fqn, [fqn]).append(alias)
+    stored = {
+        alias.removeprefix(MODEL_PREFIX): key.removeprefix(MODEL_PREFIX) for alias, key in manifest.aliases.items()
+    }
+    for fqn in names.tensors:
+        known = candidates.get(fqn, [fqn])
+        extra = [stored[name] for name in known if name in stored]
+        if extra:
+            candidates[fqn] = known + extra
+    return candidates
+
+
+def _plan_slots(
+    plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved, scalars: set[str]
+) -> None:
+    """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
+    keys: dict[str, dict[str, str]] = {}
+    values: dict[str, Values] = {}
+    for fqn in part.names:
+        if (stored := found.get(fqn)) is None:
+            continue
+        tensors = source.keys.get(stored, {})
+        if fqn not in part.shapes:  # frozen here
+            plan.unexpected.extend(SlotName(source.index, fqn, slot).key for slot in tensors)
+            continue
+        for slot, key in tensors.items():
+            shape = source.manifest.tensors[key].shape
+            if part.is_sharded and shape not in ((), part.shapes[fqn]):
+                plan.problems.append(unshardable(SlotName(source.index, fqn, slot), shape, part.shapes[fqn]))
+            else:
+                keys.setdefault(slot, {})[fqn] = key
+        for slot, value in source.values.get(stored, {}).items():
+            values.setdefault(slot, {})[fqn] = value
+    slots: Values = {}
+    for slot, by_name in values.items():
+        slots[slot] = next(iter(by_name.values()))
+        if (problem := _unequal(source.index, slot, by_name)) is not None:
+            plan.problems.append(problem)
+    for slot, by_name in keys.items():
+        slots[slot] = _new_tensor(part, slot, by_name, found, source, scalars)
+    for slot in slots:
+        lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
+        plan.missing.extend(sorted(SlotName(source.index, fqn, slot).key for fqn in lacking))
+    if slots:
+        optimizer = plan.optimizers[source.index]
+        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, slots, keys))
+
+
+def _new_tensor(
+    part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved, scalars: set[str]
+) -> NewTensor:
+    dtypes = []
+    entries = {fqn: source.manifest.tensors[key] for fqn, key in keys.items()}
+    for fqn, entry in entries.items():
+        weights = source.weights(found[fqn])
+        # Contents that had its parameter's dtype follows the parameter to the dtype that it has here.
+        follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
+        dtypes.append(part.tensor.dtype if follows else torch_dtype(entry.dtype))
+    is_scalar = all(entry.shape == () for entry in entries.values()) and (
+        slot == "step" or slot in scalars or any(part.shapes[fqn] != () for fqn in entries)
+    )
+    shape = next(iter(entries.values())).shape
+    if part.flat is not None:
+        shape = () if is_scalar else tuple(part.tensor.shape)
+    # One flat tensor has one dtype: the one that fits what all its parameters had.
+    return NewTensor(shape, reduce(torch.promote_types, dtypes), is_scalar)
+
+
+def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
+    """What is wrong where the parameters of one flat tensor have different values of a slot that it has once."""
+    first, *others = by_name.items()
+    for fqn, value in others:
+        if not _equal(first[1], value):
+            return (
+                f"{slot} of optimizer {index} is {_shown(first[1])} for {first[0]} and {_shown(value)} for {fqn}, but "
+                f"they are in one flat tensor here, and ZeRO keeps one {slot} per flat group: give them parameter "
+                "groups of their own, or load with DDP or FSDP"
+            )
+    return None
+
+
+def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str, Any], sources: list[Values]) -> None:
+    values = [hyperparameters(source) for source in {id(source): source for source in sources}.values()]
+    for other in values[1:]:
+        differing = [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]
+        if differing:
+            plan.problems.append(
+                f"group {position} of optimizer {index} joins parameters that were saved in groups with different "
+                f"{', '.join(sorted(differing))}"
+            )
+            return
+    if values:
+        plan.groups.append((group, values[0]))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _shown(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def shared_scalars(plan: OptimizerPlan) -> dict[str, Tensor]:
+    """Empty host tensors, by stored key, for the scalars that flat tensors have once for all of their parameters.
+
+    Filled and checked with `check_scalars`, they go to `create_slots`.
+    """
+    return {
+        key: torch.zeros((), dtype=slots.slots[slot].dtype)
+        for slots, slot, keys in _shared(plan)
+        for key in keys.values()
+    }
+
+
+def check_scalars(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> None:
+    """CheckpointMismatchError where parameters in one flat tensor have different values of what it has once."""
+    problems = [
+        _unequal(slots.index, slot, {fqn: scalars[key] for fqn, key in keys.items()})
+        for slots, slot, keys in _shared(plan)
+    ]
+    if found := [problem for problem in problems if problem is not None]:
+        raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
+
+
+def _shared(plan: OptimizerPlan) -> Iterable[tuple[SlotsPlan, str, dict[str, str]]]:
+    return ((slots, slot, keys) for slots in plan.slots for slot, keys in slots.keys.items() if slots.is_shared(slot))
+
+
+def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tuple[str, LiveTensor]]:
+    """Give the optimizers exactly the saved slots; returns those that are to be filled, with their stored keys.
+
+    A tensor that is there already with the right shape, dtype and placements is kept. Flat tensors are zero where no
+    parameter lies; ``scalars`` as `shared_scalars` gave them, filled.
+    """
+    planned = {id(slots.part.tensor) for slots in plan.slots}
+    for optimizer in plan.optimizers:
+        for tensor in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in planned]:
+            del optimizer.state[tensor]
+    wanted: list[tuple[str, LiveTensor]] = []
+    for slots in plan.slots:
+        part = slots.part
+        live = slots.optimizer.state.get(part.tensor, {})
+        state = {slot: _created(slots, slot, live.get(slot), scalars) for slot in slots.slots}
+        slots.optimizer.state[part.tensor] = state
+        for slot, keys in slots.keys.items():
+            if not slots.is_shared(slot):
+                wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in keys.items())
+    return wanted
+
+
+def load_groups(plan: OptimizerPlan) -> None:
+    """Give the live groups their saved hyperparameters; a live tensor keeps its identity and takes the value."""
+    for group, values in plan.groups:
+        for name, value in values.items():
+            live = group.get(name)
+            if isinstance(live, Tensor):
+                with torch.no_grad():
+                    live.copy_(torch.as_tensor(value, dtype=live.dtype))
+            else:
+                group[name] = value
+
+
+def _created(slots: SlotsPlan, slot: str, live: Any, scalars: Mapping[str, Tensor]) -> Any:
+    wanted = slots.slots[slot]
+    if not isinstance(wanted, NewTensor):
+        return wanted if slots.part.flat is None else _like_live(live, wanted)
+    if not slots.is_shared(slot):
+        return _tensor(slots, slot, live, wanted)
+    value = scalars[next(iter(slots.keys[slot].values()))]
+    if _is_number(live):
+        return _like_live(live, value.item())
+    tensor = _tensor(slots, slot, live, wanted)
+    with torch.no_grad():
+        return tensor.copy_(value)
+
+
+def _like_live(live: Any, value: Any) -> Any:
+    """A saved number in the form in which an optimizer over flat tensors keeps it: a number, or a scalar tensor."""
+    if not _is_number(value):
+        return value
+    if isinstance(live, Tensor) and live.ndim == 0:
+        return torch.full_like(live, value)
+    return type(live)(value) if _is_number(live) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tensor(slots: SlotsPlan, slot: str, live: Any, wanted: NewTensor) -> Tensor:
+    stepped = slots.part.tensor
+    has_its_shape = wanted.shape == tuple(stepped.shape) and not wanted.is_scalar
+    if (
+        isinstance(live, Tensor)
+        and tuple(live.shape) == wanted.shape
+        and live.dtype == wanted.dtype
+        and isinstance(live, DTensor) == (has_its_shape and isinstance(stepped, DTensor))
+    ):
+        # What no parameter lies in stays zero; parameters that the checkpoint has no state of begin there.
+        if slots.part.flat is not None:
+            live.detach().zero_()
+        return live
+    if has_its_shape and slots.part.new_slot is not None:
+        return slots.part.new_slot(slot)
+    if has_its_shape:
+        return torch.zeros_like(stepped.detach(), dtype=wanted.dtype, memory_format=torch.preserve_format)
+    # As torch.optim does on load: a step count stays on the host unless a fused or captured step reads it.
+    on_host = slot == "step" and not (slots.settings.get("capturable") or slots.settings.get("fused"))
+    return torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu" if on_host else stepped.device)

@@ -1,0 +1,236 @@
+"""Optimizer state by parameter name: slots as tensors, hyperparameters by group.
+
+A slot of its parameter's shape is stored and sharded like the parameter; a scalar tensor is stored as it is, and one
+that parameters share (the step count of a flat tensor) is stored for each of them. Slots that are no tensors (numbers,
+None) and the groups' hyperparameters go to ``trainer.pt``.
+
+A torch optimizer over a module's parameters (plain, or DTensors) says itself which parameters it steps; of an optimizer
+over flat tensors its owner says it with a `FlatOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.checkpoint.files.layout import SlotName
+from lightning_shard.checkpoint.files.trainer_state import has_a
+from lightning_shard.errors import CheckpointError
+from lightning_shard.tensors.flat import (
+    AnyOptimizer,
+    FlatMember,
+    FlatOptimizer,
+    FlatSlice,
+    FlatTensor,
+    LiveTensor,
+    torch_optimizer,
+)
+from lightning_shard.tensors.names import Names
+
+# Non-tensor slots of one parameter, hyperparameters of one group: name to value.
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stepped:
+    """A tensor that an optimizer steps and keys its state by, with the parameters in it."""
+
+    tensor: Tensor
+
+    names: tuple[str, ...]
+    """FQNs of the parameters, frozen ones in the group too."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """FQN to full shape, of those that can have state."""
+
+    flat: Mapping[str, FlatMember] | None
+    """FQN to its slice; None where the tensor is a parameter of the module, plain or a DTensor."""
+
+    new_slot: Callable[[str], Tensor] | None = None
+    """As `FlatGroup.new_slot`."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks may have other parts, so that a slot must be a scalar or of the parameter's shape."""
+        return self.flat is not None or isinstance(self.tensor, DTensor)
+
+    def stored_shape(self, fqn: str, slot: Tensor) -> tuple[int, ...] | None:
+        """Shape of what a checkpoint stores of a slot tensor for one parameter; None where it can't be sharded."""
+        shape = tuple(slot.shape)
+        if self.flat is not None and shape == tuple(self.tensor.shape):
+            return self.shapes[fqn]
+        allowed = [()] if self.flat is not None else [(), self.shapes[fqn]]
+        return shape if shape in allowed or not self.is_sharded else None
+
+    def view(self, fqn: str, slot: Tensor) -> LiveTensor:
+        """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
+        if self.flat is None or slot.ndim == 0:
+            return slot
+        member = self.flat[fqn]
+        data = slot.detach()[member.offset : member.offset + member.length]
+        return FlatTensor(member.shape, slot.dtype, [FlatSlice(data, member.start)])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """A parameter group and what the optimizer steps for it."""
+
+    settings: dict[str, Any]
+    """The live parameter group with the hyperparameters."""
+
+    stepped: list[Stepped]
+
+    @property
+    def names(self) -> list[str]:
+        """FQNs of the group's parameters, in the group's order."""
+        return [fqn for part in self.stepped for fqn in part.names]
+
+
+def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
+    """The parameter groups of the optimizer number ``index``; the same on every rank but for the tensors' parts.
+
+    Raises CheckpointError for a parameter that the module does not have.
+    """
+    if isinstance(optimizer, FlatOptimizer):
+        return _flat_groups(index, optimizer, names)
+    return [
+        Group(
+            settings=group,
+            stepped=[
+                _parameter(_name_of(index, position, place, parameter, names), parameter)
+                for place, parameter in enumerate(group["params"])
+            ],
+        )
+        for position, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _parameter(fqn: str, parameter: Tensor) -> Stepped:
+    return Stepped(tensor=parameter, names=(fqn,), shapes={fqn: tuple(parameter.shape)}, flat=None)
+
+
+def _name_of(index: int, position: int, place: int, parameter: Tensor, names: Names) -> str:
+    fqn = names.of(parameter)
+    if fqn is None:
+        raise CheckpointError(
+            f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, position "
+            f"{place}) that the module does not have: make the optimizer from the module's parameters after the "
+            "module was sharded"
+        )
+    return fqn
+
+
+def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Group]:
+    groups: dict[int, Group] = {}
+    for flat_group in optimizer.groups:
+        group = groups.setdefault(id(flat_group.group), Group(settings=flat_group.group, stepped=[]))
+        members: dict[str, FlatMember] = {}
+        for member in flat_group.members:
+            fqn = names.aliases.get(member.fqn, member.fqn)
+            if fqn not in names.tensors:
+                raise CheckpointError(
+                    f"optimizer {index} steps a part of {member.fqn}, but the module has no parameter of that name: "
+                    "name the parameters as the unwrapped module does"
+                )
+            members[fqn] = member
+        stepped = {fqn: member for fqn, member in members.items() if member.stepped}
+        group.stepped.append(
+            Stepped(
+                tensor=flat_group.flat,
+                names=tuple(members),
+                shapes={fqn: tuple(member.shape) for fqn, member in stepped.items()},
+                flat=stepped,
+                new_slot=flat_group.new_slot,
+            )
+        )
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What there is to save of optimizers."""
+
+    tensors: dict[SlotName, LiveTensor] = field(default_factory=dict)
+    """Live tensors, or this rank's slices of them."""
+
+    described: list[dict[str, Any]] = field(default_factory=list)
+    """Per optimizer the rest in plain values, groups with FQNs and non-tensor slots:
+    ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot: value}}}``. A scalar
+    tensor among the hyperparameters (a capturable learning rate) is a number."""
+
+
+def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> OptimizerStates:
+    """What there is to save of ``optimizers``. No communication.
+
+    Raises CheckpointError for a parameter that the module does not have, and for a slot of a sharded parameter that
+    is neither a scalar nor of the parameter's shape: it can't be sharded for other numbers of ranks.
+    """
+    found = OptimizerStates()
+    for index, optimizer in enumerate(optimizers):
+        live = torch_optimizer(optimizer)
+        groups = groups_of(index, optimizer, names)
+        plain: dict[str, Values] = {}
+        for part in (part for group in groups for part in group.stepped if part.tensor in live.state):
+            slots = live.state[part.tensor]
+            for slot, value in (slots if part.flat is None else _with_tensor_step(slots)).items():
+                for fqn in part.shapes:
+                    name = SlotName(index, fqn, slot)
+                    if isinstance(value, Tensor):
+                        found.tensors[name] = _stored_view(part, name, value)
+                    else:
+                        plain.setdefault(fqn, {})[slot] = _checked_value(part, name, value)
+        described = [
+            {"params": group.names, **{k: _plain(v) for k, v in hyperparameters(group.settings).items()}}
+            for group in groups
+        ]
+        found.described.append({"class": type(live).__qualname__, "groups": described, "slots": plain})
+    return found
+
+
+def _stored_view(part: Stepped, name: SlotName, value: Tensor) -> LiveTensor:
+    if part.stored_shape(name.fqn, value) is None:
+        raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
+    return part.view(name.fqn, value)
+
+
+def _checked_value(part: Stepped, name: SlotName, value: Any) -> Any:
+    if part.is_sharded and has_a(value, Tensor):
+        raise CheckpointError(
+            f"{name.key} is a {type(value).__name__} of tensors; of a sharded parameter only scalars and tensors of "
+            "its shape can be saved: use an optimizer without it"
+        )
+    return value
+
+
+def _with_tensor_step(slots: Mapping[str, Any]) -> dict[str, Any]:
+    # Optimizers made for flat tensors count steps in a number; torch's own keep a scalar of this dtype for each
+    # parameter (torch.optim.optimizer._get_scalar_dtype), and those read what is written here.
+    step = slots.get("step")
+    if isinstance(step, (int, float)):
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        return {**slots, "step": torch.tensor(step, dtype=dtype)}
+    return dict(slots)
+
+
+def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
+    """What is wrong with a slot of that shape, of a sharded parameter or flat tensor of that shape."""
+    return (
+        f"{name.key} has shape {slot}, its sharded parameter {parameter}: a slot that is neither a scalar nor of its "
+        "parameter's shape can't be sharded; use another optimizer, or replicate (DDP)"
+    )
+
+
+def hyperparameters(group: Mapping[str, Any]) -> Values:
+    """A parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 else value.detach().cpu().clone()
+    return value

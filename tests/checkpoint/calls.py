@@ -1,0 +1,53 @@
+"""Saving and loading in one call, as tests want it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import model_key
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.load import load_tensors, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.matching import LoadReport
+from lightning_shard.checkpoint.module_state import live_tensors
+from lightning_shard.checkpoint.optimizer_state import optimizer_states
+from lightning_shard.checkpoint.save import save, training_state
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import fqns
+
+FACTS = Facts(engine="test", policy="fp32")
+Path = str | os.PathLike[str]
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Any], trainer_state: Mapping[str, Any], **kwargs: Any) -> None:
+    save(path, lambda: Contents(tensors=tensors, trainer_state=trainer_state, **{"facts": FACTS, **kwargs}))
+
+
+def save_module(path: Path, **kwargs: Any) -> None:
+    save(path, lambda: training_state(**{"optimizers": [], "trainer_state": {}, "facts": FACTS, **kwargs}))
+
+
+def load_into(path: Path, tensors: Mapping[str, Any], *, strict: bool = True) -> LoadReport:
+    return load_tensors(open_checkpoint(path), tensors, strict=strict)
+
+
+def load_module(path: Path, **kwargs: Any) -> tuple[dict[str, Any], LoadReport]:
+    opened = open_checkpoint(path)
+    return opened.trainer_state, load_training_state(opened, **kwargs)
+
+
+def trainer_state(path: Path) -> dict[str, Any]:
+    return open_checkpoint(path).trainer_state
+
+
+def live(
+    module: nn.Module, optimizers: Sequence[AnyOptimizer], masters: Mapping[str, LiveTensor] | None = None
+) -> dict[str, LiveTensor]:
+    """Key to live tensor of all that is saved."""
+    names = fqns(module)
+    weights = {model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
+    return weights | {name.key: tensor for name, tensor in optimizer_states(optimizers, names).tensors.items()}

@@ -1,0 +1,113 @@
+"""Directories of format version 1, in which no map says what the keys of optimizer state are, load bit by bit.
+
+``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, each
+after three steps of `Saved`; the ``.expected`` file beside each has the full tensors and optimizer state of that run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import full_tensor
+from lightning_shard.checkpoint.load import open_checkpoint, read_manifest
+from tests.checkpoint.calls import load_module
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+
+FOLDER = Path(__file__).parent / "version_1"
+
+
+class Moments(nn.Module):
+    """Parameters named as an optimizer's slots are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.randn(4))
+        self.exp_avg = nn.Module()
+        self.exp_avg.exp_avg = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.step + self.exp_avg.exp_avg
+
+
+class Saved(pl.LightningModule):
+    """Tied and frozen parameters, a buffer, and two parameter groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.exp_avg = nn.ModuleDict({"0": nn.Linear(4, 4), "step": Moments()})
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(2))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        self.seen += 1
+        hidden = self.frozen(self.exp_avg["step"](self.exp_avg["0"](self.embed(batch)).tanh()))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        decayed = [p for p in self.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in self.parameters() if p.requires_grad and p.ndim == 1]
+        groups: list[dict[str, Any]] = [
+            {"params": others, "weight_decay": 0.0, "lr": 0.02},
+            {"params": decayed, "weight_decay": 0.1},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+def expected(name: str) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
+    """FQN to parameter or buffer, and (FQN, slot) to optimizer state; tied ones under both names."""
+    found = torch.load(FOLDER / f"{name}.expected", weights_only=True)
+    return found["model"], found["slots"]
+
+
+@pytest.mark.parametrize("name", ["plain", "zero_2"])
+def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
+    path = FOLDER / f"{name}.ckpt"
+    assert read_manifest(path).format_version == 1
+    open_checkpoint(path)
+    module = Saved()
+    optimizer = module.configure_optimizers()
+    state, report = load_module(path, module=module, optimizers=[optimizer])
+    assert (state["global_step"], report.missing, report.unexpected) == (3, (), ())
+    model, slots = expected(name)
+    live = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    assert live.keys() == model.keys()
+    for fqn, tensor in model.items():
+        assert torch.equal(live[fqn], tensor), fqn
+    assert {(fqn, slot) for fqn, p in live.items() if p in optimizer.state for slot in optimizer.state[p]} == set(slots)
+    for (fqn, slot), tensor in slots.items():
+        assert torch.equal(optimizer.state[live[fqn]][slot], tensor), (fqn, slot)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.02, 0.0), (0.01, 0.1)]
+
+
+class Look(pl.Callback):
+    """What is there before the first batch of a resumed fit."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        model, slots = expected("zero_2")
+        self.differing = [n for n, v in model.items() if n != "seen" and not torch.equal(full_tensor(trainer, n), v)]
+        self.differing += [key for key, v in slots.items() if not torch.equal(full_tensor(trainer, *key).float(), v)]
+        self.steps = trainer.global_step
+
+
+def _resume(strategy: str) -> tuple[int, int, list[Any]]:
+    look = Look()
+    trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[look])
+    loader = DataLoader([(torch.arange(5) * (i + 1)) % 8 for i in range(12)], batch_size=2)
+    trainer.fit(Saved(), loader, ckpt_path=FOLDER / "zero_2.ckpt")
+    return look.steps, trainer.global_step, look.differing
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("shard_ddp", 1), ("shard_fsdp", 2)])
+def test_a_run_goes_on(strategy: str, ranks: int) -> None:
+    assert run_distributed(_resume, ranks, strategy) == [(3, 4, [])] * ranks
