@@ -9,13 +9,13 @@ from typing import Any, cast
 from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.accelerate_fsdp import read_fsdp, read_mesh, with_prefix
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.fields import Field, check_keys, nearest, read_field
+from lightning_shard.migrate.fields import Field, check_keys, nearest, read_field, read_fields
 from lightning_shard.migrate.files import read_file
 from lightning_shard.migrate.neutral import Engine, Reading, shown
 
 _REDUCED = (
-    "parameters and inputs are cast whole instead of by autocast; gradients are reduced in fp32, by Accelerate's FSDP "
-    "in 16 bits: ShardPrecision(reduce=...)"
+    "modules cast their parameters and inputs, autocast is not used; gradients are reduced in fp32, by Accelerate's "
+    "FSDP in 16 bits: ShardPrecision(reduce=...)"
 )
 
 
@@ -35,9 +35,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         )
         return
     engine = _engine(reading, content)
-    for name, described in tables.TOP.items():
-        if name in content and described != Field():
-            read_field(reading, name, described, content[name])
+    read_fields(reading, "", tables.TOP, content)
     _processes(reading, content)
     _launch(reading, content)
     sections = {name: _section(reading, content, name) for name in _SECTIONS}
@@ -49,31 +47,22 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         _deepspeed(reading, sections["deepspeed_config"], content, path)
     _precision(reading, content)
     _dynamo(reading, {**sections["dynamo_config"], **_old_dynamo(content)})
-    for name, reason in _SECTIONS_WITHOUT_EQUAL.items():
+    for name, reason in _UNSUPPORTED_SECTIONS.items():
         for key, value in sections[name].items():
             if value not in (None, False, {}, [], "none"):
                 reading.lose(f"{name}.{key}", value, reason)
 
 
-_SECTIONS = (
-    "fsdp_config",
-    "deepspeed_config",
-    "parallelism_config",
-    "dynamo_config",
-    "megatron_lm_config",
-    "fp8_config",
-    "tp_config",
-    "mpirun_config",
-    "ipex_config",
-)
-
-_SECTIONS_WITHOUT_EQUAL = {
+_UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
     "fp8_config": "no engine here computes in fp8",
     "tp_config": "the mesh has no tensor-parallel axis",
     "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
     "ipex_config": "Intel's extension is not used",
 }
+
+
+_SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
 
 
 def _section(reading: Reading, content: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -185,20 +174,18 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
     check_keys(reading, "deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
     file = section.get("deepspeed_config_file")
     if file in (None, "none"):
-        for name, described in tables.DEEPSPEED.items():
-            if described != Field():
-                read_field(reading, f"deepspeed_config.{name}", described, section.get(name))
+        read_fields(reading, "deepspeed_config", tables.DEEPSPEED, section)
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    for name, described in tables.DEEPSPEED.items():
-        if name in tables.IGNORED_WITH_A_FILE and section.get(name) is not None:
-            reading.problems.append(
-                f"deepspeed_config.{name} is {shown(section[name])} beside deepspeed_config_file, where Accelerate "
-                "refuses it: set it in the DeepSpeed file, and remove it here"
-            )
-        elif described != Field() and name not in tables.IGNORED_WITH_A_FILE:
-            read_field(reading, f"deepspeed_config.{name}", described, section.get(name))
+    refused = {name: section[name] for name in tables.REFUSED_BESIDE_A_FILE if section.get(name) is not None}
+    reading.problems += [
+        f"deepspeed_config.{name} is {shown(value)} beside deepspeed_config_file, where Accelerate refuses it: set it "
+        "in the DeepSpeed file, and remove it here"
+        for name, value in refused.items()
+    ]
+    others = {name: value for name, value in section.items() if name not in tables.REFUSED_BESIDE_A_FILE}
+    read_fields(reading, "deepspeed_config", tables.DEEPSPEED, others)
     if content.get("mixed_precision") is not None:
         reading.problems.append(
             f"mixed_precision is {content['mixed_precision']} beside deepspeed_config_file, where Accelerate refuses "
@@ -240,7 +227,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else "")
 
 
-_DDP_NOTE = "parameters and inputs are cast whole instead of by autocast"
+_DDP_NOTE = "modules cast their parameters and inputs, autocast is not used"
 
 
 def _old_dynamo(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ DEEPSPEED: Mapping[str, Field] = {
         note="the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32",
     ),
     "zero3_init_flag": satisfied(
-        "build the model in configure_model, on the meta device: each unit is given its values and cut in turn",
+        "build the model in configure_model, on the meta device: each unit is given its values and sharded in turn",
         "bool", False,
     ),
     "zero3_save_16bit_model": satisfied(
@@ -121,7 +121,7 @@ DEEPSPEED: Mapping[str, Field] = {
     "deepspeed_inclusion_filter": unsupported(*_NO_LAUNCHER, ""),
 }  # fmt: skip
 
-IGNORED_WITH_A_FILE = (
+REFUSED_BESIDE_A_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from lightning_shard.migrate import accelerate_fields as tables
-from lightning_shard.migrate.fields import Field, check_keys, read_field
+from lightning_shard.migrate.fields import Field, check_keys, read_field, read_fields, satisfied, setting
 from lightning_shard.migrate.neutral import Reading, shown
 
 
@@ -26,9 +27,7 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
         reading.meet("fsdp_config.fsdp_version", int(version), "the engine is FSDP2 always")
-    for name, described in tables.FSDP.items():
-        if described != Field():
-            read_field(reading, f"fsdp_config.{name}", described, content.get(name))
+    read_fields(reading, "fsdp_config", tables.FSDP, content)
     _sharding(reading, content, version)
     _wrapping(reading, content)
     _loading(reading, content, version)
@@ -37,10 +36,9 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
 def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> None:
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
-        described = Field(kind="bool", name="shard", words={True: "parameters", False: "gradients"})
-        read_field(
-            reading, "fsdp_config.fsdp_reshard_after_forward", described, content.get("fsdp_reshard_after_forward")
-        )
+        described = setting("shard", "bool", words={True: "parameters", False: "gradients"})
+        field = "fsdp_reshard_after_forward"
+        read_field(reading, f"fsdp_config.{field}", described, content.get(field))
         if "fsdp_sharding_strategy" in fields:
             reading.problems.append(
                 f"fsdp_config.fsdp_sharding_strategy is {shown(content['fsdp_sharding_strategy'])}, but fsdp_version "
@@ -80,7 +78,13 @@ def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, n
     level = {"SHARD_GRAD_OP": "gradients", "HYBRID_SHARD_ZERO2": "gradients", "_HYBRID_SHARD_ZERO2": "gradients"}
     reading.ask("shard", "none" if strategy == "NO_SHARD" else level.get(strategy, "parameters"), field, given, note)
     if strategy.lstrip("_").startswith("HYBRID"):
-        reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, "cut in a node, copied across nodes")
+        reading.ask(
+            "mesh",
+            {"replicate": "auto", "shard": "auto"},
+            field,
+            given,
+            "sharded inside a node, replicated across nodes",
+        )
 
 
 def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
@@ -110,32 +114,24 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
 
 def _loading(reading: Reading, content: Mapping[str, Any], version: str) -> None:
     loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
-    efficient = Field(
-        kind="bool",
-        idle=(False,),
-        met="build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
-    )
-    loads = read_field(reading, f"fsdp_config.{loading}", efficient, content.get(loading))
-    synced = read_field(
-        reading,
-        f"fsdp_config.{sync}",
-        Field(kind="bool", met="rank 0's values go to all ranks always"),
-        content.get(sync),
-    )
+    meta = "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone"
+    loads = read_field(reading, f"fsdp_config.{loading}", satisfied(meta, "bool", False), content.get(loading))
+    broadcast = satisfied("rank 0's values go to all ranks always", "bool")
+    synced = read_field(reading, f"fsdp_config.{sync}", broadcast, content.get(sync))
     if loads and synced is False:
         reading.problems.append(
             f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
             "it too"
         )
     prefetch = "fsdp_forward_prefetch"
-    wanted = Field(kind="bool", name="forward_prefetch", words={True: 1}, idle=(False,))
+    wanted = setting("forward_prefetch", "bool", False, words={True: 1})
     if version == "2":
-        wanted = Field(kind="bool", idle=(False,), met="Accelerate does not read it with fsdp_version 2 either")
+        wanted = satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False)
     read_field(reading, f"fsdp_config.{prefetch}", wanted, content.get(prefetch))
 
 
 def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """Add the mesh that a ``parallelism_config`` asks for; ``content``: of the whole file."""
+    """Add the mesh that a ``parallelism_config`` asks for; ``content``: of the file."""
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
     known = {key for name in tables.PARALLELISM for key in (name, prefix + name)}
@@ -148,15 +144,16 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
             sizes[name] = value
     if not sizes:
         return
-    copies, pieces = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
-    others = [sizes.get(name, 1) for name in ("tp_size", "cp_size", "sp_size")]
-    product = copies * pieces * others[0] * others[1] * others[2]
+    replicate, shard = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    others = prod(sizes.get(name, 1) for name in ("tp_size", "cp_size", "sp_size"))
+    product = replicate * shard * others
     processes = content.get("num_processes")
     if isinstance(processes, int) and processes > 0 and product != processes:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         reading.problems.append(
             f"parallelism_config: {factors} is {product}, but num_processes is {processes}; they must be equal"
         )
-    shard = pieces if others == [1, 1, 1] else "auto"
     given = {name: size for name, size in sizes.items() if name.startswith("dp_")}
-    reading.ask("mesh", {"replicate": copies, "shard": shard}, "parallelism_config", given)
+    reading.ask(
+        "mesh", {"replicate": replicate, "shard": shard if others == 1 else "auto"}, "parallelism_config", given
+    )

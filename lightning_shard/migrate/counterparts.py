@@ -93,12 +93,12 @@ def _zero_only(kind: str, reason: str, nearest: str = "", *idle: Any, note: str 
 
 
 def _fsdp_only(kind: str, *zero: Answer, ddp: Answer | None = None) -> Row:
-    ddp = ddp or Holds(note="nothing is cut, so there is nothing to gather")
+    ddp = ddp or Holds(note="nothing is sharded, so there is nothing to gather")
     return Row(kind=kind, ddp=(ddp,), fsdp=_SAME, deepspeed=zero)
 
 
 _STEP_PRECISION = "ShardPrecision(reduce=...)"
-_BUCKET = "collectives are not put together by a number of elements but by shard unit"
+_BUCKET = "a collective is over a shard unit, not over a number of elements"
 _FSDP_UNITS = "units: a number of parameters, or class names"
 _PUBLIC_DDP = "only torch's DistributedDataParallel has it"
 _PREFETCH = _fsdp_only(
@@ -145,8 +145,8 @@ TABLE: Mapping[str, Row] = {
     "ignored_modules": _fsdp_only(
         "names",
         Unsupported(
-            reason="ZeRO cuts every parameter",
-            nearest="stage3.param_persistence_threshold: smaller parameters stay whole",
+            reason="ZeRO shards every parameter",
+            nearest="stage3.param_persistence_threshold: smaller parameters stay gathered",
         ),
     ),
     "forward_methods": _fsdp_only(
@@ -188,18 +188,18 @@ TABLE: Mapping[str, Row] = {
     "buckets.contiguous_gradients": _zero_only(
         "bool", "a unit's gradients are always copied into one buffer", "", True
     ),
-    "buckets.reduce_scatter": _zero_only("bool", "each rank's part is always reduced to it alone", "", True),
-    "buckets.round_robin_gradients": _zero_only("bool", "gradients lie with the parameters' own shards", "", False),
+    "buckets.reduce_scatter": _zero_only("bool", "a rank is only sent the sums of its own shards", "", True),
+    "buckets.round_robin_gradients": _zero_only("bool", "gradients are sharded as their parameters are", "", False),
     "stage3.prefetch_bucket_size": _zero_only(
         "any", "FSDP counts units to gather ahead, not elements", "forward_prefetch and backward_prefetch",
         50_000_000, note="DeepSpeed's default; FSDP gathers the next unit ahead",
     ),
     "stage3.param_persistence_threshold": _zero_only(
-        "any", "FSDP cuts every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
-        note="DeepSpeed's default, or no parameter; FSDP cuts all",
+        "any", "FSDP shards every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
+        note="DeepSpeed's default, or no parameter; FSDP shards all",
     ),
     "stage3.model_persistence_threshold": _zero_only(
-        "int", "FSDP cuts every parameter of a unit", "ignored_modules, by class name"
+        "int", "FSDP shards every parameter of a unit", "ignored_modules, by class name"
     ),
     "stage3.max_live_parameters": _LIVE,
     "stage3.max_reuse_distance": _LIVE,

@@ -60,7 +60,7 @@ def read_deepspeed(reading: Reading, content: Mapping[str, Any], prefix: str = "
 
 
 def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The content without what has no place here, which is noted."""
+    """The content without what has no counterpart here, which is noted."""
     for key, reason in {**REMOVED, **FOREIGN}.items():
         if key in content:
             value = content.pop(key)
@@ -118,7 +118,7 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
 
 
 def add_hpz(reading: Reading, field: str, value: int) -> None:
-    """Add the ranks that a second copy of the parameters is cut over."""
+    """Add the number of ranks that a second copy of the parameters is sharded over."""
     if value in (0, 1):
         reading.rest(field, value)
     else:

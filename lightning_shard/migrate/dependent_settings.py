@@ -1,4 +1,4 @@
-"""Settings that depend on each other: what is cut, the mesh, offload, precision, checkpoints."""
+"""Settings that depend on each other: what is sharded, the mesh, offload, precision, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _engine(target: Target, asked: Asked) -> None:
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2])
 
 
-# What is cut
+# What is sharded
 
 
 def _shard(target: Target, asked: Asked) -> None:
@@ -27,13 +27,13 @@ def _shard(target: Target, asked: Asked) -> None:
     elif target.engine == "deepspeed":
         target.set(asked, "strategy.stage", level)
     elif target.engine == "ddp":
-        target.hold(asked, "nothing is cut")
+        target.hold(asked, "nothing is sharded")
     elif asked.value == "none":
-        target.set(asked, "strategy.mesh", {"replicate": "auto", "shard": 1}, "whole copies, as DDP")
+        target.set(asked, "strategy.mesh", {"replicate": "auto", "shard": 1}, "full copies, as DDP")
     elif asked.value == "gradients":
         target.set(asked, "strategy.reshard_after_forward", False)
     elif asked.value == "optimizer":
-        target.lose(asked, "FSDP2 cuts gradients with the optimizer state", "--to shard_fsdp_grad_op")
+        target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op")
     else:
         target.default(asked, "strategy.reshard_after_forward")
 
@@ -49,13 +49,13 @@ def _mesh(target: Target, asked: Asked) -> None:
     elif target.engine == "fsdp":
         target.set(asked, "strategy.mesh", asked.value)
     elif target.engine == "ddp":
-        target.note(asked, "strategy", "whole copies", _AS_TOLD if target.told else "")
+        target.note(asked, "strategy", "full copies", _AS_TOLD if target.told else "")
     elif copies == 1:
-        target.hold(asked, "DeepSpeed cuts over all processes")
+        target.hold(asked, "DeepSpeed shards over all processes")
     else:
         target.lose(
             asked,
-            "DeepSpeed cuts over all processes: 0.19 removed MiCS, and ZeRO++ hpZ only keeps a second copy of the "
+            "DeepSpeed shards over all processes: 0.19 removed MiCS, and ZeRO++ hpZ only keeps a second copy of the "
             "parameters",
             "--to shard_fsdp_hybrid",
         )
@@ -67,10 +67,10 @@ def _reshard_ranks(target: Target, asked: Asked) -> None:
     elif target.engine == "fsdp":
         target.set(asked, "strategy.reshard_after_forward", asked.value, "as hpZ: backward gathers from this part")
     elif target.engine == "deepspeed" and target.stage == 3:
-        note = "backward gathers from a second copy of the parameters, cut over so many ranks"
+        note = "backward gathers from a second copy of the parameters, sharded over so many ranks"
         target.set(asked, "strategy.zero_plus_plus.hpz_partition_size", asked.value, note)
     else:
-        target.hold(asked, "parameters are whole, so there is nothing to gather")
+        target.hold(asked, "parameters are not sharded, so there is nothing to gather")
 
 
 # Offload
@@ -86,18 +86,18 @@ def _cpu_offload(target: Target, asked: Asked) -> None:
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
     elif target.stage == 0:
-        target.lose(asked, "stage 0 cuts nothing, and offloads nothing", "--to shard_deepspeed_stage_3_offload")
+        target.lose(asked, "stage 0 shards nothing, and offloads nothing", "--to shard_deepspeed_stage_3_offload")
     else:
         _device(target, asked, "offload_optimizer", "cpu")
         if target.stage == 3:
             _device(target, asked, "offload_parameters", "cpu")
         else:
             near = "--to shard_deepspeed_stage_3_offload"
-            target.lose(asked, f"stage {target.stage} keeps whole parameters on the device", near)
+            target.lose(asked, f"stage {target.stage} keeps full parameters on the device", near)
 
 
 def _device(target: Target, asked: Asked, group: str, device: str) -> None:
-    """Write where a group waits, unless the name that the user gave says it."""
+    """Write where a group is resident, unless the name that the user gave says it."""
     if group in target.fixed:
         there = target.arguments[group]["device"]
         target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
@@ -203,7 +203,7 @@ def _precision(target: Target, asked: Asked) -> None:
 
 
 def _override(target: Target, asked: Asked) -> None:
-    """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which stands in place of ``precision``."""
+    """``reduce``, ``output`` and ``loss_scale``: of `ShardPrecision`, which replaces ``precision``."""
     precision = target.reading.value("precision")
     if asked.name == "loss_scale" and not str(precision).startswith("16"):
         target.hold(asked, "there is a loss scale in fp16 alone")
@@ -224,7 +224,11 @@ def _override(target: Target, asked: Asked) -> None:
 
 def _checkpoint_form(target: Target, asked: Asked) -> None:
     if asked.value == "local":
-        target.lose(asked, "shards are never saved as they lie", "the portable directory, which every engine reads")
+        target.lose(
+            asked,
+            "no rank saves its shards alone",
+            "the portable directory, which every engine reads",
+        )
     elif asked.value == "portable":
         target.hold(asked, "a directory that every engine reads, at any number of processes")
     elif target.reading.carried.get("trainer", {}).get("enable_checkpointing") is False:
@@ -280,7 +284,7 @@ SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
 
 
 def finish(target: Target) -> None:
-    """Put `ShardPrecision` in place of the precision where one is needed, and the defaults of nobody's asking."""
+    """Replace the precision by `ShardPrecision` where one is needed, and write the stage that nobody asked for."""
     overrides = target.trainer.pop("plugins", None)
     if overrides:
         precision = target.trainer.pop("precision")

@@ -10,38 +10,22 @@ from typing import Any, Literal
 import yaml
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.migrate.neutral import shown
 
 Format = Literal["accelerate", "deepspeed", "lightning"]
 
 _SIGNS: Mapping[Format, tuple[str, ...]] = {
     "accelerate": (
-        "compute_environment",
-        "distributed_type",
-        "num_machines",
-        "num_processes",
-        "machine_rank",
-        "fsdp_config",
-        "deepspeed_config",
-        "mixed_precision",
-        "main_training_function",
-        "use_cpu",
+        "compute_environment", "distributed_type", "num_machines", "num_processes", "machine_rank", "fsdp_config",
+        "deepspeed_config", "mixed_precision", "main_training_function", "use_cpu",
     ),
     "deepspeed": (
-        "zero_optimization",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "optimizer",
-        "scheduler",
-        "steps_per_print",
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "gradient_clipping", "fp16", "bf16", "bfloat16", "optimizer", "scheduler", "steps_per_print",
         "wall_clock_breakdown",
     ),
     "lightning": ("trainer", "model", "data", "seed_everything", "ckpt_path", "optimizer", "lr_scheduler"),
-}
+}  # fmt: skip
 """Top-level keys by which a format is known."""
 
 
@@ -61,6 +45,19 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} holds a {type(content).__name__}, but must hold a mapping of keys.")
     return content
+
+
+def content_of(config: Any, field: str) -> dict[str, Any]:
+    """The content of a configuration that a field gives as a mapping, or as the path of its file.
+
+    Raises:
+        ConfigurationError: it is neither, or `read_file` raises it.
+    """
+    if isinstance(config, str):
+        return read_file(Path(config))
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"{field} is {shown(config)!r}, but must be a path or a mapping.")
+    return dict(config)
 
 
 def format_of(path: Path, content: Mapping[str, Any]) -> Format:

@@ -112,7 +112,7 @@ FSDP: Mapping[str, Field] = {
     "state_dict_type": setting("checkpoint_form", "str", words={"FULL": "full", "SHARDED": "portable"}),
     "use_orig_params": satisfied("parameters keep their shapes and names always", "bool"),
     "sync_module_states": satisfied("rank 0's values go to all ranks always", "bool"),
-    "limit_all_gathers": satisfied("FSDP2 holds at most the units that are set to be gathered ahead", "bool"),
+    "limit_all_gathers": satisfied("FSDP2 gathers no more units than are set to be gathered ahead", "bool"),
     "forward_prefetch": setting("forward_prefetch", "bool", False, words={True: 1}),
     "backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2}),
     "ignored_modules": unsupported(_PYTHON, "ignored_modules: [ClassName]"),
@@ -147,7 +147,7 @@ DEEPSPEED: Mapping[str, Field] = {
         READ_ELSEWHERE,
     ),
     "remote_device": satisfied(
-        "build the model in configure_model, on the meta device: each unit is cut as it is made", "str"
+        "build the model in configure_model, on the meta device: each unit is sharded as it is made", "str"
     ),
     "optimizer_buffer_count": setting("offload_optimizer.buffer_count", "int"),
     "params_buffer_count": setting("offload_parameters.buffer_count", "int"),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning_shard.engines.zero.config.scaling import SCALE_KEYS
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.fields import Field, check_keys, read_field
-from lightning_shard.migrate.files import read_file
+from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, check_keys, read_field
+from lightning_shard.migrate.files import content_of
 from lightning_shard.migrate.neutral import LEVELS, Reading, shown
 
 
@@ -35,7 +33,7 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
         return f"{path}.{name}" if named else path
 
     for name, value in given.items():
-        if name in known and known[name] != Field():
+        if name in known and known[name] != READ_ELSEWHERE:
             read_field(reading, field(name), known[name], value)
     if "timeout" in given:
         _timeout(reading, field("timeout"), given["timeout"])
@@ -56,7 +54,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
         bits = precision.removesuffix("-mixed").replace("16", "fp16").replace("bffp16", "bf16")
         return precision, f"gradients are reduced in fp32, by stock FSDP in {bits}: ShardPrecision(reduce: {bits})"
     if kind in ("DDPStrategy", "SingleDeviceStrategy") and precision.endswith("mixed"):
-        return precision, "parameters and inputs are cast whole instead of by autocast"
+        return precision, "modules cast their parameters and inputs, autocast is not used"
     return precision, ""
 
 
@@ -120,7 +118,7 @@ def _device_mesh(reading: Reading, field: str, value: Any) -> None:
         reading.asked = [asked for asked in reading.asked if asked.name != "mesh"]
         reading.ask("mesh", {"replicate": value[0], "shard": value[1]}, field, list(value))
     else:
-        reading.problems.append(f"{field} is {shown(value)!r}, but must be two numbers: copies and pieces")
+        reading.problems.append(f"{field} is {shown(value)!r}, but must be two numbers: copies, and shards of a copy")
 
 
 def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
@@ -161,10 +159,7 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
                 f"{', '.join(field(name) for name in beside)} beside config, where Lightning does not read them: "
                 "remove them, or config"
             )
-        content = read_file(Path(config)) if isinstance(config, str) else config
-        if not isinstance(content, Mapping):
-            raise ConfigurationError(f"{field('config')} is {shown(config)!r}, but must be a path or a mapping.")
-        read_deepspeed(reading, content, "config: ")
+        read_deepspeed(reading, content_of(config, field("config")), "config: ")
         return
     stage = given.get("stage", 2)
     if given.get("zero_optimization") is False:
@@ -185,7 +180,9 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
                 reading.ask(f"{target}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
             if given.get("pin_memory") is not None:
                 reading.ask(f"{target}.pin_memory", given["pin_memory"], field("pin_memory"), given["pin_memory"])
-    scale = {name: given[name] for name in SCALE_KEYS if name in given}
+    kinds = {name: Field(kind="float" if name in ("loss_scale", "min_loss_scale") else "int") for name in SCALE_KEYS}
+    read = {name: read_field(reading, field(name), kind, given.get(name)) for name, kind in kinds.items()}
+    scale = {name: value for name, value in read.items() if value is not None}
     if scale.pop("loss_scale", 0):
         near = "initial_scale_power, to begin at such a scale"
         reading.lose(field("loss_scale"), given["loss_scale"], "the loss scale is dynamic", near)
@@ -194,19 +191,9 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
 
 
 _BY_CONFIG = {*tables.DEEPSPEED} - {
-    "config",
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "logging_level",
-    "load_full_weights",
-    "exclude_frozen_parameters",
-    *SCALE_KEYS,
-}
+    "config", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+    "process_group_backend", "timeout", "logging_level", "load_full_weights", "exclude_frozen_parameters", *SCALE_KEYS,
+}  # fmt: skip
 """What Lightning builds a configuration from where none is given (``DeepSpeedStrategy._create_default_config``)."""
 
 _SPECIAL = {

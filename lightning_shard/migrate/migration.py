@@ -33,7 +33,7 @@ class Migration:
     """Fields that ask for nothing."""
 
     lost: list[Lost]
-    """Fields without an equal."""
+    """Fields without a counterpart."""
 
     launch: dict[str, str]
     """Variables that the launcher was told in the source."""

@@ -1,4 +1,4 @@
-"""What a migration says: the table of what became what, the refusal of what has no equal, and the YAML itself."""
+"""What a migration says: the table of what became what, the refusal of what has no counterpart, and the YAML itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Lost]) -> 
     Args:
         rows: of the table.
         idle: fields that ask for nothing.
-        lost: fields without an equal, which stand in the table too.
+        lost: fields without a counterpart, which are lines of the table too.
     """
     lines = [("source", "", "->", "target", "", "note")]
     lines += [(row.field, shown(row.given), "->", row.target or "(no setting)", _value(row), row.note) for row in rows]
@@ -43,11 +43,11 @@ def _why(item: Lost) -> str:
 
 
 def refusal(lost: Sequence[Lost]) -> str:
-    """The message that lists every field without an equal."""
+    """The message that lists every field without a counterpart."""
     count = "1 field has" if len(lost) == 1 else f"{len(lost)} fields have"
     lines = "".join(f"\n  - {item.field}: {shown(item.given)}. {_sentence(item)}" for item in lost)
     return (
-        f"{count} no equal here, so that nothing was written:{lines}\n"
+        f"{count} no counterpart here, so that nothing was written:{lines}\n"
         "With --lossy the rest is written, and these stand in the file as comments."
     )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning_shard.migrate.counterparts import TABLE, Same
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
-from lightning_shard.migrate.fields import Field, check_keys, read_field
-from lightning_shard.migrate.files import read_file
+from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, check_keys, read_fields, setting
+from lightning_shard.migrate.files import content_of
 from lightning_shard.migrate.neutral import LEVELS, Engine, Reading, shown
 
 OWN_ENGINES: Mapping[str, Engine] = {
@@ -18,21 +17,26 @@ OWN_ENGINES: Mapping[str, Engine] = {
     "ShardDeepSpeedStrategy": "deepspeed",
 }
 
-_MESH = {"mesh.replicate": Field(), "mesh.shard": Field()}
-_SYNC = {"accumulate_sync": Field(kind="str", name="accumulate_sync", idle=("auto",))}
+_SYNC = {"accumulate_sync": setting("accumulate_sync", "str", "auto")}
+_MESH = {"mesh.replicate": READ_ELSEWHERE, "mesh.shard": READ_ELSEWHERE}
 
 SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
     "ddp": _SYNC,
-    "fsdp": {**_SYNC, **_MESH, "reshard_after_forward": Field(), "cpu_offload": Field(kind="bool", name="cpu_offload")},
+    "fsdp": {
+        **_SYNC,
+        **_MESH,
+        "reshard_after_forward": READ_ELSEWHERE,
+        "cpu_offload": setting("cpu_offload", "bool"),
+    },
     "deepspeed": {
         **_SYNC,
         **_MESH,
-        "config": Field(),
-        "stage": Field(kind="int", name="shard", words=dict(enumerate(LEVELS))),
-        "offload_optimizer.device": Field(kind="str", name="offload_optimizer.device"),
-        "offload_parameters.device": Field(kind="str", name="offload_parameters.device"),
-        "zero_plus_plus.hpz_partition_size": Field(),
-        "communication_data_type": Field(kind="str", name="reduce"),
+        "config": READ_ELSEWHERE,
+        "stage": setting("shard", "int", words=dict(enumerate(LEVELS))),
+        "offload_optimizer.device": setting("offload_optimizer.device", "str"),
+        "offload_parameters.device": setting("offload_parameters.device", "str"),
+        "zero_plus_plus.hpz_partition_size": READ_ELSEWHERE,
+        "communication_data_type": setting("reduce", "str"),
     },
 }
 """Arguments that are not in the table of counterparts under their own name."""
@@ -41,7 +45,7 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
 def arguments_of(engine: Engine) -> dict[str, Field]:
     """Every argument of an engine's strategy, groups with dots."""
     fields = {
-        name: Field(kind=row.kind, name=name)
+        name: setting(name, row.kind)
         for name, row in TABLE.items()
         if isinstance(getattr(row, engine)[0], Same) and not name.startswith("trainer.")
     }
@@ -54,13 +58,8 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
     check_keys(reading, path, flat, known, "the strategy")
     if flat.get("config") is not None:
-        config = flat["config"]
-        content = read_file(Path(config)) if isinstance(config, str) else config
-        read_deepspeed(reading, content, "config: ")
-    for name, described in known.items():
-        value = flat.get(name)
-        if value is not None and described != Field():
-            read_field(reading, f"{path}.{name}", described, value)
+        read_deepspeed(reading, content_of(flat["config"], f"{path}.config"), "config: ")
+    read_fields(reading, path, known, flat)
     if "mesh.replicate" in flat or "mesh.shard" in flat:
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}
         reading.ask("mesh", mesh, f"{path}.mesh", mesh)
@@ -84,7 +83,7 @@ def _reshard(reading: Reading, given: Any, field: str) -> None:
 
 
 def _flat(arguments: Mapping[str, Any], groups: set[str]) -> dict[str, Any]:
-    """Groups of arguments as keys with dots; a ``config`` and ``preemption`` stay whole."""
+    """Groups of arguments as keys with dots; not those of ``config`` and ``preemption``."""
     flat: dict[str, Any] = {}
     for key, value in arguments.items():
         if key in groups and isinstance(value, Mapping):

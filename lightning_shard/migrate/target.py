@@ -76,12 +76,12 @@ class Target:
 
 
 def level_of(engine: Engine, arguments: Mapping[str, Any]) -> str:
-    """What a strategy's arguments cut, in words."""
+    """What a strategy's arguments shard, in words."""
     if engine == "ddp":
         return "everything on every process"
     if engine == "deepspeed":
         stage = int(arguments.get("stage", 2))
-        return f"stage {stage}: {LEVELS[stage]} cut" if stage else "stage 0: nothing cut"
+        return f"stage {stage}: {LEVELS[stage]} sharded" if stage else "stage 0: nothing sharded"
     if arguments.get("reshard_after_forward") is False:
         return "parameters kept gathered after forward"
-    return "parameters cut"
+    return "parameters sharded"

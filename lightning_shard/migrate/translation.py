@@ -83,7 +83,7 @@ def _by_table(target: Target, asked: Asked) -> None:
     answer = find(asked.name).answer(target.engine, asked.value)
     group = asked.name.partition(".")[0]
     if asked.name in _GATHERING and target.engine == "deepspeed" and target.stage < 3:
-        target.hold(asked, f"parameters are whole in stage {target.stage}, so that there is nothing to gather")
+        target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
     elif isinstance(answer, Holds):
         target.hold(asked, answer.note)
     elif not isinstance(answer, Same):

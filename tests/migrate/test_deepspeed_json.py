@@ -85,7 +85,7 @@ def test_deepspeed_mistakes_and_removed_features(refused: Callable[..., str]) ->
         "dataloader_drop_last": True,
     }
     message = refused(removed)
-    assert "4 fields have no equal" in message
+    assert "4 fields have no counterpart" in message
     assert "Nearest: shard_fsdp_hybrid" in message
 
 

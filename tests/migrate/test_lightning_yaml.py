@@ -130,6 +130,21 @@ def test_stock_deepspeed_class(migrated: Callable[..., dict[str, Any]], refused:
     assert "the loss scale is dynamic" in refused(trainer(path, {"loss_scale": 64.0})).lower()
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"hysteresis": "two"}, "'two', but must be a whole number"),
+        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"min_loss_scale": "x"}, "'x', but must be a number"),
+        ("lightning.pytorch.strategies.DeepSpeedStrategy", {"config": 5}, "'5', but must be a path or a mapping"),
+        ("lightning_shard.ShardDeepSpeedStrategy", {"config": True}, "'true', but must be a path or a mapping"),
+    ],
+)
+def test_values_of_another_kind_are_named(
+    kind: str, given: dict[str, Any], expected: str, refused: Callable[..., str]
+) -> None:
+    assert f"{next(iter(given))} is {expected}" in refused(trainer(kind, given))
+
+
 def test_ddp_options_of_32_true_alone(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
     path = "pytorch_lightning.strategies.DDPStrategy"
     content = trainer(path, {"static_graph": True, "broadcast_buffers": False})
