@@ -25,8 +25,10 @@ from lightning_shard import _lightning
 from lightning_shard import run as parts
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.cluster.forking import let_threads_finish_before_forks
+from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.ledger import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -39,20 +41,20 @@ from lightning_shard.strategies.warnings import warn_of_low_memory, warn_of_upca
 class ShardStrategy(ParallelStrategy):
     """Base of the strategies; a subclass says which engine it is the adapter of.
 
-    It has no state but its settings, its parts and the engine of the run. A hook without a docstring does what
-    Lightning documents.
+    It has no state but its settings, its parts and the engine of the run. Hooks are documented by Lightning.
     """
+
+    aligned: bool
+    activation_checkpointing: Checkpointing
+    async_save: bool
+    preemption: PreemptionConfig
 
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
         self._settings = settings
         self.num_nodes = 1
-        self.aligned = settings.aligned
-        self.log_grad_norm = settings.log_grad_norm
-        self.activation_checkpointing = settings.activation_checkpointing
-        self.preemption = settings.preemption
-        self.async_save = settings.async_save
+        vars(self).update(vars(settings))
         self.timeout = timedelta(seconds=settings.timeout_seconds)
         self.checkpoints = parts.Checkpoints()
         self.memory: parts.Memory | None = None  # from a run's set-up on
@@ -234,7 +236,6 @@ class ShardStrategy(ParallelStrategy):
         # Optimizers of an earlier run refer to parameters that may have been replaced.
         self._reset_optimizers_and_schedulers()
         if self._fits:
-            # On the parameters that the engine left.
             self.setup_optimizers(trainer)
             self._engage(trainer, engine)
         self.setup_precision_plugin()
@@ -248,7 +249,6 @@ class ShardStrategy(ParallelStrategy):
             run = f"{type(self).__name__} in precision {planned.precision!r}"
             refuse_callbacks(trainer, full=engine.replicates, run=run)
             parts.before_sharding(trainer, module, _lightning.layer_sync(self))
-            # What was loaded is read here.
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
         watch = self._ledger.reduction
         return parts.run_of(trainer, planned, device=self.root_device, mesh=self.device_mesh, watch=watch)
