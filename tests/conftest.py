@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.harness import ROOT, close_pools
 from tests.slurm.cluster import why_not
@@ -52,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A slow example says that the machine is busy, and nothing about the package.
+    settings.register_profile("busy", deadline=None)
+    settings.load_profile("busy")
     config.stash[_RAN] = Counter()
     unknown = set(_required(config)) - set(GROUPS)
     if unknown:

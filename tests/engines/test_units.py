@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -237,7 +237,6 @@ def _trees(draw: st.DrawFn) -> nn.Module:
     return root
 
 
-@settings(deadline=None)
 @given(root=_trees(), spec=st.sampled_from([["Layer"], ["Linear"], ["Layer", "Linear", "Root"], 1, 6, 20, "auto"]))
 def test_every_parameter_has_one_home(root: nn.Module, spec: object) -> None:
     present = {class_name(m) for m in root.modules() if m is not root}

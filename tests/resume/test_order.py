@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DistributedSampler,
@@ -77,7 +77,6 @@ def test_same_world_goes_on_with_the_very_batches(
     assert ids(resumed) == ids(distributed_loader(length, world_size, rank, **(options | {"epoch": 4})))
 
 
-@settings(deadline=None)
 @given(st.data(), SIZES, st.lists(WORLDS, min_size=2, max_size=4), st.booleans())
 def test_worlds_in_turn_cover_the_epoch_once(
     data: st.DataObject, length: int, worlds: list[int], drop_last: bool
