@@ -18,6 +18,7 @@ from lightning_shard import (
     registry,
 )
 from lightning_shard.commands.strategies import preset_yaml, table
+from lightning_shard.engines.settings import plain_settings
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
@@ -44,10 +45,10 @@ PLAIN: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 ALL = PLAIN | {f"{name}_aligned": (kind, {**args, "aligned": True}) for name, (kind, args) in PLAIN.items()}
 
 
-def _settings(strategy: Strategy) -> dict[str, Any]:
-    """What the constructor stored, without the objects that Lightning makes for every strategy anew."""
-    values = {n: v for n, v in vars(strategy).items() if not type(v).__module__.startswith("lightning.")}
-    return {**values, "class": type(strategy)}
+def _settings(strategy: Any) -> dict[str, Any]:
+    """What the constructor was given, as ranks and checkpoints compare it."""
+    common = plain_settings(strategy._settings)
+    return {**common, **strategy.engine_for().settings(), "class": type(strategy)}
 
 
 def test_the_names_are_those_of_the_table() -> None:
