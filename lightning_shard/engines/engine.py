@@ -115,35 +115,27 @@ class EngineTensors(Protocol):
 
     def masters(self) -> Mapping[str, LiveTensor]:
         """FQN to what checkpoints hold and users read in the place of the module's own tensor."""
-        ...
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
         """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
-        ...
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
         """FQN and tensor of the masters that ``optimizer`` steps; None: it steps the module's own parameters."""
-        ...
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         """The reduced gradient of a parameter, there from the accumulation boundary to the step."""
-        ...
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's reduced gradients of ``optimizer``: DTensors or plain tensors, to be scaled in place."""
-        ...
 
     def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
         """FQN and tensor of the gradients that wait for those of further micro-batches."""
-        ...
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run but activations, by kind and by device, host or file."""
-        ...
 
     def unsharded(self) -> Iterable[Resident]:
         """Of these the parameters that are gathered at this moment."""
-        ...
 
 
 class Engine(Protocol):
@@ -166,7 +158,6 @@ class Engine(Protocol):
         Raises:
             ConfigurationError: with the value, the rule and the fix.
         """
-        ...
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         """The dtypes of a run, from those that the precision stands for.
@@ -175,15 +166,12 @@ class Engine(Protocol):
             base: what the precision stands for.
             loss_scale_given: whether the user gave ``ShardPrecision`` a loss scale.
         """
-        ...
 
     def units(self, module: nn.Module) -> list[Unit]:
         """The shard units of a module with full parameters; they are also what is checkpointed and compiled."""
-        ...
 
     def ignored_modules(self) -> Sequence[str]:
         """Class names of modules that are not sharded."""
-        ...
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine as plain numbers, for the plan and the memory account.
@@ -195,11 +183,9 @@ class Engine(Protocol):
         Raises:
             ConfigurationError: settings that do not fit the number of processes, or each other.
         """
-        ...
 
     def settings(self) -> Mapping[str, Any]:
         """All settings by name, in plain values: what must be the same on every rank."""
-        ...
 
     # A run
 
@@ -209,7 +195,6 @@ class Engine(Protocol):
         Raises:
             ConfigurationError: before anything was changed.
         """
-        ...
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
@@ -217,24 +202,19 @@ class Engine(Protocol):
         Raises:
             ConfigurationError: optimizers that the engine can't step.
         """
-        ...
 
     def upcast(self) -> Mapping[str, torch.dtype]:
         """FQN to loaded dtype of the trainable parameters whose masters have another."""
-        ...
 
     @property
     def tensors(self) -> EngineTensors:
         """The live tensors of the run, from `prepare` on."""
-        ...
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``step(*args, **kwargs)`` of a training step, with the module's parameters as its modules need them."""
-        ...
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `forward`, of a step after which no backward follows."""
-        ...
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         """Run backward from ``loss``, which is scaled already.
@@ -245,33 +225,27 @@ class Engine(Protocol):
             overridden: whether that is the user's own.
             **kwargs: of the call, such as ``retain_graph``.
         """
-        ...
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the backward passes to come end an accumulation."""
-        ...
 
     def finish_gradients(self) -> None:
         """At the accumulation boundary: reduce what backward did not."""
-        ...
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         """`EngineTensors.gradients`, and the mesh over whose ranks plain ones are disjoint shards; None: they are full.
 
         No communication.
         """
-        ...
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
-        ...
 
     steps_itself: bool
     """Whether `step` must be called in place of the optimizer's own, for skipped steps too."""
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""
-        ...
 
     def follow_freezing(self) -> nn.Module:
         """Follow what was frozen and thawed since the last step; returns the Trainer's model from now on.
@@ -279,23 +253,18 @@ class Engine(Protocol):
         Raises:
             ConfigurationError: the engine can't follow.
         """
-        ...
 
     def before_reading(self) -> None:
         """Put what is stepped in the place of what forward gathered; no communication."""
-        ...
 
     def publish(self) -> None:
         """Let the next forward see what was written into `tensors`."""
-        ...
 
     def resumed(self) -> None:
         """Optimizer state was loaded: follow it with what is in no tensor."""
-        ...
 
     def notes(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of the engine for people to read, in plain values."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """Give the module back.
@@ -303,4 +272,3 @@ class Engine(Protocol):
         Args:
             failed: other ranks may be anywhere, so that nothing may communicate.
         """
-        ...
