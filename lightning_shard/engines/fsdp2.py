@@ -24,7 +24,7 @@ from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_sharded_by_zero
+from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
@@ -129,7 +129,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._run = run
         earlier: ShardedModule | None = module.__dict__.get(_STATE)
-        refuse_sharded_by_zero(module, self.strategy)
+        refuse_sharded(module, self.strategy, by_fsdp=False)
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)

@@ -18,7 +18,7 @@ from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_sharded_by_fsdp, refuse_sharded_by_zero
+from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.step_root import StepRoot
@@ -97,8 +97,7 @@ class TorchDDP(StepsOwnParameters):
     # A run
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
-        refuse_sharded_by_fsdp(module, "ShardDDPStrategy")
-        refuse_sharded_by_zero(module, "ShardDDPStrategy")
+        refuse_sharded(module, "ShardDDPStrategy")
         self._module, self._run = module, run
         transforms = find_transforms(module, self.units(module), self._forward_options)
         # Where Lightning's DDP leaves it.

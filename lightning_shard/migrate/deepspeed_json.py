@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config import DeepSpeedFields
-from lightning_shard.engines.zero.config.checks import TRAINER_OWNED, check_fields
+from lightning_shard.engines.zero.config.checks import SCALE_KEYS, TRAINER_OWNED, check_fields, loss_scaling_of
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO
-from lightning_shard.engines.zero.config.merging import KEYS, ZERO, get, merge
-from lightning_shard.engines.zero.config.reading import AUTO, is_off
-from lightning_shard.engines.zero.config.scaling import SCALE_KEYS, loss_scaling_of
+from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
+from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.neutral import LEVELS, Reading
 

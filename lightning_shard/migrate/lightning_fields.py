@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.zero.config.scaling import SCALE_KEYS
+from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate.accelerate_fields import backward_prefetch
 from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, satisfied, setting, unsupported
 from lightning_shard.migrate.neutral import Engine

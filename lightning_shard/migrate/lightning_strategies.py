@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.zero.config.scaling import SCALE_KEYS
+from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of

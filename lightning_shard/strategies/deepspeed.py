@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.engines.zero import process, refusals
+from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     OptimizerOffload,
@@ -109,7 +109,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         )
         check_fields(self._fields, aligned)
         stage_number = effective(self._fields).stage
-        refusals.refuse_compiling(compile, stage_number)
+        if compile and stage_number == 3:
+            raise ConfigurationError(
+                "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, "
+                "and a graph ends at every one. Use shard_fsdp, whose hooks are outside of its units, stage 2, or "
+                "compile: false."
+            )
         settings = CommonSettings(
             mesh=mesh or MeshConfig(),
             aligned=aligned,

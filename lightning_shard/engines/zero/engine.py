@@ -10,29 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import refuse_sharded_by_fsdp, refuse_sharded_by_zero
+from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
-from lightning_shard.engines.zero import cpu_adam, offload, partition, process, refusals, running
+from lightning_shard.engines.zero import cpu_adam, offload, partition, process, running
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     check_policy,
     deepspeed_config,
     effective,
     loss_scaling_from,
+    planned_facts,
+    run_facts,
 )
-from lightning_shard.engines.zero.run_facts import asks_for_steps, planned_facts, run_facts
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
@@ -88,9 +89,18 @@ class Zero:
 
     def check(self, run: PlannedRun) -> None:
         replicas, _ = resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
-        refusals.refuse_replicas(replicas)
+        if replicas > 1:
+            raise ConfigurationError(
+                f"mesh asks for {replicas} replicas, but DeepSpeed shards over all processes: its MiCS, which "
+                "replicated over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) replicates parameters "
+                "alone. Use shard_fsdp_hybrid, or remove replicate."
+            )
         check_policy(self._fields, run.policy, run.aligned)
-        refusals.refuse_16_bits(self._stage, run.policy.compute, run.precision)
+        if self._stage == 0 and run.policy.compute != torch.float32:
+            raise PrecisionError(
+                f"precision is {run.precision!r} with DeepSpeed stage 0, which sums and reduces gradients in 16 bits "
+                "there. Use shard_ddp, which replicates everything as well and runs every precision, or '32-true'."
+            )
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         communicated = self._effective.communication_data_type
@@ -119,9 +129,8 @@ class Zero:
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
-        refuse_sharded_by_fsdp(module, self.strategy)
+        refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
         if self._stage < 3:
-            refuse_sharded_by_zero(module, f"{self.strategy}(stage={self._stage})")
             prepare_replica(module, device=run.device, seed=run.seed)
         self._closing.callback(self._to_host)
         if run.fitting:
@@ -153,9 +162,9 @@ class Zero:
         self._start(None)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
-        optimizer = refusals.only_optimizer(optimizers, self._fields)
+        optimizer = self._only(optimizers)
         self._optimizers = optimizers
-        facts = run_facts(self._module, self._run, optimizers, count_steps=asks_for_steps(self._fields))
+        facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
         master, kept = self._run.policy.master, self._values.kept
@@ -170,6 +179,25 @@ class Zero:
         self._optimizers = [running.optimizer]
         self._register_masters()
         return Engaged(optimizers=[running.optimizer], scheduler=running.scheduler)
+
+    def _only(self, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+        """The optimizer that ``configure_optimizers`` made; None: the configuration describes one."""
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one. "
+                "Return one, with parameter groups where settings differ, or use shard_fsdp."
+            )
+        if optimizers and isinstance(optimizers[0], LBFGS):
+            raise ConfigurationError(
+                "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
+                "engine steps without a closure. Use another optimizer, or shard_ddp."
+            )
+        if not optimizers and not self._effective.has_optimizer:
+            raise ConfigurationError(
+                "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
+                "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
+            )
+        return optimizers[0] if optimizers else None
 
     def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run

@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.merging import ZERO, get, merge, put, raise_problems
-from lightning_shard.engines.zero.config.reading import AUTO
-from lightning_shard.engines.zero.config.resolving import differ, resolve_hyperparameters
+from lightning_shard.engines.zero.config.facts import RunFacts
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.merging import ZERO, merge, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO, get, put
+from lightning_shard.engines.zero.config.sections import differ, resolve_sections
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.policy import DTYPES, short
 
@@ -24,7 +25,7 @@ NVME_BUFFER = 100_000_000
 """DeepSpeed's default for one buffer of parameters from NVMe, in elements."""
 
 
-def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumulation: bool = True) -> dict[str, Any]:
+def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]:
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
 
     DeepSpeed never clips (``gradient_clipping`` 0) and never scales the loss: both are done by this package's own
@@ -33,7 +34,6 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumu
     Args:
         fields: what the user set; passed `check_fields`.
         facts: what the run says.
-        managed_accumulation: whether DeepSpeed counts micro-batches itself, or steps when it is told to.
 
     Raises:
         ConfigurationError: every value that contradicts the run, in one error, with both values.
@@ -46,18 +46,12 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts, *, managed_accumu
     _batch(config, facts, problems)
     _clipping(config, facts, problems)
     _precision(config, facts, problems)
-    resolve_hyperparameters(config, facts, problems)
+    resolve_sections(config, facts, problems)
     _zero(config, facts, problems)
-    if not managed_accumulation and config[ZERO]["stage"] < 2 and config[ZERO].get("overlap_comm") is True:
-        # DeepSpeedEngine._do_sanity_check asserts it.
-        problems.append(
-            f"{ZERO}.overlap_comm is true with stage {config[ZERO]['stage']}, but where the strategy says when to step "
-            "DeepSpeed overlaps in stages 2 and 3 only: remove it"
-        )
     raise_problems(problems, CONTRADICTS)
     if facts.aligned:
         _pin_contract(config)
-    config["managed_gradient_accumulation"] = managed_accumulation
+    config["managed_gradient_accumulation"] = True
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     return _plain(_without_auto(config))
@@ -86,8 +80,8 @@ def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None
     DeepSpeed uses the number only in its own logs.
     """
     accumulate = facts.accumulate_grad_batches
-    per_micro = accumulate * facts.world_size
-    micro = facts.micro_batch_size
+    per_micro = accumulate * facts.ranks
+    micro = facts.trainer.micro_batch_size
     micro_key, train_key = "train_micro_batch_size_per_gpu", "train_batch_size"
     if micro is None:
         given, whole = config.get(micro_key), config.get(train_key)
@@ -98,19 +92,19 @@ def _batch(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None
     else:
         differ(config, micro_key, micro, "the dataloader's batch size", problems)
     differ(config, "gradient_accumulation_steps", accumulate, "the Trainer's accumulate_grad_batches", problems)
-    product = f"{micro} per process x {accumulate} accumulated x {facts.world_size} processes"
+    product = f"{micro} per process x {accumulate} accumulated x {facts.ranks} processes"
     differ(config, train_key, micro * per_micro, f"that of the run, {product},", problems)
     config.update({micro_key: micro, train_key: micro * per_micro, "gradient_accumulation_steps": accumulate})
 
 
 def _clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     given = config.get("gradient_clipping", AUTO)
-    trainers = facts.gradient_clip_val or 0.0
+    trainers = facts.trainer.gradient_clip_val or 0.0
     if given != AUTO and given != trainers:
         fix = f"set Trainer(gradient_clip_val={given:g})" if given and not trainers else "make them equal"
-        shown = facts.gradient_clip_val if trainers else "not set"
+        shown = facts.trainer.gradient_clip_val if trainers else "not set"
         problems.append(f"gradient_clipping is {given:g}, but the Trainer's gradient_clip_val is {shown}: {fix}")
-    elif given not in (AUTO, 0) and facts.gradient_clip_algorithm == "value":
+    elif given not in (AUTO, 0) and facts.trainer.gradient_clip_algorithm == "value":
         problems.append(
             f"gradient_clipping is {given:g}, which is by norm, but the Trainer's gradient_clip_algorithm is 'value'"
         )
@@ -205,9 +199,9 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
         if facts.device_type == "cpu" and key in zero and zero[key].get("pin_memory", AUTO) == AUTO:
             zero[key]["pin_memory"] = False
     hpz = zero.get("zero_hpz_partition_size", AUTO)
-    if hpz not in (AUTO, 0, 1) and facts.world_size % hpz != 0:
+    if hpz not in (AUTO, 0, 1) and facts.ranks % hpz != 0:
         problems.append(
-            f"{ZERO}.zero_hpz_partition_size is {hpz}, but must divide the {facts.world_size} processes of the run"
+            f"{ZERO}.zero_hpz_partition_size is {hpz}, but must divide the {facts.ranks} processes of the run"
         )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import Section, known_keys
-from lightning_shard.engines.zero.config.merging import ZERO, effective_of, get, merge, raise_problems
-from lightning_shard.engines.zero.config.reading import AUTO, canonical, read_config
-from lightning_shard.engines.zero.config.scaling import loss_scaling_of
+from lightning_shard.engines.zero.config.merging import ZERO, effective_of, merge, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, read_config
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PrecisionPolicy, short
+
+SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 RULE = "The DeepSpeed configuration can't be used"
 
@@ -47,6 +50,44 @@ def loss_scaling_from(config: str | dict[str, Any] | None) -> LossScaling | None
     return loss_scaling_of(canonical(read_config(config), []).get("fp16", {}))
 
 
+def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
+    """The loss scale that an ``fp16`` section in canonical form asks for; None: it says nothing about it.
+
+    DeepSpeed's own defaults hold for what a section that says something leaves out (``DeepSpeedFP16Config``).
+
+    Raises:
+        ConfigurationError: what this package's loss scale can't do: a static scale, a hysteresis that is refilled by
+            each good step, a minimum that is no power of two.
+    """
+    given = {key: value for key, value in fp16.items() if value != AUTO}
+    if given.get("enabled") is False:
+        return None
+    if given.get("consecutive_hysteresis"):
+        raise ConfigurationError(
+            "fp16.consecutive_hysteresis is true, but the loss scale's hysteresis is refilled only when the scale "
+            "grows. Remove it."
+        )
+    static = given.get("loss_scale", 0)
+    if static != 0:
+        power = max(0, round(math.log2(static))) if static > 0 else 16
+        raise ConfigurationError(
+            f"fp16.loss_scale is {static:g}, a static scale, but the scale is dynamic on every engine here. Set "
+            f"fp16.loss_scale to 0 and fp16.initial_scale_power to {power}, to begin at {2.0**power:g}."
+        )
+    if not any(key in given for key in SCALE_KEYS):
+        return None
+    try:
+        return LossScaling(
+            initial=math.ldexp(1.0, given.get("initial_scale_power", 16)),
+            growth_interval=given.get("loss_scale_window", 1000),
+            hysteresis=given.get("hysteresis", 2),
+            minimum=float(given.get("min_loss_scale", 1)),
+        )
+    except (PrecisionError, OverflowError) as error:
+        shown = ", ".join(f"{key} {given[key]!r}" for key in SCALE_KEYS if key in given)
+        raise ConfigurationError(f"The fp16 section ({shown}) can't be used: {error}") from error
+
+
 def _check_by_models(content: dict[str, Any], section: Section, path: str, problems: list[str]) -> None:
     """Let DeepSpeed's own models check values: ranges, and words of which there are a few."""
     from pydantic import ValidationError
@@ -72,13 +113,13 @@ def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
     stage, zero = asked.stage, merged[ZERO]
     if asked.parameter_device != "none" and stage < 3:
         problems.append(
-            f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but parameters are cut, and so can "
-            "be offloaded, in stage 3 only. Set stage: 3, or remove it"
+            f"offload_parameters is {asked.parameter_device!r} with stage {stage}, but only stage 3 shards, and so can "
+            "offload, parameters. Set stage: 3, or remove it"
         )
     if asked.optimizer_device != "none" and stage == 0:
         problems.append(
-            f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but optimizer state is cut, and so can be "
-            "offloaded, from stage 1 on. Set stage: 1 or more, or remove it"
+            f"offload_optimizer is {asked.optimizer_device!r} with stage 0, but only stages 1 to 3 shard, and so can "
+            "offload, optimizer state. Set stage: 1 or more, or remove it"
         )
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
         section = zero.get(key, {})
@@ -168,7 +209,7 @@ CONTRACT: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_predivide_factor": ((1.0,), "gradients are summed, then divided"),
     "prescale_gradients": ((False,), "gradients are summed, then divided"),
     "gradient_allreduce_op": (("mean",), "gradients are averaged"),
-    "torch_autocast.enabled": ((False,), "modules are cast whole on every engine"),
+    "torch_autocast.enabled": ((False,), "entire modules are cast on every engine"),
 }
 """Key to the values that the aligned contract allows, and the rule that others break."""
 

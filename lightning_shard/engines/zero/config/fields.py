@@ -1,20 +1,17 @@
-"""What a user sets for DeepSpeed, in typed groups, and what the run says about itself.
+"""What a user sets for DeepSpeed, in typed groups.
 
 A field that is None is not set: then ``config`` says it, and else DeepSpeed's own default holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from lightning_shard.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffload:
-    """Where optimizer state and fp32 masters wait, and where the optimizer steps: always the host."""
+    """Where optimizer state and fp32 masters are resident; the optimizer steps on the host."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     """"cpu": host memory, stages 1 to 3. "nvme": files, stage 3 only."""
@@ -33,12 +30,12 @@ class OptimizerOffload:
     """Faster set-up of state on NVMe. DeepSpeed's: false."""
 
     ratio: float | None = None
-    """Part of the state that is offloaded, from 0 to 1, stage 3 only. DeepSpeed's: 1."""
+    """Fraction of the state that is offloaded, from 0 to 1, stage 3 only. DeepSpeed's: 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterOffload:
-    """Where a rank's parameter shards wait until they are gathered; stage 3 only."""
+    """Where a rank's parameter shards are resident; stage 3 only."""
 
     device: Literal["cpu", "nvme"] = "cpu"
     """"cpu": host memory. "nvme": files."""
@@ -61,7 +58,7 @@ class ParameterOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroBuckets:
-    """How gradients and updated parameters are put together for the network."""
+    """How gradients and updated parameters are bucketed for the network."""
 
     reduce: int | Literal["auto"] | None = None
     """Elements of gradients that are reduced at a time. "auto": the square of the model's hidden size. None: 5e8,
@@ -78,10 +75,10 @@ class ZeroBuckets:
     """Copy gradients into one buffer as they come. DeepSpeed's: true."""
 
     reduce_scatter: bool | None = None
-    """Reduce each rank's part to it alone, rather than all to all. DeepSpeed's: true."""
+    """Reduce-scatter gradients in place of an all-reduce. DeepSpeed's: true."""
 
     round_robin_gradients: bool | None = None
-    """Deal parameters out to ranks in turn, for faster copies under offload; stages 1 and 2. DeepSpeed's: false."""
+    """Assign parameters to ranks in turn, for faster copies under offload; stages 1 and 2. DeepSpeed's: false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +89,10 @@ class Stage3Options:
     """Elements that are gathered ahead of use. "auto": 0.9 times the square of the hidden size. DeepSpeed's: 5e7."""
 
     param_persistence_threshold: int | Literal["auto"] | None = None
-    """Parameters of fewer elements stay whole on every rank. "auto": 10 times the hidden size. DeepSpeed's: 1e5."""
+    """Parameters of fewer elements stay gathered on every rank. "auto": 10 times the hidden size. DeepSpeed's: 1e5."""
 
     model_persistence_threshold: int | None = None
-    """Elements that may stay whole in all. DeepSpeed's: no limit."""
+    """Elements that may stay gathered in total. DeepSpeed's: no limit."""
 
     max_live_parameters: int | None = None
     """Gathered elements that a device holds at a time. DeepSpeed's: 1e9."""
@@ -110,8 +107,8 @@ class Stage3Options:
     """Modules with fewer elements per submodule are gathered as one. DeepSpeed's: 0, none."""
 
     leaf_modules: list[str] | None = None
-    """Class names of modules that are gathered whole, as mixture-of-experts blocks must be, of which each rank runs
-    other parts. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
+    """Class names of modules whose parameters are gathered together, as mixture-of-experts blocks need it, of which
+    each rank runs other parts. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +116,8 @@ class ZeroPlusPlus:
     """ZeRO++: less traffic for stage 3, at the cost of memory or of digits."""
 
     hpz_partition_size: int | None = None
-    """hpZ: ranks over which a second copy of the parameters is cut, a node's; backward gathers from it. Parameters,
-    gradients and state stay cut over all ranks. DeepSpeed's: 1, none."""
+    """hpZ: ranks over which a second copy of the parameters is sharded, a node's; backward gathers from it.
+    Parameters, gradients and state stay sharded over all ranks. DeepSpeed's: 1, none."""
 
     quantized_weights: bool | None = None
     """qwZ: gather parameters in int8. DeepSpeed's: false."""
@@ -137,8 +134,8 @@ class DeepSpeedFields:
     """All that a user sets; ``ShardDeepSpeedStrategy`` makes it from its arguments."""
 
     stage: Literal[0, 1, 2, 3] | None = None
-    """What is cut: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. None: what ``config`` says, and
-    else 2."""
+    """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. None: what ``config`` says,
+    and else 2."""
 
     offload_optimizer: OptimizerOffload | None = None
     """Optimizer state on the host or on NVMe."""
@@ -159,49 +156,4 @@ class DeepSpeedFields:
     """Dtype in which gradients cross the network. None: the precision policy's."""
 
     config: str | dict[str, Any] | None = None
-    """A DeepSpeed configuration: the path of a JSON file, or its content. The other fields are laid over it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What the Trainer, the optimizer, the scheduler and the model say: "auto" values come from here."""
-
-    world_size: int
-    """Processes."""
-
-    device_type: str
-    """"cpu" or "cuda"."""
-
-    policy: PrecisionPolicy
-    """The dtypes of the run."""
-
-    aligned: bool
-    """Whether the precision contract holds."""
-
-    micro_batch_size: int | None = None
-    """Samples per process and micro-batch, where the dataloader says it."""
-
-    accumulate_grad_batches: int = 1
-    """The Trainer's."""
-
-    gradient_clip_val: float | None = None
-    """The Trainer's; None or 0: gradients are not clipped."""
-
-    gradient_clip_algorithm: str = "norm"
-    """The Trainer's: "norm" or "value"."""
-
-    optimizer: Mapping[str, Any] | None = None
-    """``lr``, ``betas``, ``eps``, ``weight_decay``, as far as they are known, and ``type``, the class name of an
-    optimizer that exists."""
-
-    total_steps: int | None = None
-    """Optimizer steps of the whole fit, where they are known."""
-
-    warmup_steps: int | None = None
-    """Warm-up steps, where they are known; None resolves "auto" to no warm-up, as Hugging Face's default does."""
-
-    hidden_size: int | None = None
-    """The model's hidden size, the largest of several, where its configuration says it."""
-
-    number_of_parameters: int | None = None
-    """Elements of all parameters, whole."""
+    """A DeepSpeed configuration: the path of a JSON file, or its content. The other fields are merged into it."""

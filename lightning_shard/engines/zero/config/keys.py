@@ -30,89 +30,55 @@ class Section:
     """The pydantic model that checks the section, where there is one."""
 
 
-TOP_LEVEL: Mapping[str, str] = {
-    "train_batch_size": "int",
-    "train_micro_batch_size_per_gpu": "int",
-    "gradient_accumulation_steps": "int",
-    "managed_gradient_accumulation": "bool",
-    "gradient_clipping": "float",
-    "steps_per_print": "interval",
-    "dump_state": "bool",
-    "disable_python_gc": "bool",
-    "disable_allgather": "bool",
-    "communication_data_type": "str",
-    "seq_parallel_communication_data_type": "str",
-    "prescale_gradients": "bool",
-    "gradient_predivide_factor": "float",
-    "gradient_allreduce_op": "str",
-    "zero_allow_untested_optimizer": "bool",
-    "zero_force_ds_cpu_optimizer": "bool",
-    "wall_clock_breakdown": "bool",
-    "memory_breakdown": "bool",
-    "dataloader_drop_last": "bool",
-    "use_data_before_expert_parallelism": "bool",
-    "vocabulary_size": "int",
-    "log_level": "str",
-}
+def _keys(**kinds: str) -> dict[str, Section | str]:
+    """Key to kind, from the keys of each kind."""
+    return {key: kind for kind, keys in kinds.items() for key in keys.split()}
+
+
+TOP_LEVEL: Mapping[str, Section | str] = _keys(
+    int="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps vocabulary_size",
+    bool="managed_gradient_accumulation dump_state disable_python_gc disable_allgather prescale_gradients "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown "
+    "dataloader_drop_last use_data_before_expert_parallelism",
+    float="gradient_clipping gradient_predivide_factor",
+    interval="steps_per_print",
+    str="communication_data_type seq_parallel_communication_data_type gradient_allreduce_op log_level",
+)
+
+_WRITER = _keys(
+    str="type data_parallel", bool="decoupled io_buffer_double show_statistics", int="io_buffer_size io_multiplier"
+)
 
 UNMODELLED: Mapping[str, Section] = {
-    "optimizer": Section(keys={"type": "str", "params": "any", "legacy_fusion": "bool"}),
-    "scheduler": Section(keys={"type": "str", "params": "any"}),
+    "optimizer": Section(keys=_keys(str="type", any="params", bool="legacy_fusion")),
+    "scheduler": Section(keys=_keys(str="type", any="params")),
     "activation_checkpointing": Section(
-        keys={
-            "partition_activations": "bool",
-            "number_checkpoints": "int",
-            "contiguous_memory_optimization": "bool",
-            "synchronize_checkpoint_boundary": "bool",
-            "profile": "bool",
-            "cpu_checkpointing": "bool",
-        }
+        keys=_keys(
+            bool="partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile "
+            "cpu_checkpointing",
+            int="number_checkpoints",
+        )
     ),
     "aio": Section(
-        keys={
-            "block_size": "int",
-            "queue_depth": "int",
-            "intra_op_parallelism": "int",
-            "single_submit": "bool",
-            "overlap_events": "bool",
-            "use_gds": "bool",
-        },
+        keys=_keys(int="block_size queue_depth intra_op_parallelism", bool="single_submit overlap_events use_gds"),
         # Its name in older files.
         aliases={"thread_count": "intra_op_parallelism"},
     ),
     "flops_profiler": Section(
-        keys={
-            "enabled": "bool",
-            "recompute_fwd_factor": "float",
-            "profile_step": "int",
-            "module_depth": "int",
-            "top_modules": "int",
-            "detailed": "bool",
-            "output_file": "str",
-        }
+        keys=_keys(
+            bool="enabled detailed",
+            float="recompute_fwd_factor",
+            int="profile_step module_depth top_modules",
+            str="output_file",
+        )
     ),
-    "data_types": Section(
-        keys={"grad_accum_dtype": "str", "param_dtype": "str", "buffer_dtype": "str", "keep_in_fp32_modules": "any"}
-    ),
-    "torch_autocast": Section(keys={"enabled": "bool", "dtype": "str", "lower_precision_safe_modules": "list"}),
+    "data_types": Section(keys=_keys(str="grad_accum_dtype param_dtype buffer_dtype", any="keep_in_fp32_modules")),
+    "torch_autocast": Section(keys=_keys(bool="enabled", str="dtype", list="lower_precision_safe_modules")),
     "checkpoint": Section(
         keys={
-            "tag_validation": "str",
-            "load_universal": "bool",
-            "use_node_local_storage": "bool",
-            "checkpoint_serialization": "bool",
-            "parallel_write": Section(keys={"pipeline_stage": "bool"}),
-            "writer": Section(
-                keys={
-                    "type": "str",
-                    "decoupled": "bool",
-                    "io_buffer_size": "int",
-                    "io_buffer_double": "bool",
-                    "show_statistics": "bool",
-                    "data_parallel": "str",
-                    "io_multiplier": "int",
-                }
-            ),
+            **_keys(str="tag_validation", bool="load_universal use_node_local_storage checkpoint_serialization"),
+            "parallel_write": Section(keys=_keys(bool="pipeline_stage")),
+            "writer": Section(keys=_WRITER),
         }
     ),
 }
@@ -146,11 +112,11 @@ FOREIGN: Mapping[str, str] = {
 }
 """Keys that DeepSpeed reads but that have no place under a Trainer, with the reason."""
 
+_MICS = "DeepSpeed 0.19 removed MiCS: use shard_fsdp_hybrid, which shards inside a node and replicates across nodes"
+
 REMOVED_ZERO: Mapping[str, str] = {
-    "mics_shard_size": "DeepSpeed 0.19 removed MiCS: use shard_fsdp_hybrid, which shards inside a node and replicates "
-    "across nodes",
-    "mics_hierarchical_params_gather": "DeepSpeed 0.19 removed MiCS: use shard_fsdp_hybrid, which shards inside a "
-    "node and replicates across nodes",
+    "mics_shard_size": _MICS,
+    "mics_hierarchical_params_gather": _MICS,
     "zeropp_loco_param": "DeepSpeed 0.19 removed LoCo",
 }
 """The same inside ``zero_optimization``."""
@@ -161,40 +127,35 @@ def known_keys() -> Section:
     """The whole table for the installed DeepSpeed, which is imported here."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.monitor import config as monitor
+    from deepspeed.runtime import precision_config as precision
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     modelled = {
         "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": DeepSpeedFP16Config,
-        "bf16": DeepSpeedBF16Config,
+        "fp16": precision.DeepSpeedFP16Config,
+        "bf16": precision.DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "compile": CompileConfig,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
+        "tensorboard": monitor.TensorBoardConfig,
+        "wandb": monitor.WandbConfig,
+        "csv_monitor": monitor.CSVConfig,
+        "comet": monitor.CometConfig,
     }
     sections = {name: section_of(model) for name, model in modelled.items()}
     timers = Section(keys={"throughput": section_of(DeepSpeedThroughputTimerConfig)})
-    return Section(
-        keys={**TOP_LEVEL, **UNMODELLED, **sections, "timers": timers},
-        aliases={"bfloat16": "bf16"},
-    )
+    return Section(keys={**TOP_LEVEL, **UNMODELLED, **sections, "timers": timers}, aliases={"bfloat16": "bf16"})
 
 
 def section_of(model: Any) -> Section:
     """The keys of a pydantic model: the alias, as ``stage3_prefetch_bucket_size``, is the one that files have."""
-    keys: dict[str, Section | str] = {}
-    aliases: dict[str, str] = {}
-    for name, info in model.model_fields.items():
-        canonical = info.alias or name
-        keys[canonical] = _kind(info.annotation)
-        if canonical != name:
-            aliases[name] = canonical
-    return Section(keys=keys, aliases=aliases, model=model)
+    names = {name: info.alias or name for name, info in model.model_fields.items()}
+    return Section(
+        keys={names[name]: _kind(info.annotation) for name, info in model.model_fields.items()},
+        aliases={name: alias for name, alias in names.items() if alias != name},
+        model=model,
+    )
 
 
 def _kind(annotation: Any) -> Section | str:

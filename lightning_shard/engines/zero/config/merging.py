@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, cast
 
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.hyperparameters import read_sections
-from lightning_shard.engines.zero.config.reading import AUTO, canonical, read_config
+from lightning_shard.engines.zero.config.fields import (
+    DeepSpeedFields,
+    OptimizerOffload,
+    ParameterOffload,
+    Stage3Options,
+    ZeroBuckets,
+    ZeroPlusPlus,
+)
+from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, put, read_config
+from lightning_shard.engines.zero.config.sections import read_sections
 from lightning_shard.errors import ConfigurationError
 
 DEFAULT_STAGE = 2
@@ -17,38 +25,22 @@ DEFAULT_STAGE = 2
 
 ZERO = "zero_optimization"
 
+_NAMES: dict[type, tuple[str, str, dict[str, str]]] = {
+    OptimizerOffload: ("offload_optimizer", "offload_optimizer.", {}),
+    ParameterOffload: ("offload_parameters", "offload_param.", {}),
+    ZeroBuckets: ("buckets", "", {"reduce": "reduce_bucket_size", "allgather": "allgather_bucket_size"}),
+    Stage3Options: ("stage3", "stage3_", {"sub_group_size": "sub_group_size", "leaf_modules": "leaf_module.classes"}),
+    ZeroPlusPlus: ("zero_plus_plus", "zero_", {}),
+}
+"""Class of a typed group to its name, to the beginning of DeepSpeed's keys, and to those of other names."""
+
 KEYS = {
     "stage": f"{ZERO}.stage",
-    "offload_optimizer.device": f"{ZERO}.offload_optimizer.device",
-    "offload_optimizer.nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
-    "offload_optimizer.pin_memory": f"{ZERO}.offload_optimizer.pin_memory",
-    "offload_optimizer.buffer_count": f"{ZERO}.offload_optimizer.buffer_count",
-    "offload_optimizer.fast_init": f"{ZERO}.offload_optimizer.fast_init",
-    "offload_optimizer.ratio": f"{ZERO}.offload_optimizer.ratio",
-    "offload_parameters.device": f"{ZERO}.offload_param.device",
-    "offload_parameters.nvme_path": f"{ZERO}.offload_param.nvme_path",
-    "offload_parameters.pin_memory": f"{ZERO}.offload_param.pin_memory",
-    "offload_parameters.buffer_count": f"{ZERO}.offload_param.buffer_count",
-    "offload_parameters.buffer_size": f"{ZERO}.offload_param.buffer_size",
-    "offload_parameters.max_in_cpu": f"{ZERO}.offload_param.max_in_cpu",
-    "buckets.reduce": f"{ZERO}.reduce_bucket_size",
-    "buckets.allgather": f"{ZERO}.allgather_bucket_size",
-    "buckets.overlap_comm": f"{ZERO}.overlap_comm",
-    "buckets.contiguous_gradients": f"{ZERO}.contiguous_gradients",
-    "buckets.reduce_scatter": f"{ZERO}.reduce_scatter",
-    "buckets.round_robin_gradients": f"{ZERO}.round_robin_gradients",
-    "stage3.prefetch_bucket_size": f"{ZERO}.stage3_prefetch_bucket_size",
-    "stage3.param_persistence_threshold": f"{ZERO}.stage3_param_persistence_threshold",
-    "stage3.model_persistence_threshold": f"{ZERO}.stage3_model_persistence_threshold",
-    "stage3.max_live_parameters": f"{ZERO}.stage3_max_live_parameters",
-    "stage3.max_reuse_distance": f"{ZERO}.stage3_max_reuse_distance",
-    "stage3.sub_group_size": f"{ZERO}.sub_group_size",
-    "stage3.module_granularity_threshold": f"{ZERO}.stage3_module_granularity_threshold",
-    "stage3.leaf_modules": f"{ZERO}.leaf_module.classes",
-    "zero_plus_plus.hpz_partition_size": f"{ZERO}.zero_hpz_partition_size",
-    "zero_plus_plus.quantized_weights": f"{ZERO}.zero_quantized_weights",
-    "zero_plus_plus.quantized_nontrainable_weights": f"{ZERO}.zero_quantized_nontrainable_weights",
-    "zero_plus_plus.quantized_gradients": f"{ZERO}.zero_quantized_gradients",
+    **{
+        f"{group}.{f.name}": f"{ZERO}.{others.get(f.name, prefix + f.name)}"
+        for options, (group, prefix, others) in _NAMES.items()
+        for f in dataclasses.fields(options)
+    },
     "communication_data_type": "communication_data_type",
 }
 """Typed field to DeepSpeed's key."""
@@ -64,23 +56,23 @@ class Effective:
     """0 to 3."""
 
     optimizer_device: OffloadDevice
-    """Where optimizer state waits: "none" for the compute device."""
+    """Where optimizer state is resident: "none" for the compute device."""
 
     parameter_device: OffloadDevice
-    """Where parameter shards wait: "none" for the compute device."""
+    """Where parameter shards are resident: "none" for the compute device."""
 
     communication_data_type: str | None
-    """"fp32", "bf16" or "fp16", in lower case; None: not set, the precision policy's."""
+    """"fp32", "bf16" or "fp16", in lower case; None: the precision policy's."""
 
-    optimizer_type: str | None
-    """Type of the ``optimizer`` section; None: there is none, and ``configure_optimizers`` must give one."""
+    has_optimizer: bool
+    """Whether there is a section ``optimizer``; else ``configure_optimizers`` must return one."""
 
-    scheduler_type: str | None
-    """Type of the ``scheduler`` section; None: there is none."""
+    counts_steps: bool
+    """Whether a schedule is as long as the fit (``total_num_steps: auto``)."""
 
 
 def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
-    """One mapping of DeepSpeed's keys, "auto" values left in it; problems are appended to ``problems``.
+    """One mapping of DeepSpeed's keys, with its "auto" values; problems are appended to ``problems``.
 
     Raises:
         ConfigurationError: ``config`` can't be read at all.
@@ -88,7 +80,8 @@ def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     merged = canonical(read_config(fields.config), problems)
     read_sections(merged, problems)
     for name, path in KEYS.items():
-        value = _typed(fields, name)
+        unset = getattr(fields, name.partition(".")[0]) is None
+        value = None if unset else attrgetter(name)(fields)
         if value is None:
             continue
         there = get(merged, path)
@@ -105,27 +98,6 @@ def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     return merged
 
 
-def _typed(fields: DeepSpeedFields, name: str) -> Any:
-    group, _, _ = name.partition(".")
-    return None if getattr(fields, group) is None else attrgetter(name)(fields)
-
-
-def get(config: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path, None where there is none."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, with the sections that lead to it."""
-    *sections, key = path.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-    config[key] = value
-
-
 def effective(fields: DeepSpeedFields) -> Effective:
     """What the fields ask for; they have passed `check_fields`."""
     return effective_of(merge(fields, []))
@@ -139,8 +111,8 @@ def effective_of(merged: dict[str, Any]) -> Effective:
         optimizer_device=cast(OffloadDevice, get(merged, f"{ZERO}.offload_optimizer.device") or "none"),
         parameter_device=cast(OffloadDevice, get(merged, f"{ZERO}.offload_param.device") or "none"),
         communication_data_type=None if dtype in (None, AUTO) else dtype.lower(),
-        optimizer_type=get(merged, "optimizer.type"),
-        scheduler_type=get(merged, "scheduler.type"),
+        has_optimizer="optimizer" in merged,
+        counts_steps=get(merged, "scheduler.params.total_num_steps") == AUTO,
     )
 
 

@@ -21,6 +21,22 @@ AUTO = "auto"
 """The value that stands for what the Trainer, the model or DeepSpeed would say."""
 
 
+def get(config: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, with the sections that lead to it."""
+    *sections, key = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[key] = value
+
+
 def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """The content of ``config`` as it stands; a copy.
 
@@ -31,16 +47,12 @@ def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    rule = "Give the path of a DeepSpeed JSON file, or its content as a mapping"
     if not isinstance(config, str):
-        raise ConfigurationError(
-            f"config is {config!r}, but must be the path of a DeepSpeed JSON file or a mapping with its content."
-        )
+        raise ConfigurationError(f"config is {config!r}, of type {type(config).__name__}. {rule}.")
     path = Path(config)
     if not path.is_file():
-        raise ConfigurationError(
-            f"config is {config!r}, but there is no such file (from {Path.cwd()}). Give the path of a DeepSpeed JSON "
-            "file, or its content as a mapping."
-        )
+        raise ConfigurationError(f"config is {config!r}, but there is no such file (from {Path.cwd()}). {rule}.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime import config as library
 
+from lightning_shard.engines.engine import TrainerFacts
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     RunFacts,
@@ -24,18 +25,24 @@ from lightning_shard.precision.policy import policy_from
 FILES = Path(__file__).parent / "files"
 ZERO = "zero_optimization"
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.05}
+_TRAINER = ("micro_batch_size", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 
 
 def run_facts(precision: str = "bf16-mixed", *, aligned: bool = False, **others: Any) -> RunFacts:
+    trainer: dict[str, Any] = {"micro_batch_size": 2}
+    trainer |= {
+        name: others.pop(name) for name in list(others) if name in vars(TrainerFacts()) and name != "total_steps"
+    }
     facts = RunFacts(
-        world_size=1,
+        ranks=others.pop("world_size", 1),
+        per_node=1,
         device_type="cpu",
         policy=policy_from(precision, aligned=aligned),
         aligned=aligned,
-        micro_batch_size=2,
+        accumulate_grad_batches=trainer.get("accumulate_grad_batches", 1),
+        trainer=TrainerFacts(**trainer),
         optimizer=ADAMW,
         total_steps=500,
-        warmup_steps=50,
         hidden_size=64,
         number_of_parameters=10_000,
     )

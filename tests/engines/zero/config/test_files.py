@@ -30,7 +30,7 @@ def test_a_zero_2_file_with_auto_values() -> None:
     assert config["scheduler"]["params"] == {
         "warmup_min_lr": 0,
         "warmup_max_lr": 1e-3,
-        "warmup_num_steps": 50,
+        "warmup_num_steps": 1,
         "total_num_steps": 500,
     }
     assert config["fp16"] == {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": False}

@@ -8,10 +8,7 @@ import pytest
 from deepspeed.runtime import config as library
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.zero.config import (
-    hyperparameters,
-    keys,
-)
+from lightning_shard.engines.zero.config import keys, sections
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.registry import build
 
@@ -72,11 +69,11 @@ def test_removed_keys_are_deepspeeds() -> None:
 def test_types_of_optimizers_and_schedulers_are_deepspeeds() -> None:
     from deepspeed.runtime import lr_schedules
 
-    assert set(hyperparameters.OPTIMIZERS) == set(library.DEEPSPEED_OPTIMIZERS)
-    assert list(hyperparameters.SCHEDULERS) == lr_schedules.VALID_LR_SCHEDULES
-    params = {name for kind in hyperparameters.SCHEDULERS for name in hyperparameters._scheduler_params(kind) or ()}
-    optimizers = {name for names in hyperparameters.OPTIMIZERS.values() for name in names}
-    assert set(hyperparameters.KINDS) <= params | optimizers
+    assert set(sections.OPTIMIZERS) == set(library.DEEPSPEED_OPTIMIZERS)
+    assert list(sections.SCHEDULERS) == lr_schedules.VALID_LR_SCHEDULES
+    params = {name for kind in sections.SCHEDULERS for name in sections.known_params("scheduler", kind) or ()}
+    optimizers = {name for names in sections.OPTIMIZERS.values() for name in names}
+    assert set(sections.KINDS) <= params | optimizers
 
 
 def test_stage_3_compiles_nothing() -> None:
