@@ -24,17 +24,11 @@ ALIGNED_SUFFIX = "_aligned"
 class Preset:
     """A strategy name: ``class_path(**init_args)``."""
 
-    name: str
-    """What goes into ``Trainer(strategy=...)`` and ``trainer.strategy`` in YAML."""
-
-    class_path: str
-    """Import path of the strategy class, as YAML has it."""
-
-    description: str
-    """One line for the table of names."""
-
+    name: str  # What goes into ``Trainer(strategy=...)`` and ``trainer.strategy`` in YAML.
+    class_path: str  # Import path of the strategy class, as YAML has it.
+    description: str  # One line for the table of names.
+    # Constructor arguments in the form that YAML has them: strings, numbers, booleans, lists and mappings.
     init_args: Mapping[str, Any]
-    """Constructor arguments in the form that YAML has them: strings, numbers, booleans, lists and mappings."""
 
     @property
     def strategy_class(self) -> Any:

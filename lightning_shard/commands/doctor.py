@@ -44,10 +44,8 @@ class Rank:
     node: str
     device: str
     versions: Mapping[str, str]
-    sums: bool = False
-    """Whether all-reduce and all-gather gave the right values."""
-    link: float = 0.0
-    """GB/s to the next rank; 0 for a process alone."""
+    sums: bool = False  # Whether all-reduce and all-gather gave the right values.
+    link: float = 0.0  # GB/s to the next rank; 0 for a process alone.
 
 
 def parser() -> argparse.ArgumentParser:

@@ -38,30 +38,16 @@ class _StandIn(SimpleNamespace):
 class Inputs:
     """A run as its configuration describes it, not started."""
 
-    module: LightningModule
-    """Its tensors have no data."""
-
+    module: LightningModule  # Its tensors have no data.
     data: LightningDataModule | None
-    strategy: ShardStrategy
-    """With its precision plugin."""
-
-    trainer: Mapping[str, Any]
-    """The Trainer's arguments."""
-
-    nodes: Nodes
-    """The machines."""
-
-    mode: Any
-    """In which the module's tensors have no data."""
-
-    name: str
-    """The strategy's name, or its class's."""
-
+    strategy: ShardStrategy  # With its precision plugin.
+    trainer: Mapping[str, Any]  # The Trainer's arguments.
+    nodes: Nodes  # The machines.
+    mode: Any  # In which the module's tensors have no data.
+    name: str  # The strategy's name, or its class's.
+    # In the place of the Trainer; kept here because modules refer to theirs weakly.
     standin: Any = field(default=None, repr=False)
-    """In the place of the Trainer; kept here because modules refer to theirs weakly."""
-
-    optimizer: Mapping[str, Any] | None = None
-    """``type`` of the optimizer, once it is known."""
+    optimizer: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
 
     @property
     def micro_batches(self) -> int:

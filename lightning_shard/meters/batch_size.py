@@ -17,15 +17,12 @@ IGNORED = -100
 class BatchSize:
     """What one rank's batch holds."""
 
-    samples: int
-    """Size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none."""
-
+    samples: int  # Size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none.
+    # Elements of the first integer tensor of two or more dims, such as (batch, time); None: there is none.
     tokens: int | None
-    """Elements of the first integer tensor of two or more dims, such as (batch, time); None: there is none."""
-
+    # How many of the tokens fill nothing up, a 0-d integer tensor on the batch's device, which nobody waited for; None:
+    # that is not known.
     real: Tensor | None
-    """How many of the tokens fill nothing up, a 0-d integer tensor on the batch's device, which nobody waited for;
-    None: that is not known."""
 
 
 def batch_size(batch: Any, *, tokens_key: str | int | None = None, mask_key: str | int | None = None) -> BatchSize:

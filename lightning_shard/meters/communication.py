@@ -20,11 +20,9 @@ Span = tuple[float, float]
 class Communication:
     """Shares of the traced time on one rank, between 0 and 1."""
 
-    share: float
-    """In which some collective ran."""
-
+    share: float  # In which some collective ran.
+    # In which a collective ran and no other kernel; None on a CPU, where spans tell of no waiting.
     exposed: float | None
-    """In which a collective ran and no other kernel; None on a CPU, where spans tell of no waiting."""
 
 
 def communication(events: Iterable[Any]) -> Communication | None:

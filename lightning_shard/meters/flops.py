@@ -19,12 +19,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from lightning_shard.meters.fake_tensors import fake_operations
-from lightning_shard.meters.traced_operations import (
-    NumbersReadAsOne,
-    attention_by,
-    attention_flops,
-    flop_counter,
-)
+from lightning_shard.meters.traced_operations import NumbersReadAsOne, attention_by, attention_flops, flop_counter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,20 +15,11 @@ class Peaks:
     Vendors' tables often show the double of these with a footnote: that is for matrices of which half is zeros.
     """
 
-    half: float
-    """bf16 and fp16 products, accumulated in fp32."""
-
-    tf32: float | None
-    """fp32 products on the tensor cores, rounded to TF32 (AMD: xf32); None: there are none."""
-
-    single: float
-    """fp32 products in fp32."""
-
-    fp8: float | None = None
-    """fp8 products, accumulated in fp32."""
-
-    bf16: bool = True
-    """Whether bf16 runs at ``half``; devices before Ampere emulate it."""
+    half: float  # bf16 and fp16 products, accumulated in fp32.
+    tf32: float | None  # fp32 products on the tensor cores, rounded to TF32 (AMD: xf32); None: there are none.
+    single: float  # fp32 products in fp32.
+    fp8: float | None = None  # fp8 products, accumulated in fp32.
+    bf16: bool = True  # Whether bf16 runs at ``half``; devices before Ampere emulate it.
 
 
 # The first pattern that is found in a device's name decides; patterns are of whole words, special before general.

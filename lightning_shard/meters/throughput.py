@@ -18,30 +18,15 @@ from lightning_shard.meters.peaks import mfu
 class RankWindow:
     """One rank's window, as numbers that ranks exchange in one collective."""
 
-    seconds: float = 0.0
-    """Time in training, from batch to batch; without validation and checkpoints."""
-
+    seconds: float = 0.0  # Time in training, from batch to batch; without validation and checkpoints.
     samples: float = 0.0
-    tokens: float = 0.0
-    """Padding too."""
-
-    real_tokens: float = 0.0
-    """Tokens that are no padding; all, where padding can't be told."""
-
-    flops: float = 0.0
-    """Model FLOPs; 0: unknown."""
-
-    data_seconds: float = 0.0
-    """Of ``seconds``, time that the rank waited for the dataloader."""
-
-    checkpoint_seconds: float = 0.0
-    """Time blocked in saving checkpoints; no part of ``seconds``."""
-
-    allocated: float = 0.0
-    """Peak bytes in tensors since the fit began; on a CPU the process's greatest resident set."""
-
-    reserved: float = 0.0
-    """Peak bytes that torch's allocator took from the device; 0 on a CPU."""
+    tokens: float = 0.0  # Padding too.
+    real_tokens: float = 0.0  # Tokens that are no padding; all, where padding can't be told.
+    flops: float = 0.0  # Model FLOPs; 0: unknown.
+    data_seconds: float = 0.0  # Of ``seconds``, time that the rank waited for the dataloader.
+    checkpoint_seconds: float = 0.0  # Time blocked in saving checkpoints; no part of ``seconds``.
+    allocated: float = 0.0  # Peak bytes in tensors since the fit began; on a CPU the process's greatest resident set.
+    reserved: float = 0.0  # Peak bytes that torch's allocator took from the device; 0 on a CPU.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,36 +36,18 @@ class Window:
     step: int
     steps: int
     devices: int
-    step_seconds: float
-    """Of the slowest rank."""
-
-    samples_per_second: float
-    """Over all ranks, as are tokens."""
-
-    tokens_per_second: float | None
-    """Without padding; None: the batches have no tokens."""
-
-    padding_share: float | None
-    """Of all tokens."""
-
+    step_seconds: float  # Of the slowest rank.
+    samples_per_second: float  # Over all ranks, as are tokens.
+    tokens_per_second: float | None  # Without padding; None: the batches have no tokens.
+    padding_share: float | None  # Of all tokens.
+    # Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`); what is computed for padding is part of it.
     mfu: float | None
-    """Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`); what is computed for padding is part of it."""
-
-    data_share: float
-    """Share of the time in which ranks waited for data."""
-
-    checkpoint_seconds: float
-    """Of the rank that it blocked longest."""
-
-    allocated: int
-    """Of the rank with the most; see `RankWindow`."""
-
+    data_share: float  # Share of the time in which ranks waited for data.
+    checkpoint_seconds: float  # Of the rank that it blocked longest.
+    allocated: int  # Of the rank with the most; see `RankWindow`.
     reserved: int
-    largest_rank: int
-    """The rank with the most allocated."""
-
-    grad_norm: float | None = None
-    """As the run logged it last."""
+    largest_rank: int  # The rank with the most allocated.
+    grad_norm: float | None = None  # As the run logged it last.
 
     @property
     def samples_per_second_per_device(self) -> float:

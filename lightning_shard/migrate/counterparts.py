@@ -18,19 +18,15 @@ from lightning_shard.migrate.neutral import Engine
 class Same:
     """The engine has the same."""
 
-    path: str = ""
-    """Its argument, with dots; "": named as the setting is."""
+    path: str = ""  # Its argument, with dots; "": named as the setting is.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holds:
     """What is asked for holds without a setting."""
 
-    note: str
-    """Why."""
-
-    values: tuple[Any, ...] | None = None
-    """Of which values this is so; None: of all."""
+    note: str  # Why.
+    values: tuple[Any, ...] | None = None  # Of which values this is so; None: of all.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +34,7 @@ class Unsupported:
     """The engine has no counterpart."""
 
     reason: str
-    nearest: str = ""
-    """What comes nearest; "": nothing."""
+    nearest: str = ""  # What comes nearest; "": nothing.
 
 
 Answer = Same | Holds | Unsupported
@@ -52,8 +47,7 @@ class Row:
     ddp: tuple[Answer, ...]
     fsdp: tuple[Answer, ...]
     deepspeed: tuple[Answer, ...]
-    kind: str = "any"
-    """Of the values that this package's own YAML has: a key of ``fields.KINDS``."""
+    kind: str = "any"  # Of the values that this package's own YAML has: a key of ``fields.KINDS``.
 
     def answer(self, engine: Engine, value: Any) -> Answer:
         """The engine's answer to a value."""

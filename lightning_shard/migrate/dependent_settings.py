@@ -224,11 +224,7 @@ def _override(target: Target, asked: Asked) -> None:
 
 def _checkpoint_form(target: Target, asked: Asked) -> None:
     if asked.value == "local":
-        target.lose(
-            asked,
-            "no rank saves its shards alone",
-            "the portable directory, which every engine reads",
-        )
+        target.lose(asked, "no rank saves its shards alone", "the portable directory, which every engine reads")
     elif asked.value == "portable":
         target.hold(asked, "a directory that every engine reads, at any number of processes")
     elif target.reading.carried.get("trainer", {}).get("enable_checkpointing") is False:

@@ -14,29 +14,15 @@ from lightning_shard.migrate.neutral import Reading, shown
 class Field:
     """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
 
-    kind: str = "any"
-    """What its value must be: a key of `KINDS`."""
-
-    name: str = ""
-    """The neutral setting that it becomes; "": none, see below."""
-
+    kind: str = "any"  # What its value must be: a key of `KINDS`.
+    name: str = ""  # The neutral setting that it becomes; "": none, see below.
+    # Allowed values to neutral ones; empty: every value of its kind, as it is.
     words: Mapping[Any, Any] = field(default_factory=dict)
-    """Allowed values to neutral ones; empty: every value of its kind, as it is."""
-
-    idle: tuple[Any, ...] = ()
-    """Values that ask for nothing."""
-
-    met: str = ""
-    """Why other values hold without a setting; "": they do not."""
-
-    reason: str = ""
-    """Why other values have no counterpart."""
-
-    nearest: str = ""
-    """What comes nearest to those."""
-
-    note: str = ""
-    """What differs in numbers once it has become the setting."""
+    idle: tuple[Any, ...] = ()  # Values that ask for nothing.
+    met: str = ""  # Why other values hold without a setting; "": they do not.
+    reason: str = ""  # Why other values have no counterpart.
+    nearest: str = ""  # What comes nearest to those.
+    note: str = ""  # What differs in numbers once it has become the setting.
 
 
 READ_ELSEWHERE = Field()

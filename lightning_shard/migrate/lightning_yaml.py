@@ -19,14 +19,10 @@ from lightning_shard.precision.policy import PRECISIONS
 class Known:
     """What Lightning and the table of strategy names know, of which this layer knows nothing."""
 
+    # Strategy name of this package to its class path and arguments.
     presets: Mapping[str, tuple[str, Mapping[str, Any]]]
-    """Strategy name of this package to its class path and arguments."""
-
-    top_keys: Collection[str]
-    """Keys of ``lightning-shard fit`` outside of ``trainer``."""
-
-    trainer_keys: Collection[str]
-    """Arguments of the Trainer."""
+    top_keys: Collection[str]  # Keys of ``lightning-shard fit`` outside of ``trainer``.
+    trainer_keys: Collection[str]  # Arguments of the Trainer.
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

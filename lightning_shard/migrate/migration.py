@@ -23,20 +23,11 @@ from lightning_shard.migrate.translation import build
 class Migration:
     """What came of it."""
 
-    content: dict[str, Any]
-    """What ``lightning-shard fit --config`` reads."""
-
-    rows: list[Became]
-    """What became what."""
-
-    idle: list[str]
-    """Fields that ask for nothing."""
-
-    lost: list[Lost]
-    """Fields without a counterpart."""
-
-    launch: dict[str, str]
-    """Variables that the launcher was told in the source."""
+    content: dict[str, Any]  # What ``lightning-shard fit --config`` reads.
+    rows: list[Became]  # What became what.
+    idle: list[str]  # Fields that ask for nothing.
+    lost: list[Lost]  # Fields without a counterpart.
+    launch: dict[str, str]  # Variables that the launcher was told in the source.
 
 
 def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migration:

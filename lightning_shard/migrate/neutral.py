@@ -15,20 +15,11 @@ LEVELS = ("none", "optimizer", "gradients", "parameters")
 class Asked:
     """One thing that a field asks for."""
 
-    name: str
-    """The setting, a key of `counterparts.TABLE`."""
-
-    value: Any
-    """In the form that this package's YAML has it."""
-
-    field: str
-    """The source's own field, with dots."""
-
-    given: Any
-    """The value as the source has it."""
-
-    note: str = ""
-    """What differs in numbers, or why."""
+    name: str  # The setting, a key of `counterparts.TABLE`.
+    value: Any  # In the form that this package's YAML has it.
+    field: str  # The source's own field, with dots.
+    given: Any  # The value as the source has it.
+    note: str = ""  # What differs in numbers, or why.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +28,7 @@ class Became:
 
     field: str
     given: Any
-    target: str = ""
-    """Where it went, with dots; "" where it needs no setting."""
-
+    target: str = ""  # Where it went, with dots; "" where it needs no setting.
     value: Any = None
     note: str = ""
 
@@ -51,34 +40,23 @@ class Lost:
     field: str
     given: Any
     reason: str
-    nearest: str
-    """What comes nearest; "" where nothing does."""
+    nearest: str  # What comes nearest; "" where nothing does.
 
 
 @dataclass(kw_only=True)
 class Reading:
     """What came of reading one or several sources; readers add to it."""
 
-    engine: Engine | None = None
-    """Whose settings ``asked`` are; None: the source names no strategy."""
-
+    engine: Engine | None = None  # Whose settings ``asked`` are; None: the source names no strategy.
     asked: list[Asked] = field(default_factory=list)
-    met: list[Became] = field(default_factory=list)
-    """Fields that need no setting."""
-
+    met: list[Became] = field(default_factory=list)  # Fields that need no setting.
     lost: list[Lost] = field(default_factory=list)
-
-    idle: list[str] = field(default_factory=list)
-    """Fields that ask for nothing, such as ``debug false``."""
-
+    idle: list[str] = field(default_factory=list)  # Fields that ask for nothing, such as ``debug false``.
+    # Unknown keys, wrong types, contradictions: one sentence each, without its full stop.
     problems: list[str] = field(default_factory=list)
-    """Unknown keys, wrong types, contradictions: one sentence each, without its full stop."""
-
+    # A Lightning YAML's content without the strategy, to be written as it is.
     carried: dict[str, Any] = field(default_factory=dict)
-    """A Lightning YAML's content without the strategy, to be written as it is."""
-
-    launch: dict[str, str] = field(default_factory=dict)
-    """What the launcher is to be told: variable to value."""
+    launch: dict[str, str] = field(default_factory=dict)  # What the launcher is to be told: variable to value.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
         """Add a setting."""

@@ -22,12 +22,7 @@ _MESH = {"mesh.replicate": READ_ELSEWHERE, "mesh.shard": READ_ELSEWHERE}
 
 SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
     "ddp": _SYNC,
-    "fsdp": {
-        **_SYNC,
-        **_MESH,
-        "reshard_after_forward": READ_ELSEWHERE,
-        "cpu_offload": setting("cpu_offload", "bool"),
-    },
+    "fsdp": {**_SYNC, **_MESH, "reshard_after_forward": READ_ELSEWHERE, "cpu_offload": setting("cpu_offload", "bool")},
     "deepspeed": {
         **_SYNC,
         **_MESH,

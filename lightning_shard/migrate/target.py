@@ -21,19 +21,11 @@ class Target:
     """What is being written for one engine; ``translation.py`` and ``dependent_settings.py`` add to it."""
 
     engine: Engine
-    arguments: dict[str, Any]
-    """Of the strategy, nested as its YAML is."""
-
-    told: bool
-    """Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for."""
-
+    arguments: dict[str, Any]  # Of the strategy, nested as its YAML is.
+    told: bool  # Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for.
     reading: Reading
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Settings of the Trainer's."""
-
-    fixed: frozenset[str] = field(init=False)
-    """Arguments of a name that the user gave."""
-
+    trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
+    fixed: frozenset[str] = field(init=False)  # Arguments of a name that the user gave.
     rows: list[Became] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

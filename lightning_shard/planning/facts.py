@@ -21,26 +21,13 @@ from lightning_shard.engines.units import Unit
 class ParameterFacts:
     """One parameter of a model; a tied one counts once."""
 
-    fqn: str
-    """Its first name in the LightningModule."""
-
-    shape: tuple[int, ...]
-    """Of the full parameter."""
-
-    dtype: torch.dtype
-    """In which the model was loaded."""
-
-    trainable: bool = True
-    """Whether the optimizer steps it."""
-
-    unit: str = ""
-    """Name of the shard unit that gathers it; "": the root's."""
-
-    unsharded: bool = False
-    """Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``."""
-
-    group: int = 0
-    """Index of its parameter group in the optimizer."""
+    fqn: str  # Its first name in the LightningModule.
+    shape: tuple[int, ...]  # Of the full parameter.
+    dtype: torch.dtype  # In which the model was loaded.
+    trainable: bool = True  # Whether the optimizer steps it.
+    unit: str = ""  # Name of the shard unit that gathers it; "": the root's.
+    unsharded: bool = False  # Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``.
+    group: int = 0  # Index of its parameter group in the optimizer.
 
     @property
     def numel(self) -> int:
@@ -60,11 +47,8 @@ class ParameterFacts:
 class ModelFacts:
     """A model's tensors."""
 
-    parameters: tuple[ParameterFacts, ...]
-    """In registration order."""
-
-    buffer_bytes: int = 0
-    """Of buffers and of metrics' states; every engine replicates them."""
+    parameters: tuple[ParameterFacts, ...]  # In registration order.
+    buffer_bytes: int = 0  # Of buffers and of metrics' states; every engine replicates them.
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -152,17 +136,12 @@ def buffer_bytes(root: nn.Module) -> int:
 class OptimizerFacts:
     """An optimizer's state: slots with the shape of their parameter, and others."""
 
+    # Dtypes of the slots with their parameter's shape; None: the parameter's. The default is Adam's two moments.
     slots: tuple[torch.dtype | None, ...] = (None, None)
-    """Dtypes of the slots with their parameter's shape; None: the parameter's. The default is Adam's two moments."""
-
-    fixed_bytes: int = 4
-    """Bytes of 0-d slots for each stepped tensor, such as Adam's step count."""
-
+    fixed_bytes: int = 4  # Bytes of 0-d slots for each stepped tensor, such as Adam's step count.
+    # Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards.
     unsharded_bytes: int = 0
-    """Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards."""
-
-    temporary: float = 0.0
-    """Bytes that a step allocates for its duration, for each byte of the tensors that it steps."""
+    temporary: float = 0.0  # Bytes that a step allocates for its duration, for each byte of the tensors that it steps.
 
     def state_bytes(self, elements: Iterable[int], dtype: torch.dtype) -> int:
         """Bytes of the state of stepped tensors of ``dtype`` with so many elements each."""

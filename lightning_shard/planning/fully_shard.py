@@ -163,11 +163,7 @@ class _TracedUnits:
                 yield self._gathering(segment, base, gathered, before, reducing)
             before = segment.end_activations + segment.end_gradients
             account = with_segment(
-                base,
-                segment,
-                gradients=segment.peak_gradients,
-                gathered=gathered,
-                communication=in_flight + reducing,
+                base, segment, gradients=segment.peak_gradients, gathered=gathered, communication=in_flight + reducing
             )
             yield Point(name=segment_name(segment), account=account)
             for name in [name for name in segment.complete if name not in done and reduces]:

@@ -25,11 +25,8 @@ class Traces:
     """A step at two batches or more, between which and beyond which every part is taken as linear."""
 
     one: Trace
-    two: Trace | None = None
-    """At twice the batch; None: only the batch of ``one`` is known."""
-
-    more: tuple[Trace, ...] = ()
-    """At other batches."""
+    two: Trace | None = None  # At twice the batch; None: only the batch of ``one`` is known.
+    more: tuple[Trace, ...] = ()  # At other batches.
 
     @property
     def scales(self) -> bool:
@@ -82,9 +79,7 @@ class Run:
     model: ModelFacts
     policy: PrecisionPolicy
     optimizer: OptimizerFacts
-    traces: Traces | None
-    """None: activations are not known."""
-
+    traces: Traces | None  # None: activations are not known.
     micro_batches: int = 1
 
     def points(self, engine: EngineFacts, batch: int | None = None) -> list[Point]:

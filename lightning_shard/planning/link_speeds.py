@@ -16,11 +16,8 @@ _SPEEDS = ("intra_node", "inter_node")
 class Links:
     """The slowest link of each kind that was measured, which is what a collective goes as fast as."""
 
-    intra_node: float | None
-    """Bytes per second between two ranks of a node; None: no two ranks shared one."""
-
-    inter_node: float | None
-    """Bytes per second between two ranks on different nodes; None: there was one node."""
+    intra_node: float | None  # Bytes per second between two ranks of a node; None: no two ranks shared one.
+    inter_node: float | None  # Bytes per second between two ranks on different nodes; None: there was one node.
 
 
 def write(links: Links, path: Path) -> None:

@@ -28,32 +28,17 @@ class Segment:
     """
 
     phase: Phase
-    unit: str
-    """The unit; "": code and modules outside of all units."""
-
-    activations: int = 0
-    """The most bytes of activations: of everything but gradients of parameters."""
-
-    peak: int = 0
-    """The most bytes of activations and gradients together."""
-
-    peak_gradients: int = 0
-    """Of ``peak``, the gradients."""
-
-    end_activations: int = 0
-    """Activations when it ends."""
-
-    end_gradients: int = 0
-    """Gradients when it ends."""
-
+    unit: str  # The unit; "": code and modules outside of all units.
+    activations: int = 0  # The most bytes of activations: of everything but gradients of parameters.
+    peak: int = 0  # The most bytes of activations and gradients together.
+    peak_gradients: int = 0  # Of ``peak``, the gradients.
+    end_activations: int = 0  # Activations when it ends.
+    end_gradients: int = 0  # Gradients when it ends.
+    # Activations and gradients when its unit has all of its gradients; 0: that is in another segment.
     at_reduction: int = 0
-    """Activations and gradients when its unit has all of its gradients; 0: that is in another segment."""
-
-    complete: tuple[str, ...] = ()
-    """Units that have all of their gradients when it ends."""
-
+    complete: tuple[str, ...] = ()  # Units that have all of their gradients when it ends.
+    # Whether some parameter has its gradient: before the first one an engine has allocated nothing to reduce it in.
     has_gradients: bool = False
-    """Whether some parameter has its gradient: before the first one an engine has allocated nothing to reduce it in."""
 
 
 class DataDependent(RuntimeError):

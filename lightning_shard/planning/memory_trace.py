@@ -32,15 +32,10 @@ from lightning_shard.precision.policy import PrecisionPolicy
 class Trace:
     """The activations and FLOPs of one training step, of one micro-batch."""
 
-    segments: tuple[Segment, ...]
-    """In the order of the step."""
-
-    batch_size: int
-    """Samples per rank and micro-batch."""
-
+    segments: tuple[Segment, ...]  # In the order of the step.
+    batch_size: int  # Samples per rank and micro-batch.
     forward_flops: int = 0
-    backward_flops: int = 0
-    """With what activation checkpointing computes again."""
+    backward_flops: int = 0  # With what activation checkpointing computes again.
 
     @property
     def flops(self) -> int:
@@ -61,12 +56,8 @@ class TraceError(ConfigurationError):
 class Step:
     """How to run a step of a module."""
 
-    training_step: Callable[[Any], Any]
-    """``(batch) -> loss``, or to a mapping with ``loss``."""
-
-    batch: Any
-    """The first batch of the user's data: tensors on the CPU in any nesting."""
-
+    training_step: Callable[[Any], Any]  # ``(batch) -> loss``, or to a mapping with ``loss``.
+    batch: Any  # The first batch of the user's data: tensors on the CPU in any nesting.
     units: Sequence[Unit] = ()
     checkpointing: Checkpointing = None
 

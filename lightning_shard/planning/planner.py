@@ -27,17 +27,11 @@ class Machines:
     """What a run is planned on."""
 
     nodes: Nodes
-    memory: int
-    """Bytes of a device that the run may use."""
-
+    memory: int  # Bytes of a device that the run may use.
+    # FLOPs per second that the model reaches on a device; None: the time of a step is not known.
     flops: float | None = None
-    """FLOPs per second that the model reaches on a device; None: the time of a step is not known."""
-
-    intra_node: float | None = None
-    """Bytes per second of a device's links inside its node."""
-
-    inter_node: float | None = None
-    """Bytes per second of a node's links to others, all together."""
+    intra_node: float | None = None  # Bytes per second of a device's links inside its node.
+    inter_node: float | None = None  # Bytes per second of a node's links to others, all together.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +49,14 @@ class Planner:
     """A module whose tensors have no data, a step of it, and the traces of that step as they are asked for."""
 
     module: nn.Module
-    mode: Any
-    """The mode in which the module's tensors have no data."""
-
+    mode: Any  # The mode in which the module's tensors have no data.
     machines: Machines
     optimizer: OptimizerFacts = field(default_factory=OptimizerFacts)
-    groups: Sequence[Mapping[str, Any]] = ()
-    """The optimizer's parameter groups."""
-
+    groups: Sequence[Mapping[str, Any]] = ()  # The optimizer's parameter groups.
+    # ``(batch) -> loss``, or to a mapping with ``loss``; None: nothing is traced, and activations are not known.
     training_step: Callable[[Any], Any] | None = None
-    """``(batch) -> loss``, or to a mapping with ``loss``; None: nothing is traced, and activations are not known."""
-
-    batch: Any = None
-    """The first batch of the data: tensors on the CPU in any nesting."""
-
-    notes: list[str] = field(default_factory=list)
-    """What the reader of the plan has to know."""
-
+    batch: Any = None  # The first batch of the data: tensors on the CPU in any nesting.
+    notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
     _traces: dict[str, Traces | ConfigurationError] = field(default_factory=dict)
 
     def row(self, candidate: Candidate, *, confirm: bool = False) -> Row:

@@ -23,9 +23,7 @@ class Row:
 
     name: str
     checkpointing: Checkpointing = None
-    refused: str = ""
-    """Why the engine does not run this configuration; "": it does."""
-
+    refused: str = ""  # Why the engine does not run this configuration; "": it does.
     points: tuple[Point, ...] = ()
     largest_batch: int | None = None
     fewest: Nodes | None = None

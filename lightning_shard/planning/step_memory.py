@@ -17,32 +17,23 @@ POINTS = ("forward", "backward", "step")
 class StepMemory:
     """What the rank that needs most has resident, without activations. Bytes below are of its device."""
 
-    forward: MemoryAccount
-    """While the unit computes that needs most."""
-
+    forward: MemoryAccount  # While the unit computes that needs most.
+    # While the unit is reduced that needs most, with all gradients there that the engine keeps.
     backward: MemoryAccount
-    """While the unit is reduced that needs most, with all gradients there that the engine keeps."""
-
-    step: MemoryAccount
-    """While the optimizer steps."""
-
+    step: MemoryAccount  # While the optimizer steps.
+    # Bytes of ``backward``'s communication that are allocated after backward only: copies for the last reduction.
     copies_after_backward: int = 0
-    """Bytes of ``backward``'s communication that are allocated after backward only: copies for the last reduction."""
-
+    # Bytes of ``backward``'s gradients that are of the one that backward just made, which a trace counts among its
+    # activations.
     newest_gradient: int = 0
-    """Bytes of ``backward``'s gradients that are of the one that backward just made, which a trace counts among its
-    activations."""
-
+    # Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
+    # until backward is over.
     freed_in_reduction: int = 0
-    """Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
-    until backward is over."""
-
+    # Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads.
     left_in_step: int = 0
-    """Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads."""
-
+    # Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
+    # stages 2 and 3 keep in any case are not among them.
     waiting: int = 0
-    """Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
-    stages 2 and 3 keep in any case are not among them."""
 
     @property
     def largest(self) -> MemoryAccount:

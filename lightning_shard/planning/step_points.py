@@ -16,9 +16,7 @@ from lightning_shard.planning.step_memory import StepMemory
 class Point:
     """A moment of a step."""
 
-    name: str
-    """Such as "backward of model.layers.3"."""
-
+    name: str  # Such as "backward of model.layers.3".
     account: MemoryAccount
 
 

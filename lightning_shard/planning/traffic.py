@@ -20,8 +20,7 @@ class Nodes:
     """The machines of a run."""
 
     nodes: int
-    devices: int
-    """Per node, and so processes."""
+    devices: int  # Per node, and so processes.
 
     @property
     def ranks(self) -> int:
@@ -33,21 +32,12 @@ class Nodes:
 class Collective:
     """All collectives of one kind in an optimizer step."""
 
-    kind: str
-    """One of `FACTORS`."""
-
+    kind: str  # One of `FACTORS`.
     what: str
-    axis: str
-    """The mesh axis, or "all"."""
-
-    ranks: int
-    """Of one group."""
-
-    stride: int
-    """Ranks from one member of a group to the next."""
-
-    payload: int
-    """Bytes of the full tensors that each rank has after or before the collectives, summed over a step."""
+    axis: str  # The mesh axis, or "all".
+    ranks: int  # Of one group.
+    stride: int  # Ranks from one member of a group to the next.
+    payload: int  # Bytes of the full tensors that each rank has after or before the collectives, summed over a step.
 
     @property
     def sent(self) -> float:
@@ -80,11 +70,8 @@ class StepTime:
     """The parts of an optimizer step, in seconds, each as if it had the machine for itself."""
 
     compute: float
-    inside: float
-    """Of the links inside nodes."""
-
-    between: float
-    """Of the links between nodes."""
+    inside: float  # Of the links inside nodes.
+    between: float  # Of the links between nodes.
 
     @property
     def network(self) -> float:

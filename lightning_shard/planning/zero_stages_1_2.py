@@ -68,14 +68,9 @@ def stages_1_2(
 class _Flat:
     """The flat tensors of the optimizer's groups, in elements."""
 
-    full: int
-    """Of all ranks' partitions."""
-
-    partitions: tuple[int, ...]
-    """Of one rank's partition of each group."""
-
-    overlapping: int
-    """Of the parameters that have a part in one rank's partitions, on the rank where these are most."""
+    full: int  # Of all ranks' partitions.
+    partitions: tuple[int, ...]  # Of one rank's partition of each group.
+    overlapping: int  # Of the parameters that have a part in one rank's partitions, on the rank where these are most.
 
     @property
     def own(self) -> int:
@@ -129,30 +124,17 @@ def _bf16_optimizer(
 class _Gradients:
     """Gradients in stages 1 and 2, in bytes."""
 
-    in_flat_partition: bool
-    """Whether this rank's are summed in a flat fp32 partition beside 16-bit parameters."""
-
-    own: int
-    """Of this rank's, as they are kept until the step."""
-
-    full: int
-    """Of all, as stage 1 sums them until the accumulation boundary."""
-
-    largest: int
-    """Of the largest parameter's, as backward makes it."""
-
-    buckets: int
-    """Of the buffers that they are reduced in."""
-
+    in_flat_partition: bool  # Whether this rank's are summed in a flat fp32 partition beside 16-bit parameters.
+    own: int  # Of this rank's, as they are kept until the step.
+    full: int  # Of all, as stage 1 sums them until the accumulation boundary.
+    largest: int  # Of the largest parameter's, as backward makes it.
+    buckets: int  # Of the buffers that they are reduced in.
+    # Of what the reduction of a bucket copies: flattened, and in ``reduce`` where the bucket has another dtype.
     copies: int
-    """Of what the reduction of a bucket copies: flattened, and in ``reduce`` where the bucket has another dtype."""
-
-    copies_after_backward: int
-    """Of these copies, those that are allocated after backward only."""
-
+    copies_after_backward: int  # Of these copies, those that are allocated after backward only.
+    # Of ``full``, what stage 1 no longer has at the peak of its reduction: the gradients that were copied into the
+    # first bucket are freed, less what this rank has allocated of ``own`` at that time.
     freed_in_reduction: int
-    """Of ``full``, what stage 1 no longer has at the peak of its reduction: the gradients that were copied into the
-    first bucket are freed, less what this rank has allocated of ``own`` at that time."""
 
 
 def _gradients(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, flat: _Flat) -> _Gradients:
