@@ -14,10 +14,15 @@ from torch.optim import Optimizer
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, most
-from lightning_shard.meters.memory_table import from_numbers, largest, memory_table, to_numbers
-from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
-from lightning_shard.meters.throughput import gather_rows, peak_bytes
-from lightning_shard.meters.throughput_summary import size_text
+from lightning_shard.meters.memory_table import (
+    append_to_message,
+    from_numbers,
+    is_out_of_memory,
+    largest,
+    memory_table,
+    to_numbers,
+)
+from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
 
 
 class MemoryCallback(Callback):

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_shard.callbacks._actions import CHECKPOINT, DATA, ActionClock
+from lightning_shard._lightning import Replacements
 from lightning_shard.callbacks._flops import StepFlops, compute_dtype
-from lightning_shard.callbacks._logging import log_window
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.batch_size import batch_size
 from lightning_shard.meters.peaks import peak_flops
@@ -24,9 +24,10 @@ from lightning_shard.meters.throughput import (
     from_numbers,
     gather_rows,
     peak_bytes,
+    summary_table,
     to_numbers,
+    write_csv,
 )
-from lightning_shard.meters.throughput_summary import summary_table, write_csv
 
 
 class ThroughputCallback(Callback):
@@ -249,3 +250,66 @@ class ThroughputCallback(Callback):
     def _detach(self) -> None:
         if self._actions is not None:
             self._actions.detach()
+
+
+DATA = ".train_dataloader_next"
+"""Waiting for the next training batch; the name begins with the loop's."""
+
+CHECKPOINT = "save_checkpoint"
+
+
+class ActionClock:
+    """Sums up seconds of `DATA` and `CHECKPOINT`, whichever profiler the run has."""
+
+    def __init__(self, profiler: Profiler) -> None:
+        """Listen to ``profiler``, until `detach`."""
+        self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
+        self._started: dict[str, float] = {}
+        self._start, self._stop = profiler.start, profiler.stop
+        # Lightning calls both by name, from `profile` too.
+        self._replacements = Replacements()
+        self._replacements.replace(profiler, "start", self._on_start)
+        self._replacements.replace(profiler, "stop", self._on_stop)
+
+    def _on_start(self, action_name: str) -> None:
+        self._start(action_name)
+        if (action := _action(action_name)) is not None:
+            self._started[action] = time.perf_counter()
+
+    def _on_stop(self, action_name: str) -> None:
+        if (action := _action(action_name)) is not None and action in self._started:
+            self.seconds[action] += time.perf_counter() - self._started.pop(action)
+        self._stop(action_name)
+
+    def detach(self) -> None:
+        """Leave the profiler as it was."""
+        self._replacements.restore()
+
+
+def _action(name: str) -> str | None:
+    if name == CHECKPOINT:
+        return CHECKPOINT
+    return DATA if name.endswith(DATA) else None
+
+
+def log_window(module: LightningModule, window: Window, *, on_cpu: bool) -> None:
+    """Log a window's values; on all ranks, which have the same."""
+    tokens = window.tokens_per_second
+    if tokens is not None:
+        module.log("tokens/s", round(tokens), prog_bar=True)
+        module.log("tokens/s/device", round(tokens / window.devices))
+    if window.padding_share is not None:
+        module.log("padding_share", window.padding_share)
+    module.log("samples/s", window.samples_per_second, prog_bar=tokens is None)
+    module.log("samples/s/device", window.samples_per_second_per_device)
+    module.log("step_seconds", window.step_seconds)
+    module.log("data_share", window.data_share)
+    module.log("checkpoint_seconds", window.checkpoint_seconds)
+    if window.mfu is not None:
+        module.log("mfu", window.mfu, prog_bar=True)
+    module.log("memory/rank", float(window.largest_rank))
+    if on_cpu:
+        module.log("memory/resident_gib", window.allocated / 2**30)
+    else:
+        module.log("memory/allocated_gib", window.allocated / 2**30)
+        module.log("memory/reserved_gib", window.reserved / 2**30)

@@ -16,8 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_shard import __version__, commands
 from lightning_shard.commands import failures, fit
-from lightning_shard.commands.messages import UsageError
-from lightning_shard.commands.parser import ShardArgumentParser
+from lightning_shard.commands.parser import ShardArgumentParser, UsageError
 
 
 class ShardCLI(LightningCLI):

@@ -22,7 +22,7 @@ from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.link_speeds import Links, write
+from lightning_shard.planning.traffic import Links, write_links
 from lightning_shard.ranks import Ranks
 from lightning_shard.text import columns
 
@@ -222,11 +222,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ.
-
-    Raises:
-        ConfigurationError: the links can't be written.
-    """
+    """Run it; the exit code: 0 if nothing is odd, 1 if something is, 2 if the processes can't meet or differ."""
     options = parser().parse_args(arguments)
     place, local_rank = place_of(os.environ if environ is None else environ)
     try:
@@ -248,6 +244,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         print(table(ranks))
         print("\n".join(f"odd: {line}" for line in found) or "nothing is odd")
         if options.output is not None:
-            write(slowest(ranks), options.output)
+            write_links(slowest(ranks), options.output)
             print(f"links: {options.output}")
     return 1 if found else 0

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.commands.fit import broken_config
-from lightning_shard.commands.messages import UsageError
+from lightning_shard.commands.parser import UsageError
 from lightning_shard.errors import ShardError
 
 MISTAKE_EXIT_CODE = 2
@@ -40,11 +40,8 @@ _LIBRARIES = {
 def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     """End the children; after a mistake print it on one rank and exit. Returns when the error is to be raised.
 
-    Args:
-        error: what the command raised.
-        trainer: the Trainer, if one was built.
-        arguments: of the command line; ``--traceback`` among them asks for the frames of a mistake too.
-        environ: the launcher's environment, which says which rank this is.
+    ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for the frames of a mistake too;
+    the launcher's environment says which rank this is.
 
     Raises:
         SystemExit: code 2, with the error as its cause.

@@ -15,8 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_shard import registry
-from lightning_shard.commands.messages import UsageError
-from lightning_shard.commands.parser import ShardArgumentParser, options_parser
+from lightning_shard.commands.parser import ShardArgumentParser, UsageError, options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import Known, migrate, report
 from lightning_shard.strategies.precision import ShardPrecision
@@ -47,11 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; the exit code.
-
-    Raises:
-        ConfigurationError: what the user is to be told; nothing was written.
-    """
+    """Run it; the exit code. After an error nothing was written."""
     options = parser().parse_args(arguments)
     if options.output is not None and options.output.exists():
         raise ConfigurationError(f"{options.output} exists: choose another path, or remove it")
@@ -87,11 +82,7 @@ def known() -> Known:
 
 
 def check(content: Mapping[str, Any]) -> None:
-    """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check it.
-
-    Raises:
-        ConfigurationError: what is wrong, as ``fit`` would say it.
-    """
+    """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check."""
     trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}
     own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]
     trainer["plugins"] = own or None

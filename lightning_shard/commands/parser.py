@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard.commands.messages import UsageError, explain
+from lightning_shard.text import did_you_mean
 
 
 class ShardArgumentParser(LightningArgumentParser):
-    """Lightning's parser, which raises :class:`~lightning_shard.commands.messages.UsageError`."""
+    """Lightning's parser, which raises :class:`~lightning_shard.commands.parser.UsageError`."""
 
     failure: Exception | None = None
 
@@ -64,3 +70,175 @@ def options_parser(name: str, description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+class UsageError(Exception):
+    """Arguments or a configuration file that can't be parsed; the message is complete."""
+
+
+def explain(message: str, keys: Collection[str]) -> str:
+    """A parser's error in one message: the key, the value and what is allowed; ``keys``: all that the parser knows."""
+    unknown = re.match(r"unrecognized arguments: (.*)", message, re.DOTALL)
+    if unknown:
+        options = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
+        return "\n".join(_unknown_key(option[2:], keys) for option in options) or message
+    unknown = re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([\w.]+)'", message)
+    if unknown:
+        return _unknown_key(unknown[1], keys)
+    missing = re.match(r"the following arguments are required: (.*)|Key \"([\w.]+)\" is required", message)
+    if missing:
+        names = (missing[1] or missing[2]).split(", ")
+        return "\n".join(f"{name.partition('.')[2] or name}: is required and was not given." for name in names)
+    choices = re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message)
+    if choices:
+        return f"no command was given. Commands: {choices[1].replace(',', ', ')}."
+    if message.startswith("Parser key"):
+        return _explain_value(message)
+    return message
+
+
+def _unknown_key(key: str, keys: Collection[str]) -> str:
+    near = did_you_mean(key, keys)
+    if not near:
+        group = key.rpartition(".")[0]
+        within = sorted(k for k in keys if k.startswith(f"{group}.")) if group else []
+        near = f" Keys of {group}: {', '.join(within)}." if within else ""
+    return f"{key}: there is no such key.{near}"
+
+
+def _explain_value(message: str) -> str:
+    """The deepest branch of jsonargparse's tree of attempts: that is the form the user wrote the value in."""
+    branches = _branches(message)
+    telling = [branch for branch in branches if not _is_bare_type_mismatch(branch[1])]
+    path, text = max(telling or branches, key=lambda branch: len(branch[0]))
+    key = _key(path)
+    owner = next((scope.name for scope in reversed(path) if scope.kind != "union"), "")
+    owned = any(scope.kind == "class" and scope.name == owner for scope in path)
+
+    option = re.match(r"(?:Option|Group '[\w.]+' does not accept option) '([\w.]+)'", text)
+    if option and owned:
+        arguments = _arguments(owner)
+        has = f" It takes: {', '.join(arguments)}." if arguments else ""
+        return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
+    if owned:
+        return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
+    value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
+    if value:
+        return f"{key}: got {_shown(value[2])}; allowed: {_readable(value[1])}"
+    tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
+    if tried is None:
+        return f"{key}: {text}"
+    if telling:
+        return f"{key}: got {_shown(tried.given)}. {text}"
+    no_class = re.search(r"Expected a dot import path string: ([\w-]+)$", message, re.MULTILINE)
+    if no_class and no_class[1].lower() in StrategyRegistry:
+        return (
+            f"{key}: {no_class[1]!r} is a name, and a name takes no arguments, but got {_shown(tried.given)}. "
+            f"Give class_path and init_args: `lightning-shard strategies {no_class[1]}` prints them."
+        )
+    return f"{key}: got {_shown(tried.given)}; allowed: {_readable(tried.types)}{_how_to_give(tried.types)}"
+
+
+def _how_to_give(types: str) -> str:
+    paths = [path for path in re.findall(r"[\w.]+\.[A-Z]\w+", types) if imported(path)]
+    for path in paths:
+        if dataclasses.is_dataclass(imported(path)):
+            return f" (a mapping of {', '.join(_arguments(path))})"
+    return " (a class is given as class_path and init_args)" if paths else ""
+
+
+@dataclass
+class _Scope:
+    """What a statement of the tree stands under: a key, a class, or a union of types that were tried in turn."""
+
+    indent: int
+    kind: Literal["key", "class", "union"]
+    name: str = ""
+    types: str = ""
+    given: str = ""
+
+
+_Branch = tuple[tuple[_Scope, ...], str]
+
+
+def _branches(tree: str) -> list[_Branch]:
+    """Each statement of the tree with its scopes, outermost first."""
+    stack: list[_Scope] = []
+    found: list[_Branch] = []
+    for line in tree.splitlines():
+        text = line.lstrip(" -")
+        if not text:
+            continue
+        indent = len(line) - len(text)
+        union = re.match(r"(Subtypes|Errors|Given value type|Given value): ?(.*)", text)
+        if union:
+            # These stand as deep as their union, or one bullet less.
+            while stack and stack[-1].indent > indent + 2:
+                stack.pop()
+            if stack and union[1] == "Subtypes":
+                stack[-1].types = union[2].removeprefix("[").removesuffix("]")
+            elif stack and union[1] == "Given value":
+                stack[-1].given = union[2]
+            continue
+        while stack and stack[-1].indent >= indent:
+            stack.pop()
+        scope = re.match(r"Parser key \"([\w.]+)\":\s*(.*)", text)
+        klass = re.match(r"Problem with given class_path '(.*?)':\s*(.*)", text)
+        if scope:
+            stack.append(_Scope(indent, "key", scope[1]))
+        elif klass:
+            stack.append(_Scope(indent, "class", klass[1]))
+        elif text.startswith("Does not validate against any"):
+            stack.append(_Scope(indent, "union"))
+        text = scope[2] if scope else klass[2] if klass else text
+        if text:
+            found.append((tuple(stack), text))
+    return found
+
+
+def _is_bare_type_mismatch(text: str) -> bool:
+    """A branch that says no more than that the value is not of its type."""
+    if "Got value:" in text:
+        return False
+    return text.startswith(("Expected a", "Does not validate", "Not a valid subclass", "Subclass types expect", "a "))
+
+
+def _key(path: Sequence[_Scope]) -> str:
+    """The key as YAML has it; the fields of a dataclass stand in it without ``init_args``."""
+    names = [
+        "" if scope.kind == "union" else "init_args" if scope.kind == "class" else scope.name
+        for scope in path
+        if not (scope.kind == "class" and dataclasses.is_dataclass(imported(scope.name)))
+    ]
+    return ".".join(name for name in names if name)
+
+
+def imported(class_path: str) -> Any:
+    """What is at this import path, or None."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _arguments(class_path: str) -> list[str]:
+    """Names of the constructor arguments of a class that can be imported."""
+    try:
+        parameters = inspect.signature(imported(class_path)).parameters
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _shown(value: str) -> str:
+    nested = re.fullmatch(r"NestedArg\(key='(.*)', val=(.*)\)", value)
+    return f"{nested[1]}={nested[2]}" if nested else repr(value) if " " in value or not value else value
+
+
+def _readable(types: str) -> str:
+    """``<class 'int'>, typing.Literal['auto'], <class 'NoneType'>`` as ``int, 'auto', null``."""
+    types = re.sub(r"<class '([\w.]+)'>", r"\1", types)
+    types = re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", r"\1", types)
+    types = re.sub(r"\bNoneType\b|\bNone\b", "null", types)
+    return types.replace("typing.", "").replace("collections.abc.", "")

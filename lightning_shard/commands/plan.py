@@ -18,14 +18,12 @@ from lightning_shard.commands.strategies import preset_yaml
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.meters.peaks import peak_flops
-from lightning_shard.planning import link_speeds, picture, report
-from lightning_shard.planning.link_speeds import Links
+from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of
 from lightning_shard.planning.planner import Candidate, Machines, Planner, resized
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
-from lightning_shard.planning.recommendation import recommend
-from lightning_shard.planning.report import FORMS, Row
-from lightning_shard.planning.traffic import Nodes
+from lightning_shard.planning.report import FORMS, Row, recommend
+from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
 
 _T = TypeVar("_T")
@@ -71,20 +69,16 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan; the exit code."""
     options, rest = parser().parse_known_args(arguments)
     check(options)
-    measured = None if options.links is None else link_speeds.read(options.links)
+    measured = None if options.links is None else read_links(options.links)
     if options.picture is not None:
-        picture.require()
+        report.require_matplotlib()
     inputs = plan_inputs.read(rest, nodes=options.nodes, devices=options.devices)
     print(plan(options, inputs, measured))
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse numbers that can't be.
-
-    Raises:
-        ConfigurationError: with the value and the rule.
-    """
+    """Refuse numbers that can't be, by a ConfigurationError with the value and the rule."""
     for name in ("nodes", "devices", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -124,7 +118,7 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
         parts.append(f"recommendation: {reason}")
         parts += [] if best is None else [_yaml(best, inputs)]
     if options.picture is not None:
-        picture.draw([row for row in rows if not row.refused], memory, options.picture)
+        report.draw([row for row in rows if not row.refused], memory, options.picture)
         parts.append(f"picture: {options.picture}")
     notes = [f"note: {note}" for note in dict.fromkeys(planner.notes)]
     return "\n\n".join([*notes, *parts])
@@ -150,11 +144,7 @@ def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | Non
 
 
 def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) -> Links:
-    """The speeds of links: what doctor measured, else what the options say.
-
-    Raises:
-        ConfigurationError: links that the run has were not measured.
-    """
+    """The speeds of links: what doctor measured, else what the options say; links that the run has have to be there."""
     if measured is None:
         return Links(intra_node=options.intra_node, inter_node=options.inter_node)
     for speed, crossed, where in (

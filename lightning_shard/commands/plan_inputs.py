@@ -21,9 +21,8 @@ from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import fake_tensors
-from lightning_shard.planning.facts import OptimizerFacts
+from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
 from lightning_shard.planning.memory_trace import error_location
-from lightning_shard.planning.optimizer_facts import trace_optimizer
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.precision import ShardPrecision
@@ -206,11 +205,7 @@ def _configure(inputs: Inputs) -> None:
 
 
 def first_batch(inputs: Inputs) -> Any:
-    """The first batch of the training data, on the CPU, after the transfer hooks.
-
-    Raises:
-        ConfigurationError: there is no data, or it can't be read here.
-    """
+    """The first batch of the training data, on the CPU, after the transfer hooks."""
     owner: Any = inputs.data if inputs.data is not None else inputs.module
     try:
         owner.prepare_data()
@@ -234,11 +229,7 @@ def _has_hooks(data: LightningDataModule | None) -> bool:
 
 
 def loss_of(module: LightningModule) -> Any:
-    """``(batch) -> loss`` of a module's training step.
-
-    Raises:
-        ConfigurationError: the module steps its optimizers itself.
-    """
+    """``(batch) -> loss`` of a module's training step; a module that steps its optimizers itself is refused."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             "the module steps its optimizers itself (automatic_optimization is false), so that a step is more than a "
@@ -249,11 +240,7 @@ def loss_of(module: LightningModule) -> Any:
 
 
 def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
-    """The optimizer that ``configure_optimizers`` returns, over the module's tensors without data.
-
-    Raises:
-        ConfigurationError: none, several, or one that can't be made here.
-    """
+    """The one optimizer that ``configure_optimizers`` returns, over the module's tensors without data."""
     try:
         with inputs.mode:
             found = inputs.module.configure_optimizers()
@@ -273,11 +260,7 @@ def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
 
 
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
-    """The state that the optimizer makes in a step of master weights, over which it is made anew.
-
-    Raises:
-        ConfigurationError: no, several, or an optimizer that can't be made or stepped here.
-    """
+    """The state that the optimizer makes in a step of master weights, over which it is made anew."""
     before = [(module, dict(module._parameters)) for module in inputs.module.modules()]
     try:
         with inputs.mode:

@@ -23,22 +23,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def preset_yaml(name: str) -> str:
-    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``.
-
-    Raises:
-        ConfigurationError: there is no such name.
-    """
+    """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``."""
     preset = registry.find(name)
     strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
     return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
 
 
 def further_arguments(name: str) -> str:
-    """The constructor's other arguments with their defaults, as comments below `preset_yaml`.
-
-    Raises:
-        ConfigurationError: there is no such name.
-    """
+    """The constructor's other arguments with their defaults, as comments below `preset_yaml`."""
     preset = registry.find(name)
     parameters = inspect.signature(preset.strategy_class).parameters.values()
     others = {p.name: p.default for p in parameters if p.name not in preset.init_args}

@@ -28,13 +28,9 @@ class BatchSize:
 def batch_size(batch: Any, *, tokens_key: str | int | None = None, mask_key: str | int | None = None) -> BatchSize:
     """Measure a batch; tensors are looked for in mappings and sequences, in their order.
 
-    Padding is what ``mask_key`` says. Without it: where an entry ``attention_mask`` of the tokens' shape is zero; else
-    where an entry ``labels``, or another integer tensor of the tokens' shape, is -100.
-
-    Args:
-        batch: as the dataloader gives it.
-        tokens_key: the entry that holds tokens; default: ``input_ids``, or found as `BatchSize` says.
-        mask_key: the entry that is zero, or -100, where a token only fills up.
+    ``tokens_key`` is the entry that holds tokens; default: ``input_ids``, or found as `BatchSize` says. Padding is
+    where the entry ``mask_key`` is zero, or -100. Without it: where an entry ``attention_mask`` of the tokens' shape is
+    zero; else where an entry ``labels``, or another integer tensor of the tokens' shape, is -100.
     """
     tensors = list(_tensors(batch))
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)

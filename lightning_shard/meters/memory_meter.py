@@ -25,9 +25,8 @@ Storage = tuple[torch.device, int]
 def account(held: Iterable[Resident], *, known: set[Storage] | None = None) -> MemoryAccount:
     """The bytes of ``held``: of each storage once, whatever views there are, for the kind that is given first.
 
-    Args:
-        held: what to count; a storage counts whole, a bucket with its padding too.
-        known: storages that count for nothing; those of ``held`` are added.
+    A storage counts whole, a bucket with its padding too; those that are ``known`` count for nothing, and new ones are
+    added to these.
     """
     known = set() if known is None else known
     places: dict[str, dict[str, int]] = {place: dict.fromkeys(KINDS, 0) for place in ("device", "host", "nvme")}
@@ -85,12 +84,8 @@ def account_of(
 ) -> MemoryAccount:
     """What this rank holds now, under any engine, this package's or driven by hand.
 
-    Args:
-        module: whole, or cut by FSDP2 or ZeRO.
-        optimizers: those that step it; DeepSpeed's is found by ``zero``.
-        device: where this rank computes.
-        wrapped: torch's DDP around ``module``, if there is one.
-        zero: DeepSpeed's ``engine.optimizer`` of stages 1 to 3, if there is one.
+    ``module`` is full or sharded; ``wrapped`` is torch's DDP around it, ``zero`` DeepSpeed's ``engine.optimizer`` of
+    stages 1 to 3, if there is one.
     """
     if zero is None:
         return account(module_tensors(module, optimizers, device=device, wrapper=wrapped))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
+
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.meters.throughput_summary import size_text
+from lightning_shard.meters.throughput import size_text
 from lightning_shard.text import columns
 
 PLACES = ("device", "host", "nvme")
@@ -22,13 +26,7 @@ def total(account: MemoryAccount) -> int:
 
 
 def memory_table(account: MemoryAccount, *, title: str, notes: Sequence[str] = ()) -> str:
-    """An account with a line for each kind that it has, and a column for each place.
-
-    Args:
-        account: one rank's.
-        title: the first line.
-        notes: lines below the table.
-    """
+    """One rank's account below a title, with a line for each kind that it has, a column for each place, and notes."""
     places = [place for place in PLACES if place == "device" or getattr(account, place).total]
     rows = [("", *places)]
     for kind in KINDS:
@@ -49,3 +47,110 @@ def from_numbers(numbers: Sequence[int]) -> MemoryAccount:
     kinds = [dict(zip(KINDS, numbers[i * len(KINDS) :], strict=False)) for i in range(len(PLACES))]
     parts = {place: KindBytes(**values) for place, values in zip(PLACES, kinds, strict=True)}
     return MemoryAccount(**parts)
+
+
+_STEPPED = frozenset({"masters", "optimizer"})
+_GRADIENTS = _STEPPED | {"gradients"}
+_ALL = _GRADIENTS | {"parameters"}
+_NONE: frozenset[str] = frozenset()
+
+# Preset: the kinds that it shards over all ranks, and those that it offloads to the host.
+_PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "shard_fsdp": (_ALL, _NONE),
+    "shard_fsdp_offload": (_ALL, _ALL),
+    "shard_deepspeed_stage_1": (_STEPPED, _NONE),
+    "shard_deepspeed_stage_2": (_GRADIENTS, _NONE),
+    "shard_deepspeed_stage_3": (_ALL, _NONE),
+    "shard_deepspeed_stage_2_offload": (_GRADIENTS, _GRADIENTS),
+    "shard_deepspeed_stage_3_offload": (_ALL, _ALL),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A setting, and the bytes that it takes off a rank's device; None: no account says how many."""
+
+    text: str
+    saves: int | None
+
+
+def suggestions(
+    account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False
+) -> list[Suggestion]:
+    """The settings that need less of a rank's device, those that save most first.
+
+    The account is measured or predicted; suggested presets of an ``aligned`` run keep the precision contract too;
+    ``checkpointing`` says whether activations are checkpointed already.
+    """
+    found = [*_presets(account, engine, aligned), *_activations(account.device.activations, checkpointing)]
+    return sorted(found, key=lambda suggestion: -1 if suggestion.saves is None else suggestion.saves, reverse=True)
+
+
+def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> Iterator[Suggestion]:
+    now = sum(getattr(account.device, kind) for kind in _ALL)
+    for name, (sharded, offloaded) in _PRESETS.items():
+        if not name.startswith(engine.advised_presets):
+            continue
+        after = 0.0
+        for kind in _ALL - offloaded:
+            resident = getattr(account.device, kind) + getattr(account.host, kind)
+            full = resident * (engine.shards if kind in engine.sharded else 1)
+            after += full / (engine.ranks if kind in sharded else 1)
+        # What is a hundredth less is not worth a line: paddings differ.
+        if after < 0.99 * now:
+            suffix = "_aligned" if aligned else ""
+            yield Suggestion(text=f"strategy: {name}{suffix}", saves=round(now - after))
+
+
+def _activations(activations: int, checkpointing: bool) -> Iterator[Suggestion]:
+    known = activations > 0
+    yield Suggestion(
+        text="half the batch size, with accumulate_grad_batches doubled", saves=activations // 2 if known else None
+    )
+    if not checkpointing:
+        text = "activation_checkpointing: units (at most, less what one unit keeps)"
+        yield Suggestion(text=text, saves=activations if known else None)
+
+
+def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:
+    """`suggestions` as lines to read."""
+    lines = ["What holds less on each rank's device, by this account:"]
+    for suggestion in suggestions(account, engine, aligned=aligned, checkpointing=checkpointing):
+        size = "" if suggestion.saves is None else f": {size_text(suggestion.saves)} less"
+        lines.append(f"  {suggestion.text}{size}")
+    return "\n".join(lines)
+
+
+# c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp, the CUDA runtime, cuBLAS.
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised from, says so."""
+    return any(_says_so(each) for each in _causes(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def append_to_message(error: BaseException, text: str) -> None:
+    """Let ``str(error)`` end with ``text``; the error's type and other arguments stay."""
+    error.args = (f"{error.args[0] if error.args else type(error).__name__}\n{text}", *error.args[1:])

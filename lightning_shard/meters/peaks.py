@@ -95,14 +95,10 @@ def find_peaks(device_name: str) -> Peaks | None:
 def peak_flops(
     device_name: str, dtype: torch.dtype, *, tf32: bool | None = None, override: float | None = None
 ) -> float | None:
-    """Dense peak FLOP/s of one device for products in ``dtype``; None where it is not known.
+    """Dense peak FLOP/s of one device (``torch.cuda.get_device_name``) for products in ``dtype``; None: not known.
 
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: what matrices are multiplied in.
-        tf32: whether fp32 products may run on tensor cores; default: as torch is set
-            (``torch.set_float32_matmul_precision``).
-        override: what to give in place of the table's.
+    ``tf32``: whether fp32 products may run on tensor cores; default: as torch is set
+    (``torch.set_float32_matmul_precision``). ``override`` is given in place of the table's.
     """
     if override is not None:
         return override
@@ -123,12 +119,7 @@ def peak_flops(
 
 
 def mfu(flops: float, seconds: float, peak: float, *, devices: int = 1) -> float:
-    """Model FLOPs utilisation: ``flops / (seconds * peak * devices)``, between 0 and 1.
-
-    Args:
-        flops: model FLOPs (`count_flops`) of all that was computed on all devices in that time.
-        seconds: wall-clock time.
-        peak: FLOP/s of one device (`peak_flops`).
-        devices: how many computed.
+    """Model FLOPs utilisation, between 0 and 1: FLOPs (`count_flops`) of all devices by what they could do in that
+    time.
     """
     return flops / (seconds * peak * devices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, satisfied, setting, unsupported
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, satisfied, setting, unsupported
 
 _TPU_FIELDS = (
     "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",

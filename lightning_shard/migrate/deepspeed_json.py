@@ -30,12 +30,9 @@ _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_pers
 
 
 def read_deepspeed(reading: Reading, content: Mapping[str, Any], prefix: str = "") -> None:
-    """Add to ``reading`` what the content of a DeepSpeed file asks for.
+    """Add to ``reading`` what the content of a DeepSpeed file asks for, in any of its spellings, and what is wrong.
 
-    Args:
-        reading: unknown keys, values of another kind and contradictions are added to its problems.
-        content: of the file, in any of DeepSpeed's spellings.
-        prefix: what stands before the fields' names, such as the file's name.
+    ``prefix`` stands before the fields' names, such as the file's name.
     """
     if reading.engine is None:
         reading.engine = "deepspeed"

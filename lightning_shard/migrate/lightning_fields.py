@@ -11,8 +11,7 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate.accelerate_fields import backward_prefetch
-from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, satisfied, setting, unsupported
-from lightning_shard.migrate.neutral import Engine
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, satisfied, setting, unsupported
 
 _OFFLOAD = {"offload_optimizer": True}
 _NVME = {

@@ -8,22 +8,24 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate import lightning_fields as tables
-from lightning_shard.migrate.accelerate_fsdp import add_fsdp_strategy
+from lightning_shard.migrate.accelerate import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, check_keys, read_field
-from lightning_shard.migrate.files import content_of
-from lightning_shard.migrate.neutral import LEVELS, Reading, shown
+from lightning_shard.migrate.neutral import (
+    LEVELS,
+    READ_ELSEWHERE,
+    Field,
+    Reading,
+    check_keys,
+    content_of,
+    read_field,
+    shown,
+)
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
-    """Add to ``reading`` what a stock strategy asks for.
+    """Add to ``reading`` what a stock strategy asks for by its class's name and arguments, and what is wrong.
 
-    Args:
-        reading: problems are added to it too.
-        kind: name of the class.
-        arguments: its ``init_args``, or those that its name stands for.
-        path: of the arguments in the file.
-        named: whether the file has the arguments one by one, and not the name alone.
+    ``named``: whether the file has the arguments one by one, below ``path``, and not the strategy's name alone.
     """
     known = tables.FIELDS[kind]
     check_keys(reading, path, arguments, known, kind)

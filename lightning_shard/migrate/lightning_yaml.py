@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.migrate import lightning_fields as stock
-from lightning_shard.migrate.fields import check_keys, nearest
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
-from lightning_shard.migrate.neutral import Reading, shown
+from lightning_shard.migrate.neutral import Reading, check_keys, nearest, shown
 from lightning_shard.migrate.shard_strategies import OWN_ENGINES, read_own
 from lightning_shard.precision.policy import PRECISIONS
 
@@ -42,13 +41,7 @@ def _same_class(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:
-    """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is.
-
-    Args:
-        reading: unknown and misspelt keys, wrong types and contradictions are added to its problems.
-        content: of the file, or of several, merged.
-        known: names and keys.
-    """
+    """Add to ``reading`` what a Lightning YAML asks for; what is no strategy is carried over as it is."""
     for key in content:
         near = nearest(str(key), known.top_keys) if key not in known.top_keys else ""
         if near:

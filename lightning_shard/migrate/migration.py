@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate import report
+from lightning_shard.migrate import dependent_settings, report
 from lightning_shard.migrate.accelerate import read_accelerate
+from lightning_shard.migrate.counterparts import Holds, Same, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
-from lightning_shard.migrate.files import format_of, read_file
+from lightning_shard.migrate.dependent_settings import CLASSES, Target
 from lightning_shard.migrate.lightning_yaml import Known, merged, read_lightning
-from lightning_shard.migrate.neutral import Became, Lost, Reading
+from lightning_shard.migrate.neutral import Asked, Became, Engine, Lost, Reading, read_file, shown
 from lightning_shard.migrate.shard_strategies import OWN_ENGINES
-from lightning_shard.migrate.target import CLASSES, Target
-from lightning_shard.migrate.translation import build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,10 @@ class Migration:
 
 
 def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migration:
-    """Read the files, and put them together for one engine.
+    """Read the files, and put them together for the strategy name ``to``, or for the source's own engine.
 
     Several Lightning YAMLs are laid over one another, as with ``--config``; an Accelerate config file or a DeepSpeed
     file among them says the strategy.
-
-    Args:
-        paths: of the files.
-        known: what Lightning and the table of strategy names know.
-        to: name of the strategy to write for; None: the source's own engine.
 
     Raises:
         ConfigurationError: everything that is wrong with the files, in one message.
@@ -105,3 +100,139 @@ def _content(reading: Reading, target: Target, known: Known, strategy: Any) -> d
     before = [key for key in known.top_keys if key == "seed_everything" and key in carried]
     head = {key: carried.pop(key) for key in before}
     return {**head, "trainer": own, **carried}
+
+
+Format = Literal["accelerate", "deepspeed", "lightning"]
+
+_SIGNS: Mapping[Format, tuple[str, ...]] = {
+    "accelerate": (
+        "compute_environment", "distributed_type", "num_machines", "num_processes", "machine_rank", "fsdp_config",
+        "deepspeed_config", "mixed_precision", "main_training_function", "use_cpu",
+    ),
+    "deepspeed": (
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "gradient_clipping", "fp16", "bf16", "bfloat16", "optimizer", "scheduler", "steps_per_print",
+        "wall_clock_breakdown",
+    ),
+    "lightning": ("trainer", "model", "data", "seed_everything", "ckpt_path", "optimizer", "lr_scheduler"),
+}  # fmt: skip
+"""Top-level keys by which a format is known."""
+
+
+def format_of(path: Path, content: Mapping[str, Any]) -> Format:
+    """Which of the formats a file has, by its top-level keys; none is refused."""
+    scores = {name: len(set(map(str, content)) & set(signs)) for name, signs in _SIGNS.items()}
+    # `optimizer` is a key of two formats; `trainer` decides.
+    if isinstance(content.get("trainer"), Mapping):
+        return "lightning"
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] == 0:
+        raise ConfigurationError(
+            f"{path} is none of the known formats: it has the keys {', '.join(map(repr, content)) or 'none'}, but an "
+            "Accelerate config file has distributed_type, a DeepSpeed file zero_optimization, and a Lightning YAML "
+            "trainer."
+        )
+    return best
+
+
+def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) -> Target:
+    """What a reading is on one engine.
+
+    ``preset`` has arguments of the strategy name that the user gave; they hold whatever the sources ask for. None: the
+    source's own engine, with all its settings.
+    """
+    # One by one: two groups of a preset may be one and the same mapping.
+    arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
+    target = Target(engine=engine, arguments=arguments, told=preset is not None, reading=reading)
+    for asked in _once(reading, target.problems):
+        if asked.name in dependent_settings.SPECIAL:
+            dependent_settings.SPECIAL[asked.name](target, asked)
+        else:
+            _by_table(target, asked)
+    dependent_settings.finish(target)
+    target.rows += reading.met
+    target.lost += reading.lost
+    return target
+
+
+def _once(reading: Reading, problems: list[str]) -> list[Asked]:
+    """The settings in the order in which the engine needs them, once each; a default gives way to what a file says."""
+    kept: dict[tuple[str, str], Asked] = {}
+    said: dict[str, Asked] = {}
+    for asked in reading.asked:
+        before = said.get(asked.name)
+        if before is not None and before.value != asked.value and None not in (before.given, asked.given):
+            problems.append(
+                f"{before.field} is {shown(before.given)}, but {asked.field} is {shown(asked.given)}: make them equal, "
+                "or remove one"
+            )
+        if asked.given is not None or before is None:
+            said[asked.name] = asked
+    for asked in reading.asked:
+        if said[asked.name].value == asked.value:
+            kept[asked.name, asked.field] = asked
+    return sorted(kept.values(), key=lambda asked: _FIRST.index(asked.name) if asked.name in _FIRST else len(_FIRST))
+
+
+_FIRST = (
+    "engine",
+    "shard",
+    "mesh",
+    "reshard_ranks",
+    "precision",
+    "aligned",
+    "units",
+    "cpu_offload",
+    "offload_optimizer.device",
+    "offload_parameters.device",
+)
+"""Settings on which others depend."""
+
+
+def _by_table(target: Target, asked: Asked) -> None:
+    if asked.name in _ONLY_FP32 and target.engine == "ddp" and _compute(target) != "32-true":
+        target.lose(
+            asked,
+            "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate",
+            "precision: 32-true",
+        )
+        return
+    answer = find(asked.name).answer(target.engine, asked.value)
+    group = asked.name.partition(".")[0]
+    if asked.name in _GATHERING and target.engine == "deepspeed" and target.stage < 3:
+        target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
+    elif isinstance(answer, Holds):
+        target.hold(asked, answer.note)
+    elif not isinstance(answer, Same):
+        target.lose(asked, answer.reason, answer.nearest)
+    elif asked.name.startswith("trainer."):
+        target.set(asked, asked.name, asked.value)
+    elif group.startswith("offload_") and group not in target.arguments:
+        target.hold(asked, "nothing is offloaded")
+    elif asked.name.endswith(".nvme_path") and target.arguments[group].get("device") != "nvme":
+        target.hold(asked, "nothing is kept in files")
+    elif group.startswith("stage3") and target.engine == "deepspeed" and target.stage < 3:
+        target.hold(asked, "DeepSpeed reads it in stage 3 alone")
+    elif _DEFAULTS.get(asked.name) == asked.value:
+        target.default(asked, f"strategy.{asked.name}")
+    else:
+        target.set(asked, f"strategy.{answer.path or asked.name}", asked.value)
+
+
+_ONLY_FP32 = (
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "comm_hook",
+    "comm_state",
+)
+"""Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits."""
+
+
+_DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"}
+_GATHERING = ("units", "forward_prefetch", "backward_prefetch")
+
+
+def _compute(target: Target) -> str:
+    return str(target.reading.value("precision", "32-true"))

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
+
+from lightning_shard import text
+from lightning_shard.errors import ConfigurationError
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 
@@ -92,3 +100,227 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{value:.1f}" if abs(value) < 1e5 else f"{value:g}"
     return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
+
+    kind: str = "any"  # What its value must be: a key of `KINDS`.
+    name: str = ""  # The neutral setting that it becomes; "": none, see below.
+    # Allowed values to neutral ones; empty: every value of its kind, as it is.
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    idle: tuple[Any, ...] = ()  # Values that ask for nothing.
+    met: str = ""  # Why other values hold without a setting; "": they do not.
+    reason: str = ""  # Why other values have no counterpart.
+    nearest: str = ""  # What comes nearest to those.
+    note: str = ""  # What differs in numbers once it has become the setting.
+
+
+READ_ELSEWHERE = Field()
+"""A field whose meaning depends on others, so that it is read by a function and not by its description."""
+
+
+def setting(name: str, kind: str, *idle: Any, words: Mapping[Any, Any] | None = None, note: str = "") -> Field:
+    """A field that becomes the neutral setting ``name``; ``idle``: values that ask for nothing."""
+    return Field(name=name, kind=kind, idle=idle, words=words or {}, note=note)
+
+
+def satisfied(met: str, kind: str, *idle: Any) -> Field:
+    """A field whose values hold without a setting, and why."""
+    return Field(met=met, kind=kind, idle=idle)
+
+
+def unsupported(
+    reason: str, nearest: str = "", kind: str = "any", *idle: Any, words: Mapping[Any, Any] | None = None
+) -> Field:
+    """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
+    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {})
+
+
+def read_fields(reading: Reading, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
+    """Add to ``reading`` what the fields of a table ask for, without those that are read elsewhere."""
+    for name, described in table.items():
+        if described != READ_ELSEWHERE:
+            read_field(reading, f"{path}.{name}" if path else name, described, content.get(name))
+
+
+def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any:
+    """Add to ``reading`` what one field asks for, and return its value as its kind; None: nothing, or a problem."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value in described.idle:  # a word, such as auto, for what is else a number
+        reading.rest(path, value)
+        return value
+    try:
+        value = KINDS[described.kind](value)
+    except ValueError as error:
+        reading.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
+        return None
+    if described.words:
+        spelled = value.upper() if isinstance(value, str) else value
+        found = next((key for key in described.words if key in (value, spelled)), None)
+        if found is None and value not in described.idle and spelled not in described.idle:
+            words = [*described.idle, *described.words]
+            near = nearest(str(value), [str(word) for word in words])
+            reading.problems.append(f"{path} is {shown(value)!r}, but must be one of {_listed(words)}{near}")
+            return None
+    else:
+        found = spelled = value
+    if value in described.idle or spelled in described.idle:
+        reading.rest(path, value)
+    elif described.met:
+        reading.meet(path, value, described.met)
+    elif described.reason:
+        reading.lose(path, value, described.reason, described.nearest)
+    elif described.name:
+        became = described.words[found] if described.words else value
+        reading.ask(described.name, became, path, value, described.note)
+    return value
+
+
+def check_keys(reading: Reading, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
+    """A problem for every key of ``content`` that is not known, with the nearest one."""
+    for key in content:
+        if key not in known:
+            where = f"{path}.{key}" if path else str(key)
+            near = nearest(str(key), known) or f"; known are {', '.join(sorted(known))}"
+            reading.problems.append(f"{where} is no key of {whose}{near}")
+
+
+def nearest(word: str, choices: Collection[str]) -> str:
+    """``": the nearest is ..."``, or ``""``."""
+    return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
+
+
+def _listed(words: Collection[Any]) -> str:
+    return ", ".join(dict.fromkeys(shown(word) for word in words))
+
+
+def _bool(value: Any) -> bool:
+    words = {"true": True, "false": False, "yes": True, "no": False}
+    if isinstance(value, str) and value.strip().lower() in words:
+        return words[value.strip().lower()]
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError("true or false")
+
+
+def _float(value: Any, expected: str = "a number") -> float:
+    if isinstance(value, str):
+        # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(expected) from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(expected)
+    return value
+
+
+def _int(value: Any) -> int:
+    number = _float(value, "a whole number")
+    if not float(number).is_integer():
+        raise ValueError("a whole number")
+    return int(number)
+
+
+def _count(value: Any) -> int:
+    number = _int(value)
+    if number < 0:
+        raise ValueError("a whole number of 0 or more")
+    return number
+
+
+def _str(value: Any) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    raise ValueError("a string")
+
+
+def _word(value: Any) -> Any:
+    """A word or the number that stands for it."""
+    if isinstance(value, str):
+        return int(value) if value.strip().isdigit() else value.strip()
+    if isinstance(value, int):
+        return value
+    raise ValueError("a word")
+
+
+def _names(value: Any) -> list[str]:
+    """Names as a list, or as one string with commas."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")]
+    if isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value):
+        return list(value)
+    raise ValueError("names, as a list or with commas between them")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError("a mapping")
+
+
+KINDS: Mapping[str, Callable[[Any], Any]] = {
+    "any": lambda value: value,
+    "bool": _bool,
+    "int": _int,
+    "count": _count,
+    "float": _float,
+    "str": _str,
+    "word": _word,
+    "names": _names,
+    "mapping": _mapping,
+}
+"""Kind to the function that reads it; the text of its ValueError follows "but must be"."""
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a YAML or JSON file; a key that is there twice is refused as well as what is no mapping."""
+    if not path.is_file():
+        raise ConfigurationError(f"{path}: there is no such file (from {Path.cwd()}).")
+    try:
+        read = path.read_text(encoding="utf-8")
+        content = _json(read) if path.suffix == ".json" else yaml.load(read, Loader=_Loader)
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} can't be read as {path.suffix.lstrip('.') or 'YAML'}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} holds a {type(content).__name__}, but must hold a mapping of keys.")
+    return content
+
+
+def content_of(config: Any, field: str) -> dict[str, Any]:
+    """The content of a configuration that a field gives as a mapping, or as the path of its file."""
+    if isinstance(config, str):
+        return read_file(Path(config))
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"{field} is {shown(config)!r}, but must be a path or a mapping.")
+    return dict(config)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which refuses a key that is there twice."""
+
+
+def _unique_keys(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    _refuse_twice(keys)
+    return dict(yaml.SafeLoader.construct_mapping(loader, node, deep=True))
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_keys)
+
+
+def _json(text: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice([key for key, _ in items])
+        return dict(items)
+
+    return json.loads(text, object_pairs_hook=pairs)
+
+
+def _refuse_twice(keys: list[Any]) -> None:
+    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+    if twice:
+        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")

@@ -14,13 +14,7 @@ _WIDEST = 44
 
 
 def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Lost]) -> str:
-    """Source field and value, target field and value, and a note; below it what asked for nothing.
-
-    Args:
-        rows: of the table.
-        idle: fields that ask for nothing.
-        lost: fields without a counterpart, which are lines of the table too.
-    """
+    """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
     lines = [("source", "", "->", "target", "", "note")]
     lines += [(row.field, shown(row.given), "->", row.target or "(no setting)", _value(row), row.note) for row in rows]
     lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in lost]
@@ -66,13 +60,8 @@ def mistakes(problems: Sequence[str]) -> str:
 
 
 def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Lost]) -> str:
-    """The file that is written.
-
-    Args:
-        content: what ``lightning-shard fit --config`` reads.
-        command: that wrote it.
-        launch: variables that the launcher was told in the source.
-        lost: fields that are left as comments.
+    """The file that is written: what ``fit --config`` reads, below the command, the launcher's variables and lost
+    fields.
     """
     lines = [f"# Written by `{command}`."]
     if launch:

@@ -7,9 +7,18 @@ from typing import Any
 
 from lightning_shard.migrate.counterparts import TABLE, Same
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
-from lightning_shard.migrate.fields import READ_ELSEWHERE, Field, check_keys, read_fields, setting
-from lightning_shard.migrate.files import content_of
-from lightning_shard.migrate.neutral import LEVELS, Engine, Reading, shown
+from lightning_shard.migrate.neutral import (
+    LEVELS,
+    READ_ELSEWHERE,
+    Engine,
+    Field,
+    Reading,
+    check_keys,
+    content_of,
+    read_fields,
+    setting,
+    shown,
+)
 
 OWN_ENGINES: Mapping[str, Engine] = {
     "ShardDDPStrategy": "ddp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fsdp2 import ignored_parameters
 from lightning_shard.engines.units import Unit
+from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,45 +81,29 @@ def model_facts(
 ) -> ModelFacts:
     """The facts of a module with full parameters: real, on the meta device, or fake.
 
-    Args:
-        root: the LightningModule.
-        units: its shard units, from `lightning_shard.engines.units.find_units`.
-        unsharded: parameters that FSDP does not shard, besides 0-d ones.
-        groups: the optimizer's parameter groups, for engines that partition group by group.
+    ``unsharded`` are parameters that FSDP does not shard, besides 0-d ones and metrics'; ``groups`` the optimizer's.
     """
-    unit_of: dict[int, str] = {}
-    for unit in units:
-        for module in unit.modules:
-            for parameter in module.parameters():
-                unit_of.setdefault(id(parameter), unit.names[0])
-    ignored = {id(p) for p in unsharded} | {
-        id(p) for m in root.modules() if isinstance(m, Metric) for p in m.parameters()
-    }
+    unit_of = unit_names(units)
+    metrics = (m for m in root.modules() if isinstance(m, Metric))
+    ignored = {id(p) for p in unsharded} | {id(p) for m in metrics for p in m.parameters()}
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-    parameters = []
-    for fqn, parameter in root.named_parameters():
-        parameters.append(
-            ParameterFacts(
-                fqn=fqn,
-                shape=tuple(parameter.shape),
-                dtype=parameter.dtype,
-                trainable=parameter.requires_grad,
-                unit=unit_of.get(id(parameter), ""),
-                unsharded=id(parameter) in ignored or not parameter.ndim,
-                group=group_of.get(id(parameter), 0),
-            )
+    parameters = tuple(
+        ParameterFacts(
+            fqn=fqn,
+            shape=tuple(p.shape),
+            dtype=p.dtype,
+            trainable=p.requires_grad,
+            unit=unit_of.get(id(p), ""),
+            unsharded=id(p) in ignored or not p.ndim,
+            group=group_of.get(id(p), 0),
         )
-    return ModelFacts(parameters=tuple(parameters), buffer_bytes=buffer_bytes(root))
+        for fqn, p in root.named_parameters()
+    )
+    return ModelFacts(parameters=parameters, buffer_bytes=buffer_bytes(root))
 
 
 def facts_of(module: nn.Module, engine: Engine, groups: Sequence[Mapping[str, Any]] = ()) -> ModelFacts:
-    """The facts of a module under an engine; its parameters are full, real or without data.
-
-    Args:
-        module: the LightningModule.
-        engine: whose units the parameters are in.
-        groups: the optimizer's parameter groups.
-    """
+    """`model_facts` of a LightningModule under an engine; its parameters are full, real or without data."""
     _, ignored = ignored_parameters(module, engine.ignored_modules())
     return model_facts(module, units=engine.units(module), unsharded=ignored(), groups=groups)
 
@@ -147,3 +134,65 @@ class OptimizerFacts:
         """Bytes of the state of stepped tensors of ``dtype`` with so many elements each."""
         slots = sum((slot or dtype).itemsize for slot in self.slots)
         return self.unsharded_bytes + sum(count * slots + self.fixed_bytes for count in elements)
+
+
+# Settings of how a step is computed, which go with some devices alone.
+_IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
+    """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
+    known = inspect.signature(type(optimizer)).parameters.keys() - _IMPLEMENTATIONS
+    parameter = nn.Parameter(torch.zeros(3, 5))
+    parameter.grad = torch.zeros(3, 5)
+    try:
+        small = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
+        small.step()
+    except Exception:
+        return None
+    tensors = [value for value in small.state[parameter].values() if isinstance(value, Tensor)]
+    return OptimizerFacts(
+        slots=tuple(_slot_dtype(tensor, parameter) for tensor in tensors if tensor.shape == parameter.shape),
+        fixed_bytes=sum(tensor.nbytes for tensor in tensors if tensor.shape != parameter.shape),
+    )
+
+
+def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> OptimizerFacts:
+    """The state that ``optimizer`` makes in a step on fake parameters of ``root``, and what the step allocates."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    with mode:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    live = LiveBytes([*root.parameters(), *root.buffers(), *gradients])
+    live.begin("backward", "")
+    try:
+        with mode, live:
+            optimizer.step()
+        live.finish()
+    except Exception as error:
+        raise TraceError(explained(error, live.last_operation)) from error
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    slots: dict[str, torch.dtype | None] = {}
+    fixed = unsharded = total = 0
+    for parameter in parameters:
+        tensors = {k: v for k, v in optimizer.state.get(parameter, {}).items() if isinstance(v, Tensor)}
+        same = {k: v for k, v in tensors.items() if v.shape == parameter.shape and parameter.ndim}
+        slots |= {name: _slot_dtype(slot, parameter) for name, slot in same.items()}
+        small = sum(slot.nbytes for name, slot in tensors.items() if name not in same and not slot.ndim)
+        unsharded += sum(slot.nbytes for name, slot in tensors.items() if name not in same and slot.ndim)
+        fixed = max(fixed, small)
+        total += sum(slot.nbytes for slot in tensors.values())
+    stepped = sum(p.nbytes for p in parameters)
+    peak = live.segments[0].activations - total
+    return OptimizerFacts(
+        slots=tuple(slots.values()),
+        fixed_bytes=fixed,
+        unsharded_bytes=unsharded,
+        temporary=max(0.0, peak / stepped) if stepped else 0.0,
+    )
+
+
+def _slot_dtype(slot: Tensor, parameter: Tensor) -> torch.dtype | None:
+    return None if slot.dtype == parameter.dtype else slot.dtype

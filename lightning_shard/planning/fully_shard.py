@@ -15,10 +15,15 @@ import torch
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
-from lightning_shard.planning.live_bytes import Segment
-from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import StepMemory, on_device
-from lightning_shard.planning.step_points import Point, gradient_elements, segment_name, with_segment
+from lightning_shard.planning.memory_trace import Segment, Trace
+from lightning_shard.planning.step_memory import (
+    Point,
+    StepMemory,
+    gradient_elements,
+    on_device,
+    segment_name,
+    with_segment,
+)
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
 

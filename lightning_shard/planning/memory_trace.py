@@ -2,17 +2,18 @@
 
 The step runs once, for no engine in particular: the module whole, its parameters as forward sees them, casts and
 activation checkpointing installed as every engine here installs them. What an engine holds beside it at each part of
-the step is arithmetic (`lightning_shard.planning.step_points`): one trace serves all engines and numbers of ranks.
+the step is arithmetic (`lightning_shard.planning.step_memory`): one trace serves all engines and numbers of ranks.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,12 @@ from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward
 from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import fake_tensors
-from lightning_shard.meters.traced_operations import attention_by, attention_without_dropout, flop_counter
-from lightning_shard.planning.live_bytes import DataDependent, LiveBytes, Segment
+from lightning_shard.meters.flops import (
+    NumbersReadAsOne,
+    attention_by,
+    attention_without_dropout,
+    flop_counter,
+)
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 
@@ -63,21 +68,14 @@ class Step:
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
-    """Run one step of a module whose tensors `fake_tensors.make_fake` has made fake.
-
-    Args:
-        root: the LightningModule.
-        step: how to run it.
-        policy: the dtypes of the run.
-        mode: from `fake_tensors.fake_mode`.
-        scale: run on the batch repeated so many times.
+    """Run one step of a module whose tensors `fake_tensors.make_fake` has made fake, on the batch ``scale`` times.
 
     Raises:
         TraceError: the step depends on data, has an operation without a fake implementation, or fails.
     """
     batch, size = scaled(step.batch, scale)
     with ExitStack() as stack:
-        stack.callback(_restore(root))
+        stack.callback(restoring(root))
         cast_parameters(root, policy.compute)
         if policy.compute != torch.float32:
             stack.callback(install_casts(root, policy.compute, output=policy.output))
@@ -127,11 +125,9 @@ class _UnitHooks:
         self.backward = False
         self.handles: list[Any] = []
         self.complete: list[str] = []
-        unit_of: dict[int, str] = {}
+        unit_of = unit_names(units)
         for unit in units:
             for module in unit.modules:
-                for parameter in module.parameters():
-                    unit_of.setdefault(id(parameter), unit.names[0])
                 self.handles += [
                     module.register_forward_pre_hook(partial(self._enter, unit.names[0]), prepend=True),
                     module.register_forward_hook(partial(self._leave, unit.names[0]), always_call=True),
@@ -185,6 +181,15 @@ class _UnitHooks:
             self.live.segments[-1].complete = tuple(self.complete)
 
 
+def unit_names(units: Sequence[Unit]) -> dict[int, str]:
+    """Parameters' ids to the name of the first shard unit that they are in."""
+    found: dict[int, str] = {}
+    for unit in units:
+        for parameter in (p for module in unit.modules for p in module.parameters()):
+            found.setdefault(id(parameter), unit.names[0])
+    return found
+
+
 def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
     """Replace every floating parameter by one of dtype ``compute``; ties stay ties."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -198,7 +203,7 @@ def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
             module._parameters[name] = made[id(parameter)][1]
 
 
-def _restore(root: nn.Module) -> Callable[[], None]:
+def restoring(root: nn.Module) -> Callable[[], None]:
     """A function that puts the parameters of now back."""
     before = [(module, dict(module._parameters)) for module in root.modules()]
 
@@ -249,3 +254,121 @@ def explained(error: BaseException, operation: str) -> str:
             "(torch.library.register_fake)"
         )
     return told.rstrip(".")
+
+
+Phase = Literal["forward", "backward"]
+
+MEASURES = ("activations", "peak", "peak_gradients", "end_activations", "end_gradients", "at_reduction")
+"""The fields of a `Segment` that are bytes."""
+
+
+@dataclass(kw_only=True)
+class Segment:
+    """A part of a step in which one shard unit computes. Bytes are of tensors that the step made.
+
+    Only those gradients count whose unit still lacks others: the tracer frees them once the unit has all of its own.
+    """
+
+    phase: Phase
+    unit: str  # The unit; "": code and modules outside of all units.
+    activations: int = 0  # The most bytes of activations: of everything but gradients of parameters.
+    peak: int = 0  # The most bytes of activations and gradients together.
+    peak_gradients: int = 0  # Of ``peak``, the gradients.
+    end_activations: int = 0  # Activations when it ends.
+    end_gradients: int = 0  # Gradients when it ends.
+    # Activations and gradients when its unit has all of its gradients; 0: that is in another segment.
+    at_reduction: int = 0
+    complete: tuple[str, ...] = ()  # Units that have all of their gradients when it ends.
+    # Whether some parameter has its gradient: before the first one an engine has allocated nothing to reduce it in.
+    has_gradients: bool = False
+
+
+class DataDependent(RuntimeError):
+    """An operation whose result depends on values, which the tensors of a traced step do not have."""
+
+
+class LiveBytes(NumbersReadAsOne):
+    """Follows every storage from the operation that makes it to its end."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """``known``: tensors that do not count, such as parameters and buffers."""
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._gradients: set[int] = set()
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._has_gradients = False
+        self.activations = 0
+        self.gradients = 0
+        self.segments: list[Segment] = []
+        self.last_operation = ""
+
+    def begin(self, phase: Phase, unit: str) -> None:
+        """Begin a segment; the one before ends."""
+        if self.segments:
+            self.finish()
+            if (self.segments[-1].phase, self.segments[-1].unit) == (phase, unit):
+                return
+        self.segments.append(Segment(phase=phase, unit=unit, has_gradients=self._has_gradients))
+        self.note()
+
+    def first_gradient(self) -> None:
+        """A parameter has its gradient; if none had, a segment begins with it."""
+        if self._has_gradients:
+            return
+        self._has_gradients = True
+        self.finish()
+        last = self.segments[-1]
+        self.segments.append(Segment(phase=last.phase, unit=last.unit, complete=last.complete, has_gradients=True))
+        self.note()
+
+    def finish(self) -> None:
+        """End the last segment."""
+        self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
+
+    def track(self, tensors: Any) -> None:
+        """Count the storages of ``tensors`` that are new."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._known and key not in self._sizes:
+                    self._sizes[key] = size = storage.nbytes()
+                    self.activations += size
+                    self._references[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: Any) -> None:
+        size = self._sizes.pop(key, 0)
+        del self._references[key]
+        if key in self._gradients:
+            self._gradients.discard(key)
+            self.gradients -= size
+        else:
+            self.activations -= size
+
+    def is_gradient(self, tensor: Tensor) -> None:
+        """Count a tensor as a gradient of a parameter from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._sizes and key not in self._gradients:
+            self._gradients.add(key)
+            self.activations -= self._sizes[key]
+            self.gradients += self._sizes[key]
+
+    def note(self) -> None:
+        """Compare what is alive now with the most so far."""
+        if not self.segments:
+            return
+        segment = self.segments[-1]
+        segment.activations = max(segment.activations, self.activations)
+        if self.activations + self.gradients > segment.peak:
+            segment.peak, segment.peak_gradients = self.activations + self.gradients, self.gradients
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made."""
+        self.last_operation = str(func)
+        if func is torch.ops.aten._local_scalar_dense.default and not args[0].is_floating_point():
+            raise DataDependent(f"{self.last_operation} reads a number of dtype {args[0].dtype} out of a tensor")
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.track(result)
+        self.note()
+        return result

@@ -11,22 +11,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
-from lightning_shard.memory import MemoryAccount
-from lightning_shard.planning import fully_shard, replicate, torch_ddp, zero
+from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import StepMemory
-from lightning_shard.planning.step_points import Point, optimizer_point
+from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
 
+# An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``.
 _ARITHMETIC: Mapping[type[EngineFacts], Any] = {
     TorchDDPFacts: torch_ddp,
-    ReplicateFacts: replicate,
     FSDPFacts: fully_shard,
     DeepSpeedFacts: zero,
 }
-"""An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``."""
+
+
+def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
+    """The module of an engine, with the facts that it takes.
+
+    Torch's ``replicate`` is FSDP2 with one shard, which stays gathered from forward to backward: a copy in the compute
+    dtype, even where that is the parameters' own (``FSDPParamGroup.wait_for_unshard``).
+    """
+    if isinstance(engine, ReplicateFacts):
+        at_boundary = engine.reduce_at_boundary
+        engine = FSDPFacts(replicate=engine.ranks, shard=1, reshard_after_forward=False, reduce_at_boundary=at_boundary)
+    return _ARITHMETIC[type(engine)], engine
 
 
 def predict(
@@ -39,27 +48,11 @@ def predict(
 ) -> StepMemory:
     """The memory of the rank that needs most, at three points of a step and without activations.
 
-    Args:
-        model: its parameters and shard units, from `lightning_shard.planning.facts.model_facts`.
-        engine: with its settings and the number of ranks.
-        policy: the dtypes of the run.
-        optimizer: its state; default: Adam's, two moments in the masters' dtype.
-        micro_batches: how many are summed for a step.
+    By default the optimizer is Adam, with two moments in the masters' dtype; ``micro_batches`` are summed for a step.
     """
-    optimizer = optimizer or OptimizerFacts()
-    return _ARITHMETIC[type(engine)].step_memory(model, engine, policy, optimizer, micro_batches)
-
-
-def predict_account(
-    model: ModelFacts,
-    engine: EngineFacts,
-    policy: PrecisionPolicy,
-    optimizer: OptimizerFacts | None = None,
-    *,
-    micro_batches: int = 1,
-) -> MemoryAccount:
-    """`predict` in one account: each kind at the point of the step where there is most of it."""
-    return predict(model, engine, policy, optimizer, micro_batches=micro_batches).largest
+    module, engine = _arithmetic(engine)
+    memory: StepMemory = module.step_memory(model, engine, policy, optimizer or OptimizerFacts(), micro_batches)
+    return memory
 
 
 def step_points(
@@ -76,8 +69,8 @@ def step_points(
     The engine's bytes are arithmetic; activations are the trace's.
     """
     memory = predict(model, engine, policy, optimizer, micro_batches=micro_batches)
-    arithmetic = _ARITHMETIC[type(engine)]
-    points = arithmetic.step_points(model, engine, policy, memory, trace, micro_batches)
+    module, engine = _arithmetic(engine)
+    points = module.step_points(model, engine, policy, memory, trace, micro_batches)
     return [*points, optimizer_point(memory, optimizer, trace)]
 
 
@@ -85,5 +78,5 @@ def collectives(
     model: ModelFacts, engine: EngineFacts, policy: PrecisionPolicy, *, micro_batches: int = 1
 ) -> list[Collective]:
     """What one optimizer step sends, without norms, losses and buffers, which are small."""
-    found = _ARITHMETIC[type(engine)].collectives(model, engine, policy, micro_batches)
-    return [c for c in found if c.ranks > 1 and c.payload]
+    module = torch_ddp if isinstance(engine, ReplicateFacts) else _ARITHMETIC[type(engine)]
+    return [c for c in module.collectives(model, engine, policy, micro_batches) if c.ranks > 1 and c.payload]

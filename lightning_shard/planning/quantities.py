@@ -13,11 +13,7 @@ _NUMBER = r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size with its unit: "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920.
-
-    Raises:
-        ConfigurationError: another form, no unit, bits, or no whole number of bytes.
-    """
+    """Bytes of a size with its unit: "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920; other forms are refused."""
     found = re.fullmatch(_NUMBER + r"([kKMGTP]i?)?(B|b)", text)
     if found is None or (found[2] or "") not in {**_DECIMAL, **_BINARY}:
         raise ConfigurationError(
@@ -32,11 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_speed(text: str) -> float:
-    """Bytes per second of a link: "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s; "50GB/s" is bytes.
-
-    Raises:
-        ConfigurationError: another form, or a speed of 0.
-    """
+    """Bytes per second of a link: "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s; "50GB/s" is bytes."""
     found = re.fullmatch(_NUMBER + r"([kKMGTP]i?)?(B|b)(?:/s|ps)", text)
     if found is None or (found[2] or "") not in {**_DECIMAL, **_BINARY}:
         raise ConfigurationError(
@@ -49,11 +41,7 @@ def parse_speed(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Floating point operations per second: "989TFLOPS", "9.89e14".
-
-    Raises:
-        ConfigurationError: another form, or 0.
-    """
+    """Floating point operations per second: "989TFLOPS", "9.89e14"."""
     found = re.fullmatch(_NUMBER + r"([kKMGTP])?(?:(?i:flops?)(?:/s)?)?", text)
     if found is None:
         raise ConfigurationError(f"{text!r} is no peak. Write operations per second: 989TFLOPS, 9.89e14.")

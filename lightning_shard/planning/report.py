@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
-from lightning_shard.planning.largest_batch import shown_points
 from lightning_shard.planning.quantities import show_bytes, show_seconds
-from lightning_shard.planning.step_points import Point, peak
+from lightning_shard.planning.step_memory import Point, peak
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
 from lightning_shard.text import columns
 
@@ -52,6 +54,16 @@ def fit(row: Row, memory: int) -> str:
         lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
     fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
     return "\n".join([*lines, f"fewest devices for this batch: {fewest}"])
+
+
+def shown_points(points: Sequence[Point]) -> list[Point]:
+    """The moments worth a column: the peak of forward, of backward with its reductions, and the step."""
+    found = []
+    for start in ("forward", ("backward", "reduction", "end of"), ("optimizer", "step")):
+        matching = [p for p in points if p.name.startswith(start)]
+        if matching:
+            found.append(max(matching, key=lambda p: p.account.device.total))
+    return found or list(points)
 
 
 def by_kind(points: Sequence[Point]) -> str:
@@ -111,3 +123,80 @@ def timing(time: StepTime) -> str:
         f"{show_seconds(time.compute)}, links inside nodes {show_seconds(time.inside)}, between nodes "
         f"{show_seconds(time.between)}, each as if alone and communication behind compute"
     )
+
+
+def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | None, str]:
+    """The row to use, None where nothing fits, and why; rows have every form of activation checkpointing."""
+    known = [row for row in rows if not row.refused]
+    fitting = [row for row in known if row.most.device.total <= memory]
+    if not fitting:
+        least = min(known, key=lambda row: row.most.device.total)
+        more = "" if least.fewest is None else f", or {least.fewest.ranks} devices for {least.title}"
+        return None, (
+            f"nothing fits; {least.title} needs least, {show_bytes(least.most.device.total)} per device: use a smaller "
+            f"batch{more}."
+        )
+    best = min(fitting, key=lambda row: _cost(row, nodes))
+    return best, f"{best.title}, because {_reason(best, f'{len(fitting)} of {len(known)} forms fit', memory)}."
+
+
+def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
+    """What is compared, in this order: no offload, the time of a step or else what is sent, no recomputation."""
+    most = row.most
+    offloaded = most.host.optimizer + most.nvme.optimizer > 0
+    sent = (sum(c.between(nodes) for c in row.sent), sum(c.inside(nodes) for c in row.sent))
+    time = row.time.expected if row.time else 0.0
+    return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total)
+
+
+def _reason(best: Row, count: str, memory: int) -> str:
+    room = f"with {show_bytes(best.most.device.total)} of {show_bytes(memory)} per device"
+    if best.time is not None:
+        return (
+            f"of what fits ({count}), without offload where that is possible, its step is the shortest, about "
+            f"{show_seconds(best.time.expected)}, {room}"
+        )
+    return (
+        f"of what fits ({count}) it keeps state on the device and computes nothing twice as far as that is possible, "
+        f"and then sends least, {room}"
+    )
+
+
+def require_matplotlib() -> None:
+    """Refuse to draw without matplotlib, and say how to install it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "--picture needs matplotlib, which is not installed: pip install 'lightning-shard[examples]'. Without "
+            "--picture the plan is printed."
+        ) from error
+
+
+def draw(rows: Sequence[Row], memory: int, path: Path) -> None:
+    """Write bars of bytes by kind, one for each row, and a line where the memory ends, as .png, .svg or .pdf."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot, which keeps state and may look for a screen.
+    figure = Figure(figsize=(10, 1.5 + 0.32 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [row.title for row in rows]
+    places = range(len(rows))
+    left = [0.0] * len(rows)
+    for kind in KINDS:
+        sizes = [getattr(row.most.device, kind) / 1e9 for row in rows]
+        if any(sizes):
+            axes.barh(places, sizes, left=left, label=kind)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.axvline(memory / 1e9, color="black", linestyle="--", label="a device's memory")
+    axes.set_yticks(list(places), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB on a device at the peak of a step")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--picture {path} can't be written: {error}.") from error

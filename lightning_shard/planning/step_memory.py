@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ParameterFacts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.planning.memory_trace import Segment, Trace
 
 POINTS = ("forward", "backward", "step")
 
@@ -56,3 +57,51 @@ def on_device(resident: KindBytes, **kinds: int) -> MemoryAccount:
 def compute_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) -> int:
     """Bytes of full parameters in the dtype in which forward sees them."""
     return sum(p.numel * p.seen_in(compute).itemsize for p in parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A moment of a step."""
+
+    name: str  # Such as "backward of model.layers.3".
+    account: MemoryAccount
+
+
+def peak(points: Sequence[Point]) -> Point:
+    """The point where the device has most resident."""
+    return max(points, key=lambda point: point.account.device.total)
+
+
+def optimizer_point(memory: StepMemory, optimizer: OptimizerFacts, trace: Trace) -> Point:
+    """The optimizer's step: it steps the masters, or the parameters where there are no masters."""
+
+    def temporary(kinds: KindBytes) -> KindBytes:
+        stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters
+        return KindBytes(optimizer=int(optimizer.temporary * stepped))
+
+    account = memory.step
+    left = KindBytes(activations=trace.segments[-1].end_activations, gradients=memory.left_in_step)
+    added = MemoryAccount(device=temporary(account.device) + left, host=temporary(account.host))
+    return Point(name="optimizer step", account=account + added)
+
+
+def segment_name(segment: Segment) -> str:
+    """The name of the point at which a segment's peak is."""
+    return f"{segment.phase} of {segment.unit}" if segment.unit else f"{segment.phase} outside of units"
+
+
+def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], int]) -> dict[str, int]:
+    """Elements of a rank's gradients of each unit; ``resident``: of one parameter."""
+    found = dict.fromkeys(model.units, 0)
+    for p in model.trainable:
+        found[p.unit] += resident(p)
+    return found
+
+
+def with_segment(
+    base: MemoryAccount, segment: Segment, *, gradients: int, gathered: int = 0, communication: int = 0
+) -> MemoryAccount:
+    """``base`` with a segment's activations at its peak, all ``gradients``, gathered parameters and buffers."""
+    activations = segment.peak - segment.peak_gradients
+    kinds = KindBytes(gradients=gradients, gathered=gathered, communication=communication, activations=activations)
+    return base + MemoryAccount(device=kinds)

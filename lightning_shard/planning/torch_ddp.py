@@ -9,8 +9,14 @@ from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import StepMemory, on_device
-from lightning_shard.planning.step_points import Point, gradient_elements, segment_name, with_segment
+from lightning_shard.planning.step_memory import (
+    Point,
+    StepMemory,
+    gradient_elements,
+    on_device,
+    segment_name,
+    with_segment,
+)
 from lightning_shard.planning.traffic import Collective, over_all_ranks
 from lightning_shard.precision.policy import PrecisionPolicy
 

@@ -9,8 +9,12 @@ side by side (hybrid sharding has one for each device of a node) each send their
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_shard.errors import ConfigurationError
 
 FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
@@ -94,15 +98,9 @@ class StepTime:
 def step_time(
     sent: Iterable[Collective], nodes: Nodes, *, flops: float, peak: float, inside: float | None, between: float | None
 ) -> StepTime:
-    """The step's parts.
+    """The parts of a step in which a device computes ``flops`` at ``peak`` per second and sends what is in ``sent``.
 
-    Args:
-        sent: from `lightning_shard.planning.predict.collectives`.
-        nodes: where the ranks are.
-        flops: of one device in an optimizer step.
-        peak: operations per second that a device reaches.
-        inside: bytes per second of a device to others of its node; None: free.
-        between: bytes per second of a node to others; None: free.
+    ``inside``: bytes per second of a device to others of its node; ``between``: of a node to others; None: free.
     """
     sent = list(sent)
     return StepTime(
@@ -110,3 +108,56 @@ def step_time(
         inside=sum(c.inside(nodes) for c in sent) / inside if inside else 0.0,
         between=sum(c.between(nodes) for c in sent) / between if between else 0.0,
     )
+
+
+FORMAT = "lightning_shard links 1"
+_SPEEDS = ("intra_node", "inter_node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The slowest link of each kind that was measured, which is what a collective goes as fast as."""
+
+    intra_node: float | None  # Bytes per second between two ranks of a node; None: no two ranks shared one.
+    inter_node: float | None  # Bytes per second between two ranks on different nodes; None: there was one node.
+
+
+def write_links(links: Links, path: Path) -> None:
+    """Write them as JSON, in bytes per second."""
+    content = {"format": FORMAT, **{f"{name}_bytes_per_second": getattr(links, name) for name in _SPEEDS}}
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--output {path} can't be written: {error.strerror}. Name a file in a folder that exists."
+        ) from error
+
+
+def read_links(path: Path) -> Links:
+    """What `write_links` wrote."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(f"--links {path} can't be read: {reason}. {_MAKE}") from error
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigurationError(f"--links {path} has no speeds of links in it (format {FORMAT!r}). {_MAKE}")
+    return Links(**{name: _speed(path, f"{name}_bytes_per_second", content) for name in _SPEEDS})
+
+
+_MAKE = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."
+
+
+def _speed(path: Path, key: str, content: dict[str, object]) -> float | None:
+    value = content.get(key)
+    if value is None and key in content:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigurationError(
+            f"--links {path}: {key} is {value!r}, but is a number of bytes per second greater than 0, or null. {_MAKE}"
+        )
+    return float(value)

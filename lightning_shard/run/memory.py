@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.memory_advice import advice
 from lightning_shard.meters.memory_meter import StepMeter, account
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
-from lightning_shard.planning.optimizer_facts import optimizer_facts
-from lightning_shard.planning.predict import predict_account
+from lightning_shard.meters.memory_table import advice
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of, optimizer_facts
+from lightning_shard.planning.predict import predict
 
 
 class Memory:
@@ -69,13 +68,13 @@ class Memory:
             return None
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
-        return predict_account(
+        return predict(
             self._facts,
             self._engine.facts(self._module, self._run),
             self._run.policy,
             known or OptimizerFacts(slots=(), fixed_bytes=0),
             micro_batches=self._run.accumulate_grad_batches,
-        )
+        ).largest
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""

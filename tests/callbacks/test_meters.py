@@ -23,11 +23,17 @@ from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
-from lightning_shard.meters.memory_advice import suggestions
-from lightning_shard.meters.memory_table import from_numbers, largest, memory_table, to_numbers
-from lightning_shard.meters.out_of_memory import append_to_message, is_out_of_memory
+from lightning_shard.meters.memory_table import (
+    append_to_message,
+    from_numbers,
+    is_out_of_memory,
+    largest,
+    memory_table,
+    suggestions,
+    to_numbers,
+)
 from lightning_shard.meters.throughput import RankWindow, combine
-from lightning_shard.planning.optimizer_facts import optimizer_facts
+from lightning_shard.planning.facts import optimizer_facts
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning import link_speeds
-from lightning_shard.planning.traffic import Nodes
+from lightning_shard.planning.traffic import Links, Nodes, read_links, write_links
 from tests.harness import ROOT
 from tests.models import TinyLM, loader
 
@@ -133,9 +132,9 @@ def test_mistakes(arguments: list[str], message: str) -> None:
 
 def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    link_speeds.write(link_speeds.Links(intra_node=450e9, inter_node=None), path)
+    write_links(Links(intra_node=450e9, inter_node=None), path)
     options = plan_command.parser().parse_args(["--device-memory", "80GB", "--links", str(path)])
-    measured = link_speeds.read(options.links)
+    measured = read_links(options.links)
     assert plan_command.links_of(options, Nodes(nodes=1, devices=8), measured) == measured
     with pytest.raises(ConfigurationError, match="has no link between nodes, and the run is on 2 x 2 devices"):
         plan_command.links_of(options, Nodes(nodes=2, devices=2), measured)

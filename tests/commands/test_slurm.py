@@ -16,7 +16,7 @@ from lightning_shard import ConfigurationError
 from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
-from lightning_shard.planning.link_speeds import Links, read, write
+from lightning_shard.planning.traffic import Links, read_links, write_links
 from tests.harness import ROOT
 
 SRUN = """\
@@ -206,8 +206,8 @@ def test_what_stands_out(changes: dict[str, Any], says: str) -> None:
 def test_links_for_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     for ranks, expected in ((_ranks(), (5e9, 1e9)), (_ranks()[:2], (1e9, None)), (_ranks()[:1], (None, None))):
-        write(doctor.slowest(ranks), path)
-        found = read(path)
+        write_links(doctor.slowest(ranks), path)
+        found = read_links(path)
         assert (found.intra_node, found.inter_node) == expected
 
 
@@ -215,7 +215,7 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     path = tmp_path / "links.json"
     assert doctor.main(["--backend", "gloo", "--output", str(path)], {}) == 0
     assert f"links: {path}" in capsys.readouterr().out
-    assert read(path) == Links(intra_node=None, inter_node=None)
+    assert read_links(path) == Links(intra_node=None, inter_node=None)
     with pytest.raises(ConfigurationError, match="can't be written: No such file or directory"):
         doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {})
 

@@ -13,8 +13,7 @@ import yaml
 
 from lightning_shard import __main__
 from lightning_shard.commands import migrate as migrate_command
-from lightning_shard.migrate.fields import nearest
-from lightning_shard.migrate.neutral import shown
+from lightning_shard.migrate.neutral import nearest, shown
 from tests.harness import ROOT
 from tests.migrate.support import BASE, FILES, arguments, trainer
 

@@ -15,7 +15,7 @@ from lightning_shard.migrate import (
     lightning_fields,
     shard_strategies,
 )
-from lightning_shard.migrate.fields import Field
+from lightning_shard.migrate.neutral import Field
 from tests.migrate.support import arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

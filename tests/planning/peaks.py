@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.meters import fake_tensors
-from lightning_shard.planning.facts import facts_of
+from lightning_shard.planning.facts import facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
-from lightning_shard.planning.optimizer_facts import trace_optimizer
 from lightning_shard.planning.predict import step_points
-from lightning_shard.planning.step_points import peak
+from lightning_shard.planning.step_memory import peak
 from lightning_shard.registry import build
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.models import loader, quiet_trainer

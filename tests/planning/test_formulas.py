@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.planning.predict import collectives, predict, predict_account
+from lightning_shard.planning.predict import collectives, predict
 from lightning_shard.planning.traffic import Nodes, step_time
 from tests.planning.support import BF16, FP32, model
 
@@ -34,8 +34,8 @@ def test_padding_of_uneven_cuts() -> None:
 
 
 def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
-    here = predict_account(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2), BF16)
-    away = predict_account(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2, cpu_offload=True), BF16)
+    here = predict(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2), BF16).largest
+    away = predict(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2, cpu_offload=True), BF16).largest
     assert (away.device.parameters, away.device.optimizer) == (0, 0)
     assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
 

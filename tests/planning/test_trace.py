@@ -15,8 +15,8 @@ from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.units import find_units
 from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import OptimizerFacts, model_facts
-from lightning_shard.planning.largest_batch import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
+from lightning_shard.planning.planner import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
 from tests.models import TinyLM, loader
 from tests.planning.support import BF16, FP32
 
