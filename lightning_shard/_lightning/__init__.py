@@ -19,6 +19,7 @@ from lightning_shard._lightning.loops import (
     should_accumulate,
     use_no_grad_in_evaluation,
 )
+from lightning_shard._lightning.messages import leave_out_amp_message
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.processes import (
     DDPForwardRedirection,

@@ -98,5 +98,5 @@ def compute_dtype(trainer: Trainer) -> torch.dtype:
     """What products are computed in: by this package's policy, or by the Trainer's precision under another strategy."""
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
-        return policy.compute
+        return policy.products
     return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)

@@ -128,7 +128,7 @@ def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | Non
     flops = options.device_peak
     reserve = options.reserve if options.reserve is not None else int(options.device_memory * _RESERVE)
     if options.device_name is not None:
-        flops = peak_flops(options.device_name, inputs.strategy.policy.compute)
+        flops = peak_flops(options.device_name, inputs.strategy.policy.products)
         if flops is None:
             raise ConfigurationError(
                 f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."

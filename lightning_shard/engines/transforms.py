@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_shard.engines import selective
 from lightning_shard.engines.units import Unit, class_name
 from lightning_shard.errors import WrappingError
-from lightning_shard.precision.casting import replace_forward
+from lightning_shard.precision.casting import inside_modules, replace_forward
 
 Checkpointing = Literal["units", "selective"] | int | list[str] | None
 
@@ -145,5 +145,5 @@ _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 def checkpoint_forward(module: nn.Module, spec: Checkpointing) -> Callable[[], None]:
     """Run the module's forward again in backward."""
     # Non-reentrant: keyword arguments, nested checkpoints and inputs without gradients all work.
-    run = partial(checkpoint, module.forward, use_reentrant=False)
+    run = partial(checkpoint, inside_modules(module.forward), use_reentrant=False)
     return replace_forward(module, partial(run, context_fn=selective.contexts) if spec == SELECTIVE else run)

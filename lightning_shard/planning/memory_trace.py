@@ -30,7 +30,7 @@ from lightning_shard.meters.flops import (
     flop_counter,
 )
 from lightning_shard.precision.casting import install_casts
-from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
                 live.track(batch)
                 with attention_by(attention_without_dropout), live, flops:
                     live.begin("forward", "")
-                    loss = _loss(step.training_step(batch))
+                    with autocasting(policy, "cpu", cache=True):
+                        loss = _loss(step.training_step(batch))
                     forward = flops.get_total_flops()
                     hooks.backward = True
                     live.begin("backward", "")

@@ -93,8 +93,8 @@ def install_casts(
         root: the LightningModule.
         dtype: the compute dtype.
         whole: modules whose parameters no engine casts; they are cast here, for the time of their forward.
-        output: what the modules that ``root`` holds directly, or in a list or dict of modules, return their floating
-            outputs in; None: as they computed them.
+        output: what ``root``'s own code receives floating outputs of modules in; None: as they computed them. What
+            modules hand to each other stays in ``dtype``.
     """
     undo: list[Callable[[], None]] = []
 
@@ -110,8 +110,9 @@ def install_casts(
         elif any(p.is_floating_point() for p in module.parameters()):
             undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
     undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
-    if output not in (None, dtype):
-        undo.extend(_cast_output(module, output) for module in _outermost(root) if module not in left_out)
+    if output is not None and output != dtype:
+        callable_by_root = dict.fromkeys(module for module in _callable_by(root) if module not in left_out)
+        undo.extend(step for module in callable_by_root for step in _cast_output(module, output))
 
     def remove() -> None:
         for step in reversed(undo):
@@ -120,17 +121,62 @@ def install_casts(
     return remove
 
 
-def _outermost(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules that ``root``'s own code calls: its children, and those in containers that have no forward."""
+def _callable_by(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules that ``root``'s own code may call: all but those in containers of the modules that it holds."""
     for child in root.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _outermost(child)
+            yield from _callable_by(child)
         else:
             yield child
+            yield from _inside(child)
 
 
-def _cast_output(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    return module.register_forward_hook(lambda module, args, output: cast_floating(output, dtype)).remove
+def _inside(module: nn.Module) -> Iterator[nn.Module]:
+    for child in [] if isinstance(module, nn.Sequential) else module.children():
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+            yield from _inside(child)
+
+
+_depth = 0
+"""How many modules with a cast output are being called, one inside the other."""
+
+
+def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Cast the output of calls that come from no other module. A compiler only sees calls inside of a module."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        global _depth
+        if not torch.compiler.is_compiling():
+            _depth += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        global _depth
+        if torch.compiler.is_compiling():
+            return None
+        _depth -= 1
+        return cast_floating(output, dtype) if _depth == 0 else None
+
+    return [
+        module.register_forward_pre_hook(enter, prepend=True).remove,
+        module.register_forward_hook(leave, always_call=True).remove,
+    ]
+
+
+def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose calls of modules come from a module wherever it is called, such as in backward."""
+
+    def nested(*args: Any, **kwargs: Any) -> Any:
+        global _depth
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        _depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return nested
 
 
 def _has_running_statistics(module: nn.Module) -> bool:

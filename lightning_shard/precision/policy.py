@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -46,6 +48,10 @@ class PrecisionPolicy:
     output: torch.dtype | None = None
     """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
 
+    autocast: torch.dtype | None = None
+    """Dtype that ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no
+    autocast."""
+
     loss_scale: LossScaling | None = None
     """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
 
@@ -72,6 +78,11 @@ class PrecisionPolicy:
             )
         if self.output is not None:
             self._check("output", "compute", "modules return what they computed, or that widened")
+        if self.autocast is not None and (self.compute, self.master) != (torch.float32, torch.float32):
+            raise PrecisionError(
+                f"autocast is {short(self.autocast)} while compute is {short(self.compute)} and master "
+                f"{short(self.master)}, but both must be fp32: autocast casts what each operator is given."
+            )
         self._check_loss_scale()
 
     def _check(self, name: str, other: str, reason: str) -> None:
@@ -85,7 +96,7 @@ class PrecisionPolicy:
 
     def _check_loss_scale(self) -> None:
         fp16 = torch.float16
-        if self.loss_scale is not None and (self.compute != fp16 or self.master == fp16):
+        if self.loss_scale is not None and (self.products != fp16 or self.master == fp16):
             # torch.amp.GradScaler refuses fp16 gradients too.
             reason = (
                 "gradients scaled back in fp16 lose again what the scale has saved"
@@ -93,14 +104,19 @@ class PrecisionPolicy:
                 else "the range of bf16 and fp32 needs no scale"
             )
             raise PrecisionError(
-                f"loss_scale is set while compute is {short(self.compute)} and master {short(self.master)}, but goes "
+                f"loss_scale is set while compute is {short(self.products)} and master {short(self.master)}, but goes "
                 f"with compute fp16 and master fp32 alone: {reason}. Remove loss_scale, or use precision '16-mixed'."
             )
-        if self.loss_scale is None and self.compute == fp16 and self.master != fp16:
+        if self.loss_scale is None and self.products == fp16 and self.master != fp16:
             raise PrecisionError(
                 "loss_scale is not set while compute is fp16 and master fp32, but must be: fp16 gradients below 6e-8 "
                 "are zero. Set loss_scale=LossScaling()."
             )
+
+    @property
+    def products(self) -> torch.dtype:
+        """Dtype of matrix products."""
+        return self.autocast or self.compute
 
     @property
     def is_mixed(self) -> bool:
@@ -114,15 +130,28 @@ class PrecisionPolicy:
 
     def text(self) -> str:
         """One line for logs and the checkpoint's manifest."""
-        absent = {"buffers": "as loaded", "output": short(self.compute)}
+        absent = {"buffers": "as loaded", "output": short(self.compute), "autocast": ""}
         shown = [
             f"{f.name} {absent[f.name] if (value := getattr(self, f.name)) is None else short(value)}"
             for f in fields(self)
-            if f.name != "loss_scale"
+            if f.name != "loss_scale" and (f.name != "autocast" or self.autocast is not None)
         ]
         if self.loss_scale is not None:
             shown.append("loss scale dynamic")
         return ", ".join(shown)
+
+
+def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> AbstractContextManager[Any]:
+    """The context in which steps run: ``torch.autocast`` where the policy has it, else nothing.
+
+    Args:
+        policy: the dtypes of the run.
+        device_type: "cpu" or "cuda".
+        cache: keep a parameter's cast for its next use in the step; wrong where its memory is freed in between.
+    """
+    if policy.autocast is None:
+        return nullcontext()
+    return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -137,6 +166,7 @@ def policy_from(
     reduce: torch.dtype | None = None,
     output: torch.dtype | None = None,
     loss_scale: LossScaling | None = None,
+    autocast: bool = False,
     at_boundary: bool = False,
 ) -> PrecisionPolicy:
     """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
@@ -148,7 +178,9 @@ def policy_from(
         precision: one of `PRECISIONS`.
         aligned: whether masters, reduction and accumulation must be fp32 whatever the string says.
         reduce: dtype of the reduction; default: fp32, and under a plain ``-true`` string the parameters' own.
-        output: dtype of what modules return to the LightningModule's code; default: the compute dtype.
+        output: dtype of what modules return to the LightningModule's code; default: fp32 where masters are, so that
+            the loss is computed in fp32 as under autocast, else the compute dtype.
+        autocast: whether steps run under ``torch.autocast`` on fp32 parameters, in place of casts at modules.
         loss_scale: how the loss is scaled in fp16; default: ``LossScaling()`` where a scale is used.
         at_boundary: whether accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
 
@@ -168,14 +200,24 @@ def policy_from(
             f"reduce is {short(reduce)} while aligned is true, which holds reduction in fp32. Remove reduce, or use "
             "the plain form of the strategy."
         )
+    lower = None
+    if autocast:
+        if form != "mixed" or output is not None:
+            given = f"precision is {precision!r}" if output is None else f"output is {short(output)}"
+            raise PrecisionError(
+                f"{given} with autocast: true, but autocast runs under 'bf16-mixed' and '16-mixed', and returns what "
+                "torch's rules say. Set one of these, without output, or remove autocast."
+            )
+        lower, compute = compute, torch.float32
     reduce = master if reduce is None else reduce
-    if loss_scale is None and compute == torch.float16 and master == torch.float32:
+    if loss_scale is None and (lower or compute) == torch.float16 and master == torch.float32:
         loss_scale = LossScaling()
     return PrecisionPolicy(
         compute=compute,
         master=master,
         reduce=reduce,
         accumulate=reduce if at_boundary else master,
-        output=output or compute,
+        output=output or master,
+        autocast=lower,
         loss_scale=loss_scale,
     )

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine
@@ -27,8 +27,8 @@ class RunLedger(Protocol):
         """Install the hooks for the first step."""
         ...
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Watch the collectives of a backward pass."""
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Note the dtype of ``loss``, and watch the collectives of its backward pass."""
         ...
 
     def after_backward(self, *, accumulates: bool) -> None:
@@ -65,7 +65,7 @@ class NoLedger:
     def start_of_training(self) -> None:
         """No hooks."""
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
     def after_backward(self, *, accumulates: bool) -> None:
@@ -128,8 +128,8 @@ class FitLedger:
     def start_of_training(self) -> None:
         self._recorder.start()
 
-    def backward(self) -> AbstractContextManager[None]:
-        return self._recorder.backward() if self._recorder.recording else nullcontext()
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        return self._recorder.backward(loss) if self._recorder.recording else nullcontext()
 
     def after_backward(self, *, accumulates: bool) -> None:
         if self._recorder.recording and accumulates:

@@ -32,7 +32,7 @@ from lightning_shard.precision.loss_scale import (
     state_to_dict,
     unscale,
 )
-from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, policy_from
+from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -62,7 +62,8 @@ class _Connected:
 class ShardPrecision(Precision):
     """Says which precision a strategy of this package runs in, and scales the loss in fp16; the engines cast.
 
-    No autocast is involved: parameters and floating module inputs are cast as a whole, the same on every engine.
+    Parameters and floating module inputs are cast as a whole, the same on every engine, unless ``autocast`` is asked
+    for.
     It is built from ``Trainer(precision=...)`` when none is given. In YAML::
 
         trainer:
@@ -77,6 +78,7 @@ class ShardPrecision(Precision):
         *,
         reduce: DType | None = None,
         output: DType | None = None,
+        autocast: bool = False,
         loss_scale: LossScaling | None = None,
     ) -> None:
         """Store the precision.
@@ -86,8 +88,10 @@ class ShardPrecision(Precision):
                 is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``.
             reduce: dtype in which gradients cross the network: "fp32" or the compute dtype, and "fp32" under
                 ``aligned``. Default: "fp32", and under a plain ``-true`` precision the parameters' own.
-            output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype, for
-                a loss computed in fp32 without a cast of one's own. Default: the compute dtype.
+            output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype.
+                Default: "fp32", for a loss in fp32, and under a plain ``-true`` precision the compute dtype.
+            autocast: run steps under ``torch.autocast`` on fp32 parameters, as stock Lightning does, instead of casting
+                at modules; "bf16-mixed" and "16-mixed" alone. Parameters are gathered and reduced in fp32 then.
             loss_scale: how the loss is scaled in fp16. Default: as in torch, from 2**16. Plain ``16-true`` has none.
 
         Raises:
@@ -101,6 +105,7 @@ class ShardPrecision(Precision):
         self._overrides: dict[str, Any] = {
             "reduce": DTYPES[reduce] if reduce is not None else None,
             "output": DTYPES[output] if output is not None else None,
+            "autocast": autocast,
             "loss_scale": loss_scale,
         }
         self._refuse_what_no_form_runs()
@@ -150,6 +155,18 @@ class ShardPrecision(Precision):
     def _now(self) -> _Connected:
         assert self._connected is not None, "the precision plugin is connected by a strategy of this package"
         return self._connected
+
+    def step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of the LightningModule, under autocast where the policy has it."""
+        engine, run = self._now.engine, self._now.run
+        if run.policy.autocast is None:
+            return step
+
+        def autocast_step(*args: Any, **kwargs: Any) -> Any:
+            with autocasting(run.policy, run.device.type, cache=engine.replicates):
+                return step(*args, **kwargs)
+
+        return autocast_step
 
     # Loss scale
 

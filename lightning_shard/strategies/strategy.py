@@ -52,6 +52,7 @@ class ShardStrategy(ParallelStrategy):
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
+        _lightning.leave_out_amp_message(ShardStrategy)
         self._settings = settings
         self.num_nodes = 1
         vars(self).update(vars(settings))
@@ -295,7 +296,7 @@ class ShardStrategy(ParallelStrategy):
             # Lightning drops them after the forward; by then they were there together with all of its activations.
             self.engine.free_gradients()
         with self.precision_plugin.train_step_context():
-            output = self.engine.forward(self._module.training_step, *args, **kwargs)
+            output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
         self._compiler.after_step()
         return output
 
@@ -313,7 +314,7 @@ class ShardStrategy(ParallelStrategy):
 
     def _evaluate(self, context: AbstractContextManager[Any], step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         with context, parts.evaluating():
-            return self.engine.evaluate(step, *args, **kw)
+            return self.engine.evaluate(self.precision_plugin.step(step), *args, **kw)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -325,7 +326,7 @@ class ShardStrategy(ParallelStrategy):
             self.engine.sync_gradients(True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._ledger.backward():
+        with self._ledger.backward(closure_loss):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         accumulates = self._module.automatic_optimization and _lightning.should_accumulate(self._module.trainer)
         self._ledger.after_backward(accumulates=accumulates)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_shard.engines.transforms import checkpoint_forward
 from lightning_shard.precision.casting import cast_floating, cast_trainable_parameters, install_casts, replace_forward
 from tests.harness import run_distributed
 
@@ -369,3 +370,43 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+# What the root's own code is given.
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Sees(), Sees()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x))
+
+
+def test_the_roots_code_gets_fp32_and_modules_get_the_compute_dtype() -> None:
+    root = Model(net=Residual(), blocks=nn.ModuleList([Residual()]))
+    undo = install_casts(root.to(BF16), BF16, output=torch.float32)
+    # Called from the root: the module, one inside of it, one in a list.
+    assert [called(f32()).dtype for called in (root.net, root.net.first, root.blocks[0])] == [torch.float32] * 3
+    assert root.net.second.seen[0][0][0].dtype == BF16
+    undo()
+    assert root.net(f32().to(BF16)).dtype == BF16
+
+
+def test_a_failed_call_does_not_hide_the_next_ones() -> None:
+    root = Model(net=Residual())
+    install_casts(root.to(BF16), BF16, output=torch.float32)
+    with pytest.raises(TypeError):
+        root.net("no tensor")
+    assert root.net(f32()).dtype == torch.float32
+
+
+def test_what_runs_again_in_backward_computes_as_in_forward() -> None:
+    root = Model(net=Residual())
+    seen: list[torch.dtype] = []
+    install_casts(root.to(BF16), BF16, output=torch.float32)
+    root.net.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    checkpoint_forward(root.net, "units")
+    root.net(f32().requires_grad_()).sum().backward()
+    assert seen == [BF16, BF16]

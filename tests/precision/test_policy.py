@@ -38,7 +38,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 def test_the_table(precision: str, aligned: bool, compute: torch.dtype, rest: torch.dtype) -> None:
     scale = LossScaling() if (compute, rest) == (FP16, FP32) else None
     expected = PrecisionPolicy(
-        compute=compute, master=rest, reduce=rest, accumulate=rest, output=compute, loss_scale=scale
+        compute=compute, master=rest, reduce=rest, accumulate=rest, output=rest, loss_scale=scale
     )
     assert policy_from(precision, aligned=aligned) == expected
     assert expected.is_mixed == (compute != rest)
@@ -51,7 +51,7 @@ def test_the_table_is_whole() -> None:
 
 def test_a_policy_in_one_line() -> None:
     fp32 = "master fp32, reduce fp32, accumulate fp32, buffers as loaded"
-    assert policy_from("bf16-mixed", aligned=False).text() == f"compute bf16, {fp32}, output bf16"
+    assert policy_from("bf16-mixed", aligned=False).text() == f"compute bf16, {fp32}, output fp32"
     widened = policy_from("16-true", aligned=True, output=FP32)
     assert widened.text() == f"compute fp16, {fp32}, output fp32, loss scale dynamic"
 

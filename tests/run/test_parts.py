@@ -257,7 +257,7 @@ def _ledger() -> str:
 
     def closure() -> None:
         loss = engine.forward(lambda x: module(x).float().square().mean(), torch.ones(2, 4))
-        with ledger.backward():
+        with ledger.backward(loss):
             engine.backward(loss, lambda value: value.backward(), overridden=False)
         engine.finish_gradients()
 

@@ -69,6 +69,8 @@ class Ledger:
     """By the FQN of a parameter, a buffer or a metric's state."""
 
     reductions: tuple[Reduction, ...]
+    loss: frozenset[torch.dtype] = frozenset()
+    """The dtypes of the losses of the first step."""
 
     def dtypes(self, name: str, stage: str) -> set[torch.dtype]:
         """The dtypes in which ``name`` was seen at ``stage``, one of `STAGES` or ``state.<slot>``; maybe none."""
@@ -90,7 +92,11 @@ class Ledger:
             }
             for names in self._groups()
         ]
-        return {"tensors": rows, "reduction": sorted(map(_name, self.reduced_in))}
+        return {
+            "tensors": rows,
+            "loss": sorted(map(_name, self.loss)),
+            "reduction": sorted(map(_name, self.reduced_in)),
+        }
 
     def table(self) -> str:
         """One line per distinct combination of dtypes, with the number of tensors that have it."""
@@ -103,7 +109,8 @@ class Ledger:
         for reduction in self.reductions:
             counts[reduction.operation, reduction.dtype] += 1
         shown = [f"{name} {short([dtype])} ({count}x)" for (name, dtype), count in counts.items()]
-        return "\n".join([columns(lines), f"gradients reduced by: {', '.join(shown) or 'no collective'}"])
+        reduced = f"gradients reduced by: {', '.join(shown) or 'no collective'}"
+        return "\n".join([columns(lines), f"loss: {short(self.loss) or '-'}", reduced])
 
     def _groups(self) -> list[list[str]]:
         found: dict[Any, list[str]] = defaultdict(list)

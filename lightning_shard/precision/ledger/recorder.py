@@ -39,6 +39,7 @@ class Recorder:
         self._masters = stepped
         self._entries: dict[str, Entry] = {}
         self._reductions: list[Reduction] = []
+        self._losses: set[torch.dtype] = set()
         self._forward: dict[Place, torch.dtype] = {}
         self._backward: dict[Place, torch.dtype] = {}
         self._places: dict[Place, str] = {}
@@ -174,11 +175,12 @@ class Recorder:
             self._undo.append(handle.remove)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Watch the collectives of a backward pass."""
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Note the dtype of ``loss``, and watch the collectives of its backward pass."""
         if not self.recording:
             yield
             return
+        self._losses.add(loss.dtype)
         # The root's own parameters are read by its methods, whose calls no hook sees; they are gathered until here.
         for attribute, parameter in self._root._parameters.items():
             if (self._root, attribute) in self._places and not isinstance(parameter, DTensor):
@@ -225,7 +227,7 @@ class Recorder:
 
     def ledger(self) -> Ledger:
         """What was seen so far."""
-        return Ledger(entries=self._entries, reductions=tuple(self._reductions))
+        return Ledger(entries=self._entries, reductions=tuple(self._reductions), loss=frozenset(self._losses))
 
 
 _STATUS = "ds_status"

@@ -1,0 +1,44 @@
+"""What Lightning says of a run that is not so.
+
+Tested with Lightning 2.6.4 to 2.6.6.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from types import FrameType
+
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities import rank_zero
+
+from lightning_shard.private_names import require
+
+require(_AcceleratorConnector, "_check_and_init_precision strategy", tested="lightning 2.6")
+
+
+class _NoAutocast(logging.Filter):
+    """Drops "Using bfloat16 Automatic Mixed Precision (AMP)" where the strategy casts modules instead.
+
+    The message is made from the Trainer's flag alone; who asked for it is found on the stack.
+    """
+
+    def __init__(self, kind: type[Strategy]) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "Automatic Mixed Precision (AMP)" not in str(record.msg):
+            return True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
+            frame = frame.f_back
+        return frame is None or not isinstance(frame.f_locals["self"].strategy, self._kind)
+
+
+@cache
+def leave_out_amp_message(kind: type[Strategy]) -> None:
+    """Let Lightning not say that strategies of class ``kind`` use autocast."""
+    logging.getLogger(rank_zero.__name__).addFilter(_NoAutocast(kind))
