@@ -12,11 +12,10 @@ from typing import Any
 
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import MANIFEST, METADATA, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
-from lightning_shard.checkpoint.files.manifest import damaged, damaged_files
+from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import read_metadata
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign
-from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import columns
 
@@ -84,14 +83,15 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
-    manifest = read_manifest(path)
-    damage = damaged_files(path, manifest, manifest.files)
-    if not (path / MANIFEST).read_bytes().endswith(b"\n"):  # all that is not under its digest
-        damage[MANIFEST] = f"{path / MANIFEST} was cut: its last byte is missing"
+    directory, manifest = open_checkpoint_directory(path)
+    damage = directory.damaged(manifest.files, manifest.files)
+    with directory.open(MANIFEST) as stream:
+        if not stream.read().endswith(b"\n"):  # all that is not under its digest
+            damage[MANIFEST] = f"{path / MANIFEST} was cut: its last byte is missing"
     if not damage:  # what opens them says less clearly that they were changed
         for name, read in ((METADATA, read_metadata), (TRAINER_STATE, read_trainer_state)):
             try:
-                read(path, manifest)
+                read(directory, manifest)
             except CheckpointError as error:
                 damage[name] = str(error)
     if damage:

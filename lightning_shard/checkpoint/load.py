@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import Metadata
 
 from lightning_shard.checkpoint.background_writes import settle
-from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.files import manifest as manifests
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import (
     EXTRA_STATE,
     METADATA,
@@ -29,7 +28,7 @@ from lightning_shard.checkpoint.files.layout import (
     model_key,
     torch_dtype,
 )
-from lightning_shard.checkpoint.files.manifest import Manifest, damaged, damaged_files
+from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import read_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
@@ -48,70 +47,67 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import Names
 
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint ``path``; what this process writes in the background is waited for first.
-
-    A replacement that was interrupted is finished. Errors as for
-    `lightning_shard.checkpoint.files.manifest.read_manifest`.
-    """
-    settle()
-    commit.recover(Path(path))
-    return manifests.read_manifest(path)
+_OPENINGS = 20  # of a checkpoint that is replaced all the time, until all ranks have opened the same one
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCheckpoint:
-    """A checkpoint directory that was opened and checked."""
+    """A checkpoint directory that was opened and checked; it stays as it is while this object exists."""
 
-    path: Path
+    directory: Directory
     manifest: Manifest
     metadata: Metadata
 
     trainer_state: dict[str, Any]
     """The contents of ``trainer.pt``, tensors on the CPU."""
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the directory was replaced or removed since it was opened."""
-        if manifests.file_identity(self.path) != self.manifest.file_identity:
-            raise CheckpointError(f"{self.path} was replaced or removed while it was being loaded: load it again")
+    @property
+    def path(self) -> Path:
+        """As it was asked for."""
+        return self.directory.path
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, manifest: Manifest | None = None) -> OpenCheckpoint:
-    """Open the checkpoint directory ``path`` on every rank; all ranks call it.
+def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    settle()
+    directory, manifest = open_checkpoint_directory(path)
+    try:
+        return OpenCheckpoint(
+            directory=directory,
+            manifest=manifest,
+            metadata=read_metadata(directory, manifest),
+            trainer_state=read_trainer_state(directory, manifest),
+        )
+    except BaseException:
+        directory.close()
+        raise
 
-    All files are compared with their checksums, those with tensors each on one rank. ``manifest``: this rank's, where
-    it was read before.
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """Open the checkpoint directory ``path`` on every rank, the same one; all ranks call it.
+
+    What this process writes in the background is waited for first. All files are compared with their checksums, those
+    with tensors each on one rank.
 
     Raises on every rank the same: CheckpointNotFoundError; CheckpointCorruptError with the names of the files that
     differ; CheckpointError where ranks find different checkpoints at the path.
     """
-    ranks, directory = Ranks.of(), Path(path)
-
-    def read() -> OpenCheckpoint:
-        known = manifest or read_manifest(directory)
-        return OpenCheckpoint(
-            path=directory,
-            manifest=known,
-            metadata=read_metadata(directory, known),
-            trainer_state=read_trainer_state(directory, known),
-        )
-
-    opened = ranks.agree(f"opening {path}", read)
-    digests = ranks.gather(opened.manifest.digest)
-    if len(set(digests)) > 1:
+    ranks = Ranks.of()
+    for _ in range(_OPENINGS):
+        opened = ranks.agree(f"opening {path}", lambda: _open(path))
+        digests = ranks.gather(opened.manifest.digest)
+        if len(set(digests)) == 1:
+            break  # else a save replaced it after one rank had opened it and before another did
+    else:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise CheckpointError(
-            f"rank {other} finds another checkpoint at {directory} than rank 0: load from a directory that all "
+            f"rank {other} finds another checkpoint at {path} than rank 0: load from a directory that all "
             "machines share"
         )
-    damage: dict[str, str] = {}
-    for found in ranks.all(
-        f"verifying {path}", lambda: damaged_files(directory, opened.manifest, _share(opened.manifest, ranks))
-    ):
-        damage.update(found)
-    if damage:
-        raise damaged(directory, damage)
+    files, mine = opened.manifest.files, _share(opened.manifest, ranks)
+    found = ranks.all(f"verifying {path}", lambda: opened.directory.damaged(mine, files))
+    if damage := {name: text for part in found for name, text in part.items()}:
+        opened.directory.close()
+        raise damaged(opened.path, damage)
     return opened
 
 
@@ -139,12 +135,15 @@ def load_training_state(
     """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
 
     Without ``optimizers`` only the module is loaded. ``masters``: FQN to what is filled in the place of the module's
-    own tensor, which stays. Nothing is changed before the checkpoint is known to fit. Errors as for `load_tensors`.
+    own tensor, which stays. Each rank reads the boxes that it has, and casts where the dtype differs.
+
+    Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
+    reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
+    are read: CheckpointCorruptError.
     """
     ranks, found = Ranks.of(), checkpoint.manifest
 
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
-        checkpoint.check_unchanged()
         if optimizers and OPTIMIZER_STATES not in checkpoint.trainer_state:
             raise CheckpointMismatchError(f"{checkpoint.path} has no optimizer state: it was saved with weights only")
         names = sharded_names(module)
@@ -167,45 +166,16 @@ def load_training_state(
 
     def read_scalars() -> dict[str, Tensor]:
         scalars = shared_scalars(plan)
-        read_tensors(checkpoint.path, checkpoint.metadata, scalars.items())
+        read_tensors(checkpoint.directory, checkpoint.metadata, scalars.items())
         check_scalars(plan, scalars)
         return scalars
 
     scalars = ranks.agree(f"reading {checkpoint.path}", read_scalars)
 
     def read() -> None:
-        read_tensors(checkpoint.path, checkpoint.metadata, [*tensors, *create_slots(plan, scalars)])
+        read_tensors(checkpoint.directory, checkpoint.metadata, [*tensors, *create_slots(plan, scalars)])
         load_groups(plan)
         load_extra_state(module, names, checkpoint.trainer_state.get(EXTRA_STATE, {}), strict=strict)
-        checkpoint.check_unchanged()
-
-    ranks.agree(f"reading {checkpoint.path}", read)
-    return report
-
-
-def load_tensors(checkpoint: OpenCheckpoint, tensors: Mapping[str, Any], *, strict: bool = True) -> LoadReport:
-    """Fill live tensors in place by key, casting where the dtype differs. All ranks call it.
-
-    ``tensors``: key to this rank's plain tensor, DTensor or what stands for one (see
-    `lightning_shard.checkpoint.files.tensor_files`); each rank reads the boxes that it needs.
-
-    Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
-    reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
-    are read: CheckpointCorruptError, and CheckpointError where the directory was replaced meanwhile.
-    """
-    ranks, found = Ranks.of(), checkpoint.manifest
-
-    def prepare() -> tuple[dict[str, str], LoadReport]:
-        checkpoint.check_unchanged()
-        stored = {key: entry.shape for key, entry in found.tensors.items()}
-        matched = match(_shapes(tensors), {}, stored, found.aliases)
-        return matched.sources, matched.judge(checkpoint.path, strict)
-
-    sources, report = ranks.agree(f"opening {checkpoint.path}", prepare)
-
-    def read() -> None:
-        read_tensors(checkpoint.path, checkpoint.metadata, [(key, tensors[name]) for name, key in sources.items()])
-        checkpoint.check_unchanged()
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
@@ -219,22 +189,22 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def open_portable(path: str | os.PathLike[str]) -> Contents:
-    """The checkpoint directory ``path``; its tensors are read, checked against the metadata, when asked for.
+    """The checkpoint directory ``path``; its tensors are read when asked for. One process calls it.
 
-    Files with tensors are not compared with their checksums; see `lightning_shard.checkpoint.inspect.verify`. One
-    process calls it. Raises CheckpointNotFoundError or CheckpointCorruptError.
+    A file is compared with its checksum when the first tensor in it is read. Raises CheckpointNotFoundError or
+    CheckpointCorruptError, then too.
     """
-    directory = Path(path)
-    found = read_manifest(directory)
-    metadata = read_metadata(directory, found)
+    opened = _open(path)
+    found = opened.manifest
+    opened.directory.compare(found.files)
 
     def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_full(directory, metadata, key))
+        return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_full(opened.directory, opened.metadata, key))
 
     return Contents(
         facts=found.facts,
         tensors={k: stored(k, entry.shape, torch_dtype(entry.dtype)) for k, entry in found.tensors.items()},
         aliases=found.aliases,
         slots=found.slots,
-        trainer_state=read_trainer_state(directory, found),
+        trainer_state=opened.trainer_state,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import (
     EXTRA_STATE,
@@ -96,7 +96,7 @@ def begin(
 
     Arguments and errors as for `save`. All ranks call it.
     """
-    token = commit.new_token()
+    token = layout.new_token()
     collected: list[Contents] = []
     encoded: list[bytes] = []
 
@@ -222,7 +222,7 @@ def begin_any(
     def place() -> tuple[str, str]:
         target = Path(os.path.abspath(path))
         commit.check_replaceable(target)
-        return str(target), str(commit.temporary_sibling(target, commit.new_token()))
+        return str(target), str(layout.temporary_sibling(target, layout.new_token()))
 
     target, parts = ranks.first(f"starting to save {path}", place)
     begun, state = begin(ranks, parts, collect, plans)

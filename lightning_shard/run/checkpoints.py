@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.checkpoint.files.manifest import Facts
@@ -222,7 +222,7 @@ class Checkpoints(CheckpointIO):
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
         ranks = Ranks.of()
         root = Path(self._root).absolute()
-        target = Path(ranks.broadcast(str(root / f".converted-{commit.new_token()}.ckpt")))
+        target = Path(ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt")))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
         optimizers: Literal["named", "none"] = "named" if self._engine.tensors.optimizers() else "none"
         stored = ranks.agree(f"opening {path}", lambda: open_any(path, self._module_names, optimizers=optimizers))

@@ -95,16 +95,16 @@ class RunIdentity:
 
     def _newest(self, folders: list[Path], *, speak: bool) -> OpenCheckpoint | None:
         """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
-        newest = open_newest(folders, self.name)
-        for reason in newest.broken:
+        found = open_newest(folders, self.name)
+        for reason in found.broken:
             rank_zero_warn(f"Passed over a broken checkpoint of run {self.name}: {reason}")
-        if (checkpoint := newest.checkpoint) is not None:
+        if (checkpoint := found.newest) is not None:
             rank_zero_info(
                 f"Run {self.name} goes on from step {checkpoint.manifest.facts.run['step']}: {checkpoint.path}"
             )
             return checkpoint
         if speak:
-            others = f" (there are some of {', '.join(newest.others)})" if newest.others else ""
+            others = f" (there are some of {', '.join(found.others)})" if found.others else ""
             say = rank_zero_warn if self.job is not None and self.job.restarts else rank_zero_info
             say(f"No whole checkpoint of run {self.name}{others}: it starts from the beginning.")
         return None

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import model_key
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import load_tensors, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.checkpoint.module_state import live_tensors
 from lightning_shard.checkpoint.optimizer_state import optimizer_states
@@ -23,8 +24,8 @@ FACTS = Facts(engine="test", policy="fp32")
 Path = str | os.PathLike[str]
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Any], trainer_state: Mapping[str, Any], **kwargs: Any) -> None:
-    save(path, lambda: Contents(tensors=tensors, trainer_state=trainer_state, **{"facts": FACTS, **kwargs}))
+def save_tensors(path: Path, tensors: Mapping[str, Any], trainer_state: Any = None, **kwargs: Any) -> None:
+    save(path, lambda: Contents(tensors=tensors, trainer_state=trainer_state or {}, **{"facts": FACTS, **kwargs}))
 
 
 def save_module(path: Path, **kwargs: Any) -> None:
@@ -32,7 +33,19 @@ def save_module(path: Path, **kwargs: Any) -> None:
 
 
 def load_into(path: Path, tensors: Mapping[str, Any], *, strict: bool = True) -> LoadReport:
-    return load_tensors(open_checkpoint(path), tensors, strict=strict)
+    """Live tensors by key, in a module that has them: as masters where they are no tensors."""
+    module = nn.Module()
+    masters = {}
+    for key, tensor in tensors.items():
+        *owners, name = key.split(".")[1:]
+        part = module
+        for owner in owners:
+            part._modules.setdefault(owner, nn.Module())
+            part = part._modules[owner]
+        part.register_buffer(name, tensor if isinstance(tensor, Tensor) else torch.empty(0))
+        if not isinstance(tensor, Tensor):
+            masters[key.removeprefix("model.")] = tensor
+    return load_training_state(open_checkpoint(path), module=module, masters=masters, strict=strict)
 
 
 def load_module(path: Path, **kwargs: Any) -> tuple[dict[str, Any], LoadReport]:

@@ -1,7 +1,8 @@
-"""The tensors of any checkpoint, and that two of them are the same bits."""
+"""The tensors of any checkpoint, and that two sets of tensors are the same bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -10,13 +11,12 @@ from lightning_shard.checkpoint.foreign.forms import open_any
 from tests.checkpoint.nets import bits
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
+def stored(path: str | Path) -> dict[str, Tensor]:
     return {key: tensor.read() for key, tensor in open_any(path).tensors.items()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for key, tensor in one.items():
-        assert tensor.dtype == other[key].dtype, key
-        assert tensor.shape == other[key].shape, key
-        assert bits(tensor) == bits(other[key]), key
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: object = "") -> None:
+    assert found.keys() == expected.keys(), where
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), (where, key)
+        assert bits(found[key]) == bits(tensor), (where, key)

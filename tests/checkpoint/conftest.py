@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.checkpoint.files.manifest import Facts
 from tests.checkpoint.calls import save_module
 from tests.checkpoint.hostile import RAN
 from tests.checkpoint.nets import build, step
-
-INFO = Facts(engine="test", policy="fp32", ledger={"tensors": []})
 
 
 @pytest.fixture
@@ -22,7 +19,7 @@ def trained(tmp_path: Path) -> Path:
     step(net, optimizer)
     state = {"epoch": 3, "global_step": 2, "loops": {"fit_loop": {"state_dict": {"combined_loader": [{"at": 5}]}}}}
     path = tmp_path / "trained.ckpt"
-    save_module(path, module=net, optimizers=[optimizer], trainer_state=state, facts=INFO)
+    save_module(path, module=net, optimizers=[optimizer], trainer_state=state)
     return path
 
 

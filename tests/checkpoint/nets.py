@@ -10,11 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.files.manifest import Facts
 from tests.checkpoint.calls import live, save_module
 from tests.models import whole
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 class Net(nn.Module):
@@ -64,7 +61,7 @@ def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 def save_trained(path: str, kind: str) -> dict[str, Tensor]:
     net, optimizer = build(kind, 0)
     step(net, optimizer)
-    save_module(path, module=net, optimizers=[optimizer], trainer_state={"epoch": 3}, facts=INFO)
+    save_module(path, module=net, optimizers=[optimizer], trainer_state={"epoch": 3})
     return values(net, optimizer)
 
 

@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_shard.checkpoint import plan
 from lightning_shard.checkpoint.background import HostBuffers, Saver
-from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.layout import leftovers
 from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
-from lightning_shard.checkpoint.load import open_checkpoint, read_manifest
+from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.checkpoint.newest import find_checkpoints
 from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor
-from tests.checkpoint.calls import load_into
+from tests.checkpoint.calls import FACTS, load_into
+from tests.checkpoint.compare import stored
 from tests.harness import DistributedError, run_distributed
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 class Gate:
@@ -54,13 +54,7 @@ class Gate:
 
 
 def of(tensors: dict[str, Tensor], **state: Any) -> Callable[[], Contents]:
-    return lambda: Contents(tensors=tensors, trainer_state=state, facts=INFO)
-
-
-def stored(path: Path) -> Tensor:
-    tensor = torch.zeros(read_manifest(path).tensors["model.w"].shape)
-    load_into(path, {"model.w": tensor})
-    return tensor
+    return lambda: Contents(tensors=tensors, trainer_state=state, facts=FACTS)
 
 
 @pytest.fixture
@@ -79,7 +73,7 @@ def test_what_is_written_are_the_values_at_the_call(tmp_path: Path, saver: Saver
         assert saver.is_writing(path)
     saver.finish()
     assert not saver.is_writing(path)
-    assert torch.equal(stored(path), torch.arange(6.0))
+    assert torch.equal(stored(path)["model.w"], torch.arange(6.0))
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert torch.load(path / "trainer.pt", weights_only=True)["list"] == [1]
 
@@ -89,7 +83,6 @@ def test_who_reads_waits(tmp_path: Path, saver: Saver) -> None:
     tensor = torch.zeros(3)
     readers: list[Callable[[Path], Any]] = [
         lambda path: load_into(path, {"model.w": torch.zeros(3)}),
-        read_manifest,
         open_checkpoint,
         lambda path: find_checkpoints([path.parent], "mine").own[0],
     ]
@@ -118,7 +111,7 @@ def test_nothing_old_is_removed_before_the_new_is_whole(tmp_path: Path, saver: S
     saver.finish()
     assert not old.exists()
     assert os.readlink(last) == "new.ckpt"
-    assert torch.equal(stored(last), torch.ones(3))
+    assert torch.equal(stored(last)["model.w"], torch.ones(3))
     # And once nothing is under way, at once.
     saver.link(new, tmp_path / "other.ckpt")
     saver.remove(tmp_path / "other.ckpt")
@@ -132,17 +125,17 @@ def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Sav
         saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
         saver.remove(old)
         assert gate.reached.wait(60)
-        (temporary,) = commit.leftovers(new)
+        (temporary,) = leftovers(new)
         # As a cleaning script of the cluster would.
         temporary.rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match=r"while writing .*new\.ckpt: FileNotFoundError|while completing"):
         saver.finish()
     saver.finish()
-    assert torch.equal(stored(old), torch.zeros(3))
+    assert torch.equal(stored(old)["model.w"], torch.zeros(3))
     assert not new.exists()
     saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
     saver.finish()
-    assert torch.equal(stored(new), torch.ones(3))
+    assert torch.equal(stored(new)["model.w"], torch.ones(3))
 
 
 def test_memory_that_is_mapped_from_files_is_copied_to_files(tmp_path: Path) -> None:
@@ -261,7 +254,7 @@ def plans_of_saves(folder: str) -> list[int]:
             saver.save(str(path), of({"model.w": part}), background=number % 2 == 0)
             counts.append(len(made))
             saver.finish()
-            assert torch.equal(stored(path), torch.arange(10.0))
+            assert torch.equal(stored(path)["model.w"], torch.arange(10.0))
     finally:
         plan.divide = original
     return counts

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
@@ -18,8 +18,9 @@ from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatOptimizer, FlatSlice, FlatTensor, torch_optimizer
 from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import load_module, trainer_state
+from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.flat import FORMS, Run, build, padding
-from tests.checkpoint.flat_runs import assert_same, load_run, save_run, stored
+from tests.checkpoint.flat_runs import load_run, save_run
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -57,7 +58,7 @@ def test_every_form_and_number_of_ranks_writes_the_same(written, form, ranks):
     }
     assert before["optimizer.0.scale.step"].dtype == torch.float32
     path = f"{folder}/{form} {ranks}.ckpt"
-    assert_same(stored(path), before)
+    assert_equal(stored(path), before)
     manifest, state = read_manifest(path), trainer_state(path)
     assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
     first = f"{folder}/whole 1.ckpt"
@@ -104,8 +105,8 @@ def test_each_form_goes_on_bitwise_from_each(written, form, ranks):
     for results in run_distributed(load_each, ranks, form, str(folder)):
         assert len(results) == len(WRITERS)
         for writer, (loaded, stepped, facts) in zip(WRITERS, results, strict=True):
-            assert_same(loaded, before, writer)
-            assert_same(stepped, after, writer)
+            assert_equal(loaded, before, writer)
+            assert_equal(stepped, after, writer)
             assert facts == {"in place": True, "padding": False}, writer
 
 
@@ -120,7 +121,7 @@ def load_fresh(form: str, path: str) -> dict[str, Tensor]:
 def test_slots_are_made_where_there_are_none(written, form):
     folder, _, after = written
     for values in run_distributed(load_fresh, 2, form, f"{folder}/dtensor 3.ckpt"):
-        assert_same(values, after)
+        assert_equal(values, after)
 
 
 def bf16_there_and_back(folder: str) -> list[dict[str, Tensor]]:
@@ -168,8 +169,8 @@ def test_a_step_count_is_a_scalar_in_the_checkpoint_and_a_number_where_it_was_on
     for result in run_distributed(counts_in_numbers, 2, str(folder)):
         assert result["counts"] == [BEFORE, BEFORE]
         assert all(type(count) is int for count in result["counts"])
-        assert_same(result["values"], after)
-    assert_same(stored(f"{folder}/numbers.ckpt"), before)
+        assert_equal(result["values"], after)
+    assert_equal(stored(f"{folder}/numbers.ckpt"), before)
     assert trainer_state(f"{folder}/numbers.ckpt")["optimizer_states"][0]["slots"] == {}
 
 
@@ -187,7 +188,7 @@ def test_a_tied_parameter_goes_by_any_of_its_names(tmp_path):
     path = str(tmp_path / "a.ckpt")
     values = run_distributed(tied_by_its_other_name, 2, path)
     assert read_manifest(path).aliases == {"model.head.weight": "model.embed.weight"}
-    assert_same(values[0], stored(path))
+    assert_equal(values[0], stored(path))
 
 
 def weights_only(path: str) -> tuple[Tensor, dict[str, Tensor], bool]:
@@ -205,7 +206,7 @@ def test_weights_alone_go_to_the_masters_and_not_to_the_copies_of_the_module(wri
         assert not change.any()
         assert kept
         models = {key for key in before if key.startswith("model.")}
-        assert_same({key: values[key] for key in models}, {key: before[key] for key in models})
+        assert_equal({key: values[key] for key in models}, {key: before[key] for key in models})
 
 
 class Vectors(TinyLM):
@@ -289,12 +290,12 @@ def test_a_strategy_says_what_its_flat_memory_stands_for(tmp_path):
         first, last = str(tmp_path / f"{writer.__name__}.ckpt"), str(tmp_path / f"{writer.__name__} end.ckpt")
         run_distributed(fit, 2, writer, 2, first, None)
         ends[writer] = run_distributed(fit, 2, reader, 4, last, first)
-        assert_same(ends[writer][0], ends[writer][1])
-    assert_same(stored(f"{tmp_path}/PartlyFlat.ckpt"), stored(f"{tmp_path}/ShardDDPStrategy.ckpt"))
+        assert_equal(ends[writer][0], ends[writer][1])
+    assert_equal(stored(f"{tmp_path}/PartlyFlat.ckpt"), stored(f"{tmp_path}/ShardDDPStrategy.ckpt"))
     whole_run = run_distributed(fit, 2, ShardDDPStrategy, 4, str(tmp_path / "whole.ckpt"), None)
     for end in ends.values():
-        assert_same(end[0], whole_run[0])
-    assert_same(stored(f"{tmp_path}/PartlyFlat end.ckpt"), stored(f"{tmp_path}/whole.ckpt"))
+        assert_equal(end[0], whole_run[0])
+    assert_equal(stored(f"{tmp_path}/PartlyFlat end.ckpt"), stored(f"{tmp_path}/whole.ckpt"))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,6 @@ from lightning_shard.errors import (
 )
 from tests.checkpoint.calls import save_tensors
 
-INFO = Facts(engine="test", policy="fp32", ledger={"tensors": []})
-
-
 # Inspecting and verifying
 
 
@@ -44,7 +41,7 @@ def test_describe_names_what_is_there(trained: Path) -> None:
 def test_describe_summarises_the_ledger(tmp_path: Path) -> None:
     rows = [{"what": "trainable", "count": 3, "first": "w", "dtypes": {"loaded": "bfloat16", "step": "float32"}}]
     info = Facts(engine="fsdp", policy="p", ledger={"tensors": rows, "reduction": ["float32"]})
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(2)}, trainer_state={}, facts=info)
+    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.ones(2)}, facts=info)
     text = describe("a", open_any(tmp_path / "a.ckpt"))
     assert "dtypes, as measured  count  loaded    step\ntrainable            3      bfloat16  float32" in text
     assert "gradients reduced in: float32" in text
@@ -66,7 +63,7 @@ def test_verify_names_every_damaged_file(trained: Path) -> None:
 
 def test_verify_finds_each_flipped_and_missing_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save_tensors(path, tensors={"model.w": torch.ones(3)}, trainer_state={"epoch": 1}, facts=INFO)
+    save_tensors(path, {"model.w": torch.ones(3)}, trainer_state={"epoch": 1})
     for file in sorted(path.iterdir()):
         original = file.read_bytes()
         for position in [*range(0, len(original), 37), len(original) - 1]:

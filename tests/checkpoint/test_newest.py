@@ -64,7 +64,7 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
     assert "new.ckpt" in found.broken[0]
 
 
-def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
+def test_an_interrupted_replacement_is_seen(tmp_path: Path) -> None:
     path = _save(tmp_path / "last.ckpt", _run("a", 4))
     path.rename(tmp_path / ".last.ckpt.old-0123")
     assert find_checkpoints([tmp_path], "a").own == ((str(path.resolve()), 4),)
@@ -121,9 +121,9 @@ class Opened:
         sys.addaudithook(self._see)  # it stays, and sees nothing once ``folder`` is None
 
     def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and self.folder is not None and isinstance(arguments[0], str | Path):
-            path = Path(os.path.abspath(arguments[0]))
-            if path.parent == self.folder and arguments[1] is not None:
+        if event == "open" and self.folder is not None and isinstance(arguments[0], int):
+            path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+            if path.parent == self.folder:
                 self.names.append(path.name)
 
 
@@ -140,7 +140,8 @@ def _resume_once(strategy: str) -> dict[str, int]:
 def test_each_file_is_hashed_once_and_read_once(strategy: str, reads: int) -> None:
     """A data file is read by the one rank that compares it with its checksum, and by the ranks that load from it."""
     ranks = run_distributed(_resume_once, 2, strategy)
-    for name in ("manifest.json", "trainer.pt", ".metadata"):
+    assert [opened["manifest.json"] for opened in ranks] == [2, 1], "rank 0 looks for the newest"
+    for name in ("trainer.pt", ".metadata"):
         assert [opened[name] for opened in ranks] == [1, 1], name
     assert {name: sum(opened[name] for opened in ranks) for name in ("__0_0.distcp", "__1_0.distcp")} == {
         "__0_0.distcp": 1 + reads,

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
 from tests.harness import run_distributed
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
@@ -27,7 +24,7 @@ def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
     groups = [{"params": decay, "weight_decay": 0.1, "lr": 0.2}, {"params": rest, "weight_decay": 0.0, "lr": 0.3}]
     adam = torch.optim.AdamW(groups, betas=(0.8, 0.9))
     trained(net, [adam])
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
 
     other = Net(seed=1)
     groups = [{"params": named(other, "bias", "scale")[::-1], "lr": 9.0}, {"params": named(other, "weight")[::-1]}]
@@ -50,13 +47,13 @@ def test_one_group_can_be_split_where_hyperparameters_agree(tmp_path):
     net = Net()
     sgd = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     trained(net, [sgd])
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[sgd])
     two = torch.optim.SGD([{"params": named(net, "weight")}, {"params": named(net, "bias", "scale")}], lr=0.1)
     load_module(tmp_path / "a.ckpt", module=net, optimizers=[two])
     assert [g["lr"] for g in two.param_groups] == [0.5, 0.5]
 
     two.param_groups[0]["lr"] = 0.7
-    save_module(tmp_path / "b.ckpt", module=net, optimizers=[two], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "b.ckpt", module=net, optimizers=[two])
     with pytest.raises(CheckpointMismatchError, match=r"group 0 of optimizer 0 joins parameters .* with different lr"):
         load_module(tmp_path / "b.ckpt", module=net, optimizers=[sgd])
 
@@ -75,7 +72,7 @@ def test_several_optimizers_and_every_kind_of_slot(tmp_path):
     trained(net, optimizers)
     optimizers[2].state[net.module[0].bias]["note"] = {"text": "a", "none": None}
     optimizers[3].state["everything"] = "left out"
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=optimizers, trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=optimizers)
     capturable_lr.fill_(0.5)
     other = Net(seed=1)
     loaded = [new(other) for new in make]
@@ -105,7 +102,7 @@ def test_state_follows_its_parameter_to_another_dtype(tmp_path):
     net(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     adam.step()
     adam.state[net.bias]["own"] = torch.ones(2, dtype=torch.float64)
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     other = nn.Linear(3, 2)
     adam_of_other = torch.optim.AdamW(other.parameters())
     load_module(tmp_path / "a.ckpt", module=other, optimizers=[adam_of_other])
@@ -122,7 +119,7 @@ def test_state_follows_its_parameter_to_another_dtype(tmp_path):
 def test_an_optimizer_that_has_not_stepped(tmp_path):
     net = Net()
     adam = torch.optim.AdamW(net.parameters(), lr=0.5)
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     trained(net, [adam])
     load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     assert not adam.state
@@ -133,7 +130,7 @@ def test_an_optimizer_over_foreign_parameters_is_an_error(tmp_path):
     adam = torch.optim.AdamW([*net.parameters(), nn.Parameter(torch.ones(7))])
     for use in (
         lambda: live(net, [adam]),
-        lambda: save_module(tmp_path / "a", module=net, optimizers=[adam], trainer_state={}, facts=INFO),
+        lambda: save_module(tmp_path / "a", module=net, optimizers=[adam]),
     ):
         with pytest.raises(CheckpointError, match=r"parameter of shape \(7,\) \(group 0, position 2\) that the module"):
             use()
@@ -144,7 +141,7 @@ def test_optimizers_that_do_not_fit(tmp_path):
     adam = torch.optim.AdamW(named(net, "weight"))
     trained(net, [adam])
     path = tmp_path / "a.ckpt"
-    save_module(path, module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    save_module(path, module=net, optimizers=[adam])
     before = {key: tensor.clone() for key, tensor in live(net, []).items()}
     trained(net, [adam])
     other = torch.optim.AdamW(named(net, "bias", "embed", "module"))
@@ -172,7 +169,7 @@ def sharded(slot: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_slot(path: str, slot: Any) -> str:
     net, sgd = sharded(slot)
     try:
-        save_module(path, module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
+        save_module(path, module=net, optimizers=[sgd])
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -199,7 +196,7 @@ def test_slots_that_cannot_be_cut(tmp_path):
     net = nn.Linear(4, 4)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     sgd.state[net.weight]["slot"] = torch.arange(4.0)
-    save_module(path, module=net, optimizers=[sgd], trainer_state={}, facts=INFO)
+    save_module(path, module=net, optimizers=[sgd])
     del sgd.state[net.weight]
     load_module(path, module=net, optimizers=[sgd])
     assert sgd.state[net.weight]["slot"].tolist() == [0, 1, 2, 3]

@@ -17,15 +17,12 @@ from torch import Tensor
 from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
 from lightning_shard.checkpoint import plan
 from lightning_shard.checkpoint.files.contents import StoredTensor
-from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.plan import Box, LocalTensor, divide, find_overlap
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 def held(key: str, shape: tuple[int, ...], *boxes: Box) -> LocalTensor:
@@ -145,7 +142,7 @@ def convert(source: str, target: str) -> list[str]:
 
 def test_a_conversion_is_shared_by_the_ranks(tmp_path: Path) -> None:
     tensors = {f"model.w{i}": torch.full((500,), float(i)) for i in range(8)}
-    save_tensors(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors)
     first, second = run_distributed(convert, 2, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"))
     assert len(first) == len(second) == 4
     assert {*first, *second} == tensors.keys()

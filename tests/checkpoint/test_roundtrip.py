@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.calls import load_into, load_module, save_tensors
-from tests.checkpoint.nets import Rows, bits, build, odd_tensors, save_trained, values
+from tests.checkpoint.compare import assert_equal, stored
+from tests.checkpoint.nets import Rows, build, odd_tensors, save_trained, values
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 def load_into_another(path: str, kind: str) -> dict[str, Any]:
@@ -37,13 +35,6 @@ def load_into_another(path: str, kind: str) -> dict[str, Any]:
         "scratch": module.scratch.clone(),
         "tied": module.head.weight is module.embed.weight,
     }
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype, key
-        assert torch.equal(found[key], tensor), key
 
 
 @pytest.mark.parametrize(
@@ -68,7 +59,7 @@ def test_what_one_cut_wrote_another_reads_bitwise(tmp_path, writer, writers, rea
         "exp_avg_sq",
     }
     for result in run_distributed(load_into_another, readers, path, reader):
-        assert_same(result["values"], written)
+        assert_equal(result["values"], written)
         assert result["epoch"] == 3
         assert result["lr"] == 0.1
         assert result["report"] == LoadReport()
@@ -78,25 +69,24 @@ def test_what_one_cut_wrote_another_reads_bitwise(tmp_path, writer, writers, rea
 
 def test_manifest_and_bytes_do_not_depend_on_who_wrote(tmp_path):
     """The three engines hold equal tensors here (rank 1 of DDP and FSDP sees the same batch as rank 0)."""
-    stored = {}
+    found = {}
     for kind, ranks in (("plain", 1), ("ddp", 2), ("fsdp-2", 2), ("fsdp-2x1", 2)):
         path = tmp_path / f"{kind}.ckpt"
         written = run_distributed(save_trained, ranks, str(path), kind)[0]
         manifest = read_manifest(path)
         assert manifest.aliases == {"model.head.weight": "model.embed.weight"}
         assert manifest.facts.world_size == ranks
-        tensors = {key: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for key, e in manifest.tensors.items()}
-        load_into(path, tensors)
-        assert_same(tensors, written)
-        stored[kind] = (manifest.tensors, tensors)
-    for entries, tensors in stored.values():
-        assert entries == stored["plain"][0]
-        assert_same(tensors, stored["plain"][1])
+        tensors = stored(path)
+        assert_equal(tensors, written)
+        found[kind] = (manifest.tensors, tensors)
+    for entries, tensors in found.values():
+        assert entries == found["plain"][0]
+        assert_equal(tensors, found["plain"][1])
 
 
 def save_odd(path: str, cut: bool) -> dict[str, Tensor]:
     tensors = odd_tensors(0, cut=cut)
-    save_tensors(path, tensors=tensors, trainer_state={}, facts=INFO)
+    save_tensors(path, tensors)
     return {key: whole(tensor) for key, tensor in tensors.items()}
 
 
@@ -112,10 +102,7 @@ def test_tensors_that_are_hard_to_cut(tmp_path, writers, readers):
     path = str(tmp_path / "odd.ckpt")
     written = run_distributed(save_odd, writers, path, writers > 1)[0]
     for found in run_distributed(load_odd, readers, path, readers > 1):
-        for key, tensor in written.items():
-            assert found[key].dtype == tensor.dtype
-            assert found[key].shape == tensor.shape
-            assert bits(found[key]) == bits(tensor), key
+        assert_equal(found, written)
 
 
 def save_large(path: str, kind: str) -> int:
@@ -131,7 +118,7 @@ def save_large(path: str, kind: str) -> int:
         weights = [nn.Parameter(distribute_tensor(w.detach(), mesh, cut)) for w in weights]
     tensors = {f"model.w{i}": weight for i, weight in enumerate(weights)}
     tensors |= {f"model.b{i}": buffer for i, buffer in enumerate(buffers)}
-    save_tensors(path, tensors=tensors, trainer_state={}, facts=INFO)
+    save_tensors(path, tensors)
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -157,13 +144,12 @@ def test_torch_itself_reads_the_tensors(tmp_path):
     written = run_distributed(save_odd, 2, path, True)[0]
     tensors = odd_tensors(1, cut=False)
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    for key, tensor in written.items():
-        assert bits(tensors[key]) == bits(tensor), key
+    assert_equal(tensors, written)
 
 
 def test_another_dtype_is_cast_on_load(tmp_path):
     path = tmp_path / "a.ckpt"
-    save_tensors(path, tensors={"model.w": torch.tensor([1.0, 1 / 3])}, trainer_state={}, facts=INFO)
+    save_tensors(path, {"model.w": torch.tensor([1.0, 1 / 3])})
     half = {"model.w": torch.zeros(2, dtype=torch.bfloat16)}
     load_into(path, half)
     assert torch.equal(half["model.w"], torch.tensor([1.0, 1 / 3]).to(torch.bfloat16))
@@ -181,7 +167,7 @@ def rows(seed: int) -> Rows:
 
 
 def save_rows(path: str) -> None:
-    save_tensors(path, tensors={"model.w": rows(0)}, trainer_state={}, facts=INFO)
+    save_tensors(path, {"model.w": rows(0)})
 
 
 def load_rows(path: str) -> tuple[Tensor, Tensor]:
@@ -202,7 +188,7 @@ def test_an_object_with_torchs_protocol_stands_for_a_tensor(tmp_path):
 
 def save_at_own_path(folder: str) -> None:
     path = Path(folder) / f"{dist.get_rank()}.ckpt"
-    save_tensors(path, tensors={"model.w": torch.ones(3)}, trainer_state={}, facts=INFO)
+    save_tensors(path, {"model.w": torch.ones(3)})
 
 
 def bytes_of_a_fit(names: dict[str, str]) -> dict[str, list[int]]:

@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_shard.checkpoint.files import commit, directory
 from lightning_shard.checkpoint.files.layout import FileEntry, SlotName, check_relative
-from lightning_shard.checkpoint.files.manifest import Facts, Manifest, is_checkpoint
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, is_checkpoint, read_manifest
+from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.load import load_tensors, load_training_state, open_checkpoint, read_manifest
+from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import load_into, save_tensors, trainer_state
 from tests.checkpoint.hostile import RAN, Hostile
@@ -40,7 +42,7 @@ INFO = Facts(engine="test", policy="fp32", ledger={"model.w": "float32"})
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "a.ckpt"
-    save_tensors(path, tensors=fresh(1.0), trainer_state={"epoch": 1, "t": torch.ones(2)}, facts=INFO)
+    save_tensors(path, fresh(1.0), trainer_state={"epoch": 1, "t": torch.ones(2)}, facts=INFO)
     return path
 
 
@@ -336,15 +338,24 @@ def test_a_truncated_or_missing_file_is_found_and_named(path):
         (path / name).write_bytes(original)
 
 
-def test_a_directory_that_was_replaced_after_it_was_opened(path):
+def test_a_checkpoint_that_is_replaced_or_removed_while_it_is_open_is_read_as_it_was(path):
+    for change in (lambda: save_tensors(path, fresh(2.0)), lambda: commit.remove(path)):
+        opened = open_checkpoint(path)
+        before = read_full(opened.directory, opened.metadata, "model.w")
+        change()
+        assert torch.equal(read_full(opened.directory, opened.metadata, "model.w"), before)
+        del opened
+    save_tensors(path, fresh(3.0))
+    assert os.listdir(path.parent) == [path.name], "what was read is deleted by the next save"
+
+
+def test_without_locks_a_checkpoint_that_is_replaced_is_not_called_damaged(path, monkeypatch):
+    monkeypatch.setattr(directory, "try_lock", lambda *_: True)
     opened = open_checkpoint(path)
-    save_tensors(path, tensors=fresh(2.0), trainer_state={}, facts=INFO)
-    tensors = fresh()
-    with pytest.raises(CheckpointError, match="was replaced or removed while it was being loaded"):
-        load_tensors(opened, tensors)
-    assert tensors["model.w"].eq(0).all()
-    with pytest.raises(CheckpointError, match="was replaced or removed while it was being loaded"):
-        load_training_state(opened, module=torch.nn.Linear(3, 4))
+    save_tensors(path, fresh(2.0))
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was read: read it again") as caught:
+        read_full(opened.directory, opened.metadata, "model.w")
+    assert type(caught.value) is CheckpointError
 
 
 def load_error(path: str) -> str:
@@ -383,7 +394,7 @@ def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, sa
     with pytest.raises(CheckpointError, match=said):
         encode_trainer_state(state)
     with pytest.raises(CheckpointError, match=said):
-        save_tensors(tmp_path / "a.ckpt", tensors={}, trainer_state=state, facts=INFO)
+        save_tensors(tmp_path / "a.ckpt", {}, trainer_state=state)
     assert os.listdir(tmp_path) == []
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.checkpoint.module_state import extra_state, load_extra_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
@@ -18,8 +17,6 @@ from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors, trainer_state
 from tests.checkpoint.wrapped import ALIASES, BUFFERS, PARAMETERS, Net, trained, wrapped
 from tests.harness import run_distributed
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 def names_under(how: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
@@ -70,7 +67,7 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
     net = Net(tie=saved_tied)
     adam = torch.optim.AdamW(net.parameters())
     trained(net, [adam])
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
     other = Net(tie=live_tied, seed=1)
     adam_of_other = torch.optim.AdamW(other.parameters())
     strict = saved_tied
@@ -88,7 +85,7 @@ def test_tying_may_differ(tmp_path, saved_tied, live_tied):
 
 def test_a_tied_tensor_is_found_under_the_name_that_was_saved(tmp_path):
     """The live model registers the two names the other way round, or the saved one had only the second."""
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.b": torch.ones(2)}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.b": torch.ones(2)})
     net = nn.Module()
     net.a = nn.Parameter(torch.zeros(2))
     net.b = net.a
@@ -98,7 +95,7 @@ def test_a_tied_tensor_is_found_under_the_name_that_was_saved(tmp_path):
 
 def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     tensors = {f"model.{name}": torch.ones(2, 3) for name in ("same", "gone", "turned")}
-    save_tensors(tmp_path / "a.ckpt", tensors=tensors, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", tensors)
     asked = {"model.same": torch.zeros(2, 3), "model.new": torch.zeros(1), "model.turned": torch.zeros(3, 2)}
     with pytest.raises(CheckpointMismatchError) as caught:
         load_into(tmp_path / "a.ckpt", asked)
@@ -119,7 +116,7 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
 
 
 def test_a_load_that_matches_nothing_is_an_error(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.a": torch.ones(2)}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.a": torch.ones(2)})
     with pytest.raises(
         CheckpointMismatchError, match=r"nothing in .* It asks for model\.b; the checkpoint has model\.a"
     ):
@@ -128,12 +125,12 @@ def test_a_load_that_matches_nothing_is_an_error(tmp_path):
 
 def test_weights_only(tmp_path):
     net = Net()
-    save_module(tmp_path / "w.ckpt", module=net, optimizers=(), trainer_state={"epoch": 1}, facts=INFO)
+    save_module(tmp_path / "w.ckpt", module=net, optimizers=(), trainer_state={"epoch": 1})
     adam = torch.optim.AdamW(net.parameters())
     with pytest.raises(CheckpointMismatchError, match="no optimizer state: it was saved with weights only"):
         load_module(tmp_path / "w.ckpt", module=net, optimizers=[adam])
     trained(net, [adam])
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1})
     other = Net(seed=1)
     state, report = load_module(tmp_path / "a.ckpt", module=other)
     assert torch.equal(other.scale, net.scale)
@@ -146,7 +143,7 @@ def test_what_is_in_trainer_state_and_manifest(tmp_path):
     adam = torch.optim.AdamW(net.parameters(), lr=0.5)
     net(torch.ones(1, 2)).sum().backward()
     adam.step()
-    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1}, facts=INFO)
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam], trainer_state={"epoch": 1})
     state = trainer_state(tmp_path / "a.ckpt")
     assert state["optimizer_states"][0]["class"] == "AdamW"
     assert state["optimizer_states"][0]["groups"][0]["params"] == ["weight", "bias"]
@@ -158,11 +155,11 @@ def test_what_is_in_trainer_state_and_manifest(tmp_path):
 @pytest.mark.parametrize("tensor", [torch.empty(2, device="meta"), torch.ones(2, 2).to_sparse()])
 def test_tensors_that_cannot_be_saved(tmp_path, tensor):
     with pytest.raises(CheckpointError, match=r"model\.w is .*; only dense tensors with values can be saved"):
-        save_tensors(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, facts=INFO)
+        save_tensors(tmp_path / "a.ckpt", {"model.w": tensor})
 
 
 def test_loading_into_the_meta_device_is_refused(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(2)}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"model\.w is on the meta device: materialise"):
         load_into(tmp_path / "a.ckpt", {"model.w": torch.empty(2, device="meta")})
 

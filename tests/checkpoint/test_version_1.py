@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import full_tensor
-from lightning_shard.checkpoint.load import open_checkpoint, read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
+from lightning_shard.checkpoint.load import open_checkpoint
 from tests.checkpoint.calls import load_module
 from tests.harness import run_distributed
 from tests.models import quiet_trainer

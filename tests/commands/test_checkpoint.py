@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.load import read_manifest
 from lightning_shard.checkpoint.save import write_portable
 from tests.checkpoint.calls import load_into
-from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.test_export import read_safetensors
 
 # The command line
@@ -44,7 +44,7 @@ def test_commands(command: Any, trained: Path) -> None:
     assert command("convert", "trained.ckpt", "full.ckpt")[0] == 0
     assert command("verify", "full.ckpt")[:2] == (0, "full.ckpt is whole: 1 file checked\n")
     assert command("convert", "full.ckpt", "back.ckpt")[0] == 0
-    assert_equal(tensors_of(Path("back.ckpt")), tensors_of(trained))
+    assert_equal(stored(Path("back.ckpt")), stored(trained))
     assert command("convert", "full.ckpt", "weights.ckpt", "--weights_only", "true")[0] == 0
     assert not [key for key in read_manifest("weights.ckpt").tensors if key.startswith("optimizer.")]
     assert (
@@ -75,4 +75,4 @@ def test_a_portable_checkpoint_of_a_converted_file_loads(tmp_path: Path, trained
     write_portable(tmp_path / "back.ckpt", open_any(tmp_path / "full.ckpt"))
     tensors = {"model.embed.weight": torch.zeros(7, 5)}
     load_into(tmp_path / "back.ckpt", tensors, strict=False)
-    assert torch.equal(tensors["model.embed.weight"], tensors_of(trained)["model.embed.weight"])
+    assert torch.equal(tensors["model.embed.weight"], stored(trained)["model.embed.weight"])

@@ -202,7 +202,7 @@ class _Adapters(TinyLM):
 
 
 def _save_and_validate_adapters(path: str) -> tuple[list[str], str, bool]:
-    from lightning_shard.checkpoint.load import read_manifest
+    from lightning_shard.checkpoint.files.manifest import read_manifest
 
     module = _Adapters()
     trainer = quiet_trainer(strategy="shard_fsdp", max_steps=2)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional
 
-from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.precision import ShardPrecision
 from tests.harness import run_distributed

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files.layout import torch_dtype
-from lightning_shard.checkpoint.load import read_manifest
-from tests.checkpoint.calls import load_into
+from tests.checkpoint.compare import stored
 from tests.harness import run_distributed
 from tests.resume.test_resume import _assert_continues, _fit
 
@@ -49,14 +47,6 @@ def go_on(precision: str, folder: str, pairs: list[tuple[str, str]]) -> list[dic
         path = f"{folder}/{writer}/step={SAVED}.ckpt"
         runs.append(_fit(reader, resume=path, steps=STEPS, precision=precision, **CLIP))
     return runs
-
-
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    entries = read_manifest(path).tensors
-    tensors = {key: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for key, entry in entries.items()}
-    load_into(path, tensors)
-    return tensors
 
 
 def check(tmp_path: Path, precision: str, pairs: list[tuple[str, str]]) -> None:

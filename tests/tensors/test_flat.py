@@ -11,13 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.load import read_manifest
+from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import Box, FlatSlice, FlatTensor, boxes
 from tests.checkpoint.calls import load_into, save_tensors
-
-INFO = Facts(engine="test", policy="fp32")
 
 
 @st.composite
@@ -92,7 +89,7 @@ def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shap
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(source)
     size = values.numel()
     written = FlatTensor(shape, source, cut(values, sorted({size // 3, size // 2})))
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": written}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.w": written})
     entry = read_manifest(tmp_path / "a.ckpt").tensors["model.w"]
     assert (entry.shape, entry.dtype) == (shape, str(source).removeprefix("torch."))
     whole = torch.empty(shape, dtype=source)
@@ -104,7 +101,7 @@ def test_pieces_are_written_and_filled_in_place_whatever_the_cuts(tmp_path, shap
 
 
 def test_a_part_alone_is_filled(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.arange(20.0).view(4, 5)}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.arange(20.0).view(4, 5)})
     flat = torch.full((9,), -1.0)
     load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((4, 5), flat.dtype, [FlatSlice(flat[1:8], 8)])})
     assert flat.tolist() == [-1.0, *range(8, 15), -1.0]
@@ -112,7 +109,7 @@ def test_a_part_alone_is_filled(tmp_path):
 
 
 def test_another_shape_is_told(tmp_path):
-    save_tensors(tmp_path / "a.ckpt", tensors={"model.w": torch.ones(4, 5)}, trainer_state={}, facts=INFO)
+    save_tensors(tmp_path / "a.ckpt", {"model.w": torch.ones(4, 5)})
     with pytest.raises(CheckpointMismatchError, match=r"model\.w \(4, 5\) there, \(5, 4\) here"):
         load_into(tmp_path / "a.ckpt", {"model.w": FlatTensor((5, 4), torch.float32, [])})
 
@@ -128,7 +125,7 @@ def test_another_shape_is_told(tmp_path):
 def test_a_tensor_that_nobody_has_whole_is_not_saved(tmp_path, shape, pieces, message):
     tensor = FlatTensor(shape, torch.float32, [FlatSlice(torch.ones(length), start) for length, start in pieces])
     with pytest.raises(CheckpointError, match=message):
-        save_tensors(tmp_path / "a.ckpt", tensors={"model.w": tensor}, trainer_state={}, facts=INFO)
+        save_tensors(tmp_path / "a.ckpt", {"model.w": tensor})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,10 +14,11 @@ import re
 import struct
 import sys
 import zipfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -122,14 +123,10 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
     Raises CheckpointCorruptError where the file names any other class or function, by its name, or is damaged;
     nothing in it ran.
     """
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
-        )
-    _check_byte_order(path)
+    file = _Archive(path)
     with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()]):
         try:
-            return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), path, {})
+            return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), file, {})
         except CheckpointError:
             raise
         except Exception as error:  # a damaged file fails in any way there is
@@ -149,14 +146,59 @@ def refusal(path: Path, error: Exception) -> str:
     return f"{path} can't be read: {(lines or [type(error).__name__])[0]}"
 
 
-def _check_byte_order(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            orders = [archive.read(name) for name in archive.namelist() if re.fullmatch("[^/]*/byteorder", name)]
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
-        raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
-    if orders not in ([], [sys.byteorder.encode()]):
-        raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
+class _Archive:
+    """The records of a file of ``torch.save``, each compared with its CRC-32 when it is first read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
+            )
+        try:
+            self._identity = _identity(os.stat(path))
+            with zipfile.ZipFile(path) as archive:
+                records = archive.infolist()
+                if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
+                    raise CheckpointError(
+                        f"{path} is compressed ({packed[0].filename}), which torch.save never does, and its tensors "
+                        "can't be read one at a time: unpack it and zip it again without compression (zip -0)"
+                    )
+                orders = [archive.read(info) for info in records if re.fullmatch("[^/]*/byteorder", info.filename)]
+            self._records = sorted(records, key=lambda info: info.header_offset)
+        except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+            raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
+        if orders not in ([], [sys.byteorder.encode()]):
+            raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
+        self._starts = [info.header_offset for info in self._records]
+        self._checked: set[str] = set()
+
+    def read(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` values from byte ``start`` of the file on."""
+        tensor = torch.empty(count, dtype=dtype)
+        with open(self.path, "rb") as stream:
+            if _identity(os.fstat(stream.fileno())) != self._identity:
+                raise CheckpointError(f"{self.path} was replaced while it was read: read it again")
+            info = self._records[bisect_right(self._starts, start) - 1]
+            if info.filename not in self._checked:
+                self._check(stream, info)
+            stream.seek(start)
+            if stream.readinto(raw_bytes(tensor)) != tensor.nbytes:
+                raise CheckpointCorruptError(f"{self.path} ends before the tensors in it do")
+        return tensor
+
+    def _check(self, stream: BinaryIO, info: zipfile.ZipInfo) -> None:
+        try:
+            with zipfile.ZipFile(stream) as archive, archive.open(info) as record:
+                while record.read(_BLOCK):  # raises at the end of a record that differs
+                    pass
+        except (zipfile.BadZipFile, OSError, EOFError) as error:
+            raise CheckpointCorruptError(f"{self.path} is damaged: {error}. Use another checkpoint.") from error
+        self._checked.add(info.filename)
+
+
+def _identity(info: os.stat_result) -> tuple[int, ...]:
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def materialize(value: Any) -> Any:
@@ -174,24 +216,24 @@ def materialize(value: Any) -> Any:
 _Seen = dict[int, tuple[Tensor, "ArchivedTensor"]]
 
 
-def _replace(value: Any, path: Path, seen: _Seen) -> Any:
+def _replace(value: Any, file: _Archive, seen: _Seen) -> Any:
     if isinstance(value, Tensor):
         if id(value) not in seen:
-            seen[id(value)] = (value, _archived(path, value))
+            seen[id(value)] = (value, _archived(file, value))
         return seen[id(value)][1]
     if isinstance(value, dict):
         for key, part in value.items():
-            value[key] = _replace(part, path, seen)
+            value[key] = _replace(part, file, seen)
     elif isinstance(value, list):
-        value[:] = [_replace(part, path, seen) for part in value]
+        value[:] = [_replace(part, file, seen) for part in value]
     elif type(value) is tuple:
-        return tuple(_replace(part, path, seen) for part in value)
+        return tuple(_replace(part, file, seen) for part in value)
     return value
 
 
-def _archived(path: Path, meta: Tensor) -> ArchivedTensor:
+def _archived(file: _Archive, meta: Tensor) -> ArchivedTensor:
     if meta.layout != torch.strided or meta.is_quantized:
-        raise CheckpointError(f"{path} holds a {meta.layout} tensor; only dense tensors can be read")
+        raise CheckpointError(f"{file.path} holds a {meta.layout} tensor; only dense tensors can be read")
     # torch notes in a storage without bytes where they lie in the file.
     begin = cast(int, meta.untyped_storage()._checkpoint_offset)
     start = begin + int(meta.storage_offset()) * meta.element_size()
@@ -201,18 +243,9 @@ def _archived(path: Path, meta: Tensor) -> ArchivedTensor:
 
     def elements(first: int, last: int) -> Tensor:
         assert contiguous
-        return _read(path, start + first * dtype.itemsize, last - first, dtype)
+        return file.read(start + first * dtype.itemsize, last - first, dtype)
 
     def read() -> Tensor:
-        return _read(path, start, span, dtype).as_strided(shape, stride).contiguous()
+        return file.read(start, span, dtype).as_strided(shape, stride).contiguous()
 
     return ArchivedTensor(shape=shape, dtype=dtype, read=read, place=(start, shape, stride), elements=elements)
-
-
-def _read(path: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    tensor = torch.empty(count, dtype=dtype)
-    with open(path, "rb") as stream:
-        stream.seek(start)
-        if stream.readinto(raw_bytes(tensor)) != tensor.nbytes:
-            raise CheckpointCorruptError(f"{path} ends before the tensors in it do")
-    return tensor

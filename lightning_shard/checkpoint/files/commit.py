@@ -2,7 +2,7 @@
 
 A save writes into the hidden sibling ``.NAME.tmp-TOKEN`` and swaps it with what is at the path. Where the
 filesystem can exchange two names in one step, the path names a complete checkpoint at every moment; elsewhere the old
-one is moved to ``.NAME.old-TOKEN`` for a moment, and `recover` finishes a swap that was interrupted right there.
+one is moved to ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
 from __future__ import annotations
@@ -12,40 +12,20 @@ import ctypes
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_shard.checkpoint.files.layout import holds_only_checkpoint_files
+from lightning_shard.checkpoint.files.directory import try_lock
+from lightning_shard.checkpoint.files.layout import (
+    aside_sibling,
+    holds_only_checkpoint_files,
+    leftovers,
+    new_token,
+    temporary_sibling,
+)
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.errors import CheckpointError
-
-_TEMPORARY = "tmp"
-_ASIDE = "old"
-
-
-def new_token() -> str:
-    """A random name part that no other save has."""
-    return secrets.token_hex(6)
-
-
-def temporary_sibling(path: Path, token: str) -> Path:
-    """The directory that a save to ``path`` writes into: ``.NAME.tmp-TOKEN`` beside it."""
-    return path.with_name(f".{path.name}.{_TEMPORARY}-{token}")
-
-
-def _aside(path: Path, token: str) -> Path:
-    return path.with_name(f".{path.name}.{_ASIDE}-{token}")
-
-
-def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> list[Path]:
-    """Siblings that interrupted saves to ``path`` left behind."""
-    prefixes = tuple(f".{path.name}.{kind}-" for kind in kinds)
-    try:
-        return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
-    except FileNotFoundError:
-        return []
 
 
 def check_replaceable(path: Path) -> None:
@@ -65,16 +45,20 @@ def begin(path: Path, token: str) -> Path:
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path, token)
-    temporary.mkdir()
-    lock(temporary)
-    return temporary
+    while True:
+        temporary.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            lock(temporary)
+        if temporary.exists():
+            return temporary
+        unlock(temporary)  # another job's save took it for a leftover ahead of the lock
 
 
 def publish(temporary: Path, path: Path, token: str) -> None:
     """Make the complete checkpoint ``temporary`` the one at ``path`` and delete what was there. Rank 0 calls it.
 
-    Anything at the path is kept until the new one is in its place. Leftovers of interrupted saves to the path are
-    removed at the end.
+    Anything at the path is kept until the new one is in its place. What interrupted saves to the path left is deleted
+    at the end; what is being read or written stays for a later save.
     """
     sync_directory(temporary)
     _replace(temporary, path, token)
@@ -85,11 +69,16 @@ def publish(temporary: Path, path: Path, token: str) -> None:
 def _replace(temporary: Path, path: Path, token: str) -> None:
     """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
     check_replaceable(path)
-    if not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
-        aside = _aside(path, token)
-        os.rename(path, aside)
+    while not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
+        aside, token = aside_sibling(path, token), new_token()
         try:
-            os.rename(temporary, path)
+            os.rename(path, aside)
+        except FileNotFoundError:
+            continue  # another job that saves there was faster
+        try:
+            if _rename_to_free_name(temporary, path):
+                os.rename(aside, temporary_sibling(path, token))
+                break
         except OSError:
             os.rename(aside, path)
             raise
@@ -109,58 +98,16 @@ def _rename_to_free_name(temporary: Path, path: Path) -> bool:
     return True
 
 
-def recover(path: Path) -> bool:
-    """Finish a replacement that was interrupted between its two renames; whether there was one.
-
-    The new checkpoint is put in place if it is complete, else the old one is put back. Safe to call on every rank at
-    once; does nothing where the path exists.
-    """
-    if os.path.lexists(path):
-        return False
-    for aside in leftovers(path, kinds=(_ASIDE,)):
-        temporary = temporary_sibling(path, aside.name.rpartition("-")[2])
-        try:
-            os.rename(temporary if is_checkpoint(temporary) else aside, path)
-        except OSError:
-            # Another rank was faster, or the filesystem is read-only: the caller looks at the path again.
-            return False
-        return True
-    return False
-
-
-def recover_all(directory: str | os.PathLike[str]) -> list[Path]:
-    """`recover` every checkpoint in ``directory``, for who looks for checkpoints by listing it; those recovered."""
-    folder = Path(directory)
-    if not folder.is_dir():
-        return []
-    asides = [entry.name for entry in folder.iterdir() if entry.name.startswith(".") and f".{_ASIDE}-" in entry.name]
-    names = sorted({name[1:].rpartition(f".{_ASIDE}-")[0] for name in asides})
-    return [folder / name for name in names if recover(folder / name)]
-
-
 def remove(path: str | os.PathLike[str]) -> None:
-    """Delete the checkpoint at ``path`` (and leftovers of saves to it); nothing if there is none.
+    """Delete the checkpoint at ``path``, and leftovers of saves to it; nothing if there is none.
 
     It is renamed first, so that an interrupted removal leaves no damaged checkpoint under a name that resume finds.
     Raises CheckpointError for a directory that is no checkpoint.
     """
     path = Path(path)
     check_replaceable(path)
-    if os.path.lexists(path):
-        doomed = temporary_sibling(path, new_token())
-        # Two jobs that save in one folder may remove the same.
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, doomed)
-    remove_incomplete(path)
-
-
-def remove_incomplete(path: str | os.PathLike[str]) -> None:
-    """Delete a half-written checkpoint at ``path`` and leftovers of interrupted saves to it; a complete one stays."""
-    path = Path(path)
-    recover(path)
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path):
-        check_replaceable(path)
-        delete_tree(path)
+    with contextlib.suppress(FileNotFoundError):  # two jobs that save in one folder may remove the same
+        os.rename(path, temporary_sibling(path, new_token()))
     _delete_leftovers(path)
 
 
@@ -181,9 +128,18 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path) -> None:
+    """Delete what saves to ``path`` left, but not what is locked: written by another job, or still being read."""
     for leftover in leftovers(path):
-        if not is_locked(leftover):
-            delete_tree(leftover)
+        try:
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            delete_tree(leftover)  # a link
+            continue
+        try:
+            if try_lock(descriptor, fcntl.LOCK_EX):
+                delete_tree(leftover)
+        finally:
+            os.close(descriptor)
 
 
 def delete_tree(path: Path) -> None:
@@ -215,14 +171,14 @@ _RENAME_EXCHANGE = 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the filesystem has no such call."""
+    """Swap two names in one step; False where there is no such call, or nothing at a name any more."""
     rename = _renameat2()
     if rename is None:
         return False
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOENT):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
@@ -243,7 +199,7 @@ def lock(directory: Path) -> None:
     """Lock a directory for as long as this process writes it; the lock ends with the process, however it ends."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
         os.close(descriptor)  # a filesystem without locks
     else:
@@ -256,20 +212,3 @@ def unlock(directory: Path) -> None:
         # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def is_locked(directory: Path) -> bool:
-    """Whether a process, this one or one of another job, has locked a directory."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False

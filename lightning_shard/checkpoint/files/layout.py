@@ -10,9 +10,9 @@ kind stands for is in the manifest (`SlotName`) and is not read from the key.
 
 from __future__ import annotations
 
-import hashlib
-import stat
-from collections.abc import Callable, Iterable
+import os
+import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -35,7 +35,7 @@ OPTIMIZER_STATES = "optimizer_states"
 EXTRA_STATE = "module_extra_state"
 """Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers."""
 
-_BLOCK = 1 << 22
+_TEMPORARY, _ASIDE = "tmp", "old"
 
 
 class SlotName(NamedTuple):
@@ -87,49 +87,6 @@ def check_relative(name: str) -> str:
     return name
 
 
-def regular_file(directory: Path, name: str, entry: FileEntry) -> Path:
-    """Path of the file ``name``; CheckpointCorruptError if it is missing, special, outside or of the wrong size."""
-    path = directory / check_relative(name)
-    try:
-        # A link that leads out of the directory, or a pipe that would block, is not what was written.
-        inside = path.resolve(strict=True).is_relative_to(directory.resolve())
-        info = path.stat()
-    except OSError as error:
-        raise CheckpointCorruptError(f"{path} can't be read ({error.strerror}), though {MANIFEST} lists it") from error
-    if not inside or not stat.S_ISREG(info.st_mode):
-        raise CheckpointCorruptError(f"{path} is not a regular file inside the checkpoint")
-    if info.st_size != entry.size:
-        raise CheckpointCorruptError(f"{path} has {info.st_size} bytes, {MANIFEST} says {entry.size}")
-    return path
-
-
-def check_file(directory: Path, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
-    """Compare a file with its size and checksum; ``take`` is called with its bytes, block by block.
-
-    Raises CheckpointCorruptError where they differ, and as `regular_file` does.
-    """
-    path, digest = regular_file(directory, name, entry), hashlib.sha256()
-    try:
-        with open(path, "rb") as stream:
-            while block := stream.read(_BLOCK):
-                digest.update(block)
-                if take is not None:
-                    take(block)
-    except OSError as error:
-        raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
-    if digest.hexdigest() != entry.sha256:
-        raise CheckpointCorruptError(
-            f"{path} does not match its checksum: it was damaged or changed after it was written"
-        )
-
-
-def read_checked(directory: Path, name: str, entry: FileEntry) -> bytes:
-    """The contents of a file after `check_file`: the bytes that were checked are the bytes that are returned."""
-    blocks: list[bytes] = []
-    check_file(directory, name, entry, blocks.append)
-    return b"".join(blocks)
-
-
 def listed(names: Iterable[str], *, most: int = 20) -> str:
     """The first names in order, and how many more there are."""
     names = sorted(names)
@@ -141,3 +98,53 @@ def holds_only_checkpoint_files(directory: Path) -> bool:
     """Whether every entry of ``directory`` has a name that a save gives; True for an empty one."""
     ours = {MANIFEST, TRAINER_STATE, METADATA}
     return all(entry.name in ours or entry.name.endswith(DATA_SUFFIX) for entry in directory.iterdir())
+
+
+# Beside a checkpoint
+
+
+def new_token() -> str:
+    """A random part of a name that no other save has."""
+    return secrets.token_hex(6)
+
+
+def temporary_sibling(path: Path, token: str) -> Path:
+    """What a save to ``path`` writes into, and what is about to be deleted: ``.NAME.tmp-TOKEN`` beside it."""
+    return path.with_name(f".{path.name}.{_TEMPORARY}-{token}")
+
+
+def aside_sibling(path: Path, token: str) -> Path:
+    """Where a replacement moves the old checkpoint for a moment if names can't be exchanged: ``.NAME.old-TOKEN``."""
+    return path.with_name(f".{path.name}.{_ASIDE}-{token}")
+
+
+def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> list[Path]:
+    """Siblings that unfinished saves to ``path`` have, or left behind."""
+    prefixes = tuple(f".{path.name}.{kind}-" for kind in kinds)
+    try:
+        return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def current(path: Path) -> Path:
+    """Where the checkpoint ``path`` is: there, or beside it while a replacement is, or was left, between two renames.
+
+    The new one is taken if it is complete, else the old one.
+    """
+    for aside in [] if os.path.lexists(path) else leftovers(path, kinds=(_ASIDE,)):
+        new = temporary_sibling(path, aside.name.rpartition("-")[2])
+        return new if (new / MANIFEST).exists() else aside
+    return path
+
+
+def checkpoint_names(folder: Path) -> list[Path]:
+    """What in ``folder`` may be a checkpoint: its entries that are not hidden, and those that are being replaced."""
+    found = set()
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        name = entry.name
+        if name.startswith("."):
+            name = name[1:].rpartition(f".{_ASIDE}-")[0]
+        if name:
+            found.add(folder / name)
+    return sorted(found)

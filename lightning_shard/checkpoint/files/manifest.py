@@ -7,18 +7,18 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.layout import (
     MANIFEST,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     FileEntry,
     SlotName,
-    check_file,
     check_relative,
     holds_only_checkpoint_files,
     listed,
@@ -30,6 +30,7 @@ FORMAT = "lightning_shard.checkpoint"
 FORMAT_VERSION = 2
 """Version 1 had no ``slots``."""
 
+_MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
 
 
@@ -87,9 +88,6 @@ class Manifest:
 
     digest: str = ""
     """sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written."""
-
-    file_identity: tuple[int, ...] = field(default=(), compare=False)
-    """Of the file that it was read from: another save to the same path makes another file."""
 
     def to_json(self) -> str:
         """The file's text, with the digest computed."""
@@ -214,32 +212,42 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint directory ``path``.
+def open_checkpoint_directory(path: str | os.PathLike[str]) -> tuple[Directory, Manifest]:
+    """The checkpoint directory ``path``, open, and its manifest.
 
     Raises CheckpointNotFoundError where there is no directory or no manifest in it (half-written),
     CheckpointCorruptError where the manifest is damaged.
     """
-    directory = Path(path)
-    identity = file_identity(directory)
+    return _read(path, lock=True)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint directory ``path``; errors as for `open_checkpoint_directory`."""
+    return _read(path, lock=False)[1]
+
+
+def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manifest]:
+    path = Path(path)
     try:
-        text = (directory / MANIFEST).read_text(encoding="utf-8")
+        directory = open_directory(path, lock=lock)
+        if not directory.has(MANIFEST):
+            directory.close()
+            raise FileNotFoundError
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(_why_not_found(directory)) from None
-    except UnicodeDecodeError as error:
-        raise CheckpointCorruptError(f"{directory / MANIFEST} is not text: {error}") from error
+        raise CheckpointNotFoundError(_why_not_found(path)) from None
     except OSError as error:
-        raise CheckpointError(f"{directory / MANIFEST} can't be read: {error}") from error
-    return replace(Manifest.from_json(text, directory / MANIFEST), file_identity=identity)
-
-
-def file_identity(directory: Path) -> tuple[int, ...]:
-    """What tells the manifest in ``directory`` from that of another save to the same path; () where there is none."""
+        raise CheckpointError(f"{path} can't be opened: {error}") from error
     try:
-        info = (directory / MANIFEST).stat()
-    except OSError:
-        return ()
-    return info.st_dev, info.st_ino, info.st_mtime_ns
+        with directory.open(MANIFEST) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > _MOST_BYTES:
+                raise CheckpointCorruptError(f"{path / MANIFEST} has {size} bytes, more than a manifest can have")
+            return directory, Manifest.from_json(stream.read().decode(), path / MANIFEST)
+    except UnicodeDecodeError as error:
+        directory.close()
+        raise CheckpointCorruptError(f"{path / MANIFEST} is not text: {error}") from error
+    except BaseException:
+        directory.close()
+        raise
 
 
 def _why_not_found(directory: Path) -> str:
@@ -253,17 +261,6 @@ def _why_not_found(directory: Path) -> str:
     if directory.exists():
         return f"{directory} is a file; a checkpoint of this form is a directory with a {MANIFEST}"
     return f"there is no checkpoint at {directory}"
-
-
-def damaged_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Which of the files ``names`` are not as the manifest lists them, and what is wrong with each."""
-    damage: dict[str, str] = {}
-    for name in names:
-        try:
-            check_file(directory, name, manifest.files[name])
-        except CheckpointCorruptError as error:
-            damage[name] = str(error)
-    return damage
 
 
 def damaged(directory: Path, damage: Mapping[str, str]) -> CheckpointCorruptError:

@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from lightning_shard.checkpoint.files.layout import METADATA, FileEntry, check_relative, dtype_name, read_checked
+from lightning_shard.checkpoint.files.directory import Directory
+from lightning_shard.checkpoint.files.layout import METADATA, FileEntry, check_relative, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError
 
@@ -45,21 +45,14 @@ _RECORDS = {
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
-def read_metadata(path: str | os.PathLike[str], manifest: Manifest) -> Metadata:
-    """The checked contents of ``.metadata`` in the checkpoint ``path``.
+def read_metadata(directory: Directory, manifest: Manifest) -> Metadata:
+    """The checked contents of ``.metadata``.
 
     Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
     metadata, or does not describe exactly the manifest's tensors in the manifest's files.
     """
-    directory = Path(path)
-    if METADATA not in manifest.files:
-        raise CheckpointCorruptError(f"{directory}: the manifest does not list {METADATA}")
-    return parse_metadata(read_checked(directory, METADATA, manifest.files[METADATA]), manifest, directory / METADATA)
-
-
-def parse_metadata(data: bytes, manifest: Manifest, where: str | os.PathLike[str] = METADATA) -> Metadata:
-    """As `read_metadata`, from the file's bytes; ``where`` names them in errors."""
-    with _named(where):
+    data = directory.read(METADATA, manifest.files)
+    with _named(directory.path / METADATA):
         return _convert(_Unpickler(data).load(), manifest)
 
 
@@ -91,7 +84,7 @@ def parse_foreign_metadata(
 ) -> ForeignMetadata:
     """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Trusted as little as ours.
 
-    Raises CheckpointCorruptError as `parse_metadata` does.
+    Raises CheckpointCorruptError as `read_metadata` does.
     """
     with _named(where):
         root = _fields(_Unpickler(data, _FOREIGN_RECORDS).load(), "Metadata")

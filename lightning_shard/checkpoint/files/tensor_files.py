@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view, find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
 
@@ -158,7 +159,7 @@ def chunks_of(tensor: Any) -> list[ChunkStorageMetadata]:
 
 
 @torch.no_grad()
-def read_tensors(directory: Path, metadata: Metadata, targets: Iterable[tuple[str, Any]]) -> None:
+def read_tensors(directory: Directory, metadata: Metadata, targets: Iterable[tuple[str, Any]]) -> None:
     """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting.
 
     Each file is read front to back, and each stored box once; one is in memory at a time. ``metadata`` was checked
@@ -176,13 +177,13 @@ def read_tensors(directory: Path, metadata: Metadata, targets: Iterable[tuple[st
             place = metadata.storage_data[item.storage_index]
             by_file.setdefault(place.relative_path, []).append((place, item, target))
     for name, reads in by_file.items():
-        with open(directory / name, "rb") as stream:
+        with directory.open(name) as stream:
             last: MetadataIndex | None = None
             box = torch.empty(0)
             for place, item, target in sorted(reads, key=lambda read: read[0].offset):
                 if last != item.storage_index:
                     box = torch.empty(0)  # free the last box before the next is read
-                    box = _read_box(stream, directory / name, metadata, place, item.storage_index)
+                    box = _read_box(stream, directory.path / name, metadata, place, item.storage_index)
                     last = item.storage_index
                 live = find_tensor_shard(target, item.dest_index).detach()
                 source = _narrow(box, item.storage_offsets, item.lengths)
@@ -213,7 +214,7 @@ def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: _StorageI
     return box
 
 
-def read_full(directory: Path, metadata: Metadata, key: str) -> Tensor:
+def read_full(directory: Directory, metadata: Metadata, key: str) -> Tensor:
     """The full tensor ``key``, new and on the host; beside it one stored box is in memory at a time."""
     entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.layout import TRAINER_STATE, read_checked
+from lightning_shard.checkpoint.files.directory import Directory
+from lightning_shard.checkpoint.files.layout import TRAINER_STATE
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
@@ -37,16 +37,13 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
     )
 
 
-def read_trainer_state(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """The contents of ``trainer.pt`` in the checkpoint ``directory``, tensors on the CPU.
+def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, Any]:
+    """The contents of ``trainer.pt``, tensors on the CPU.
 
     Raises CheckpointCorruptError where the file does not match its checksum or holds what ``weights_only=True`` refuses
     (by the name of the class; nothing of it ran).
     """
-    where = directory / TRAINER_STATE
-    if TRAINER_STATE not in manifest.files:
-        raise CheckpointCorruptError(f"{directory}: the manifest does not list {TRAINER_STATE}")
-    data = read_checked(directory, TRAINER_STATE, manifest.files[TRAINER_STATE])
+    where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.layout import MODEL_PREFIX, dtype_name
 from lightning_shard.checkpoint.files.safetensors import INDEX, SINGLE
@@ -142,7 +142,7 @@ def _write_file(folder: Path, name: str, tensors: Mapping[str, StoredTensor], dt
 
 def _publish(folder: Path, name: str, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file beside its place, synced, and move it there."""
-    temporary = commit.temporary_sibling(folder / name, commit.new_token())
+    temporary = layout.temporary_sibling(folder / name, layout.new_token())
     try:
         with HashedFile(temporary) as stream:
             for part in parts:

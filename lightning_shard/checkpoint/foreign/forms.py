@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_shard.checkpoint.background_writes import settle
-from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES
 from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
@@ -22,7 +21,6 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
     path = Path(path)
     settle()
-    commit.recover(path)
     if not path.is_dir():
         return path.is_file()
     return not (path / MANIFEST).exists() and (is_stock_fsdp(path) or deepspeed_folder(path) is not None)

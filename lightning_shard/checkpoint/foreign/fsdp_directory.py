@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.layout import (
     DATA_SUFFIX,
     EXTRA_STATE,
@@ -49,18 +50,13 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
     """
-    directory = Path(path)
-    state = materialize(read_archive(directory / REST))
-    files = {
-        file.name: FileEntry(size=file.stat().st_size, sha256="")
-        for file in directory.iterdir()
-        if file.name.endswith(DATA_SUFFIX) and file.is_file()
-    }
-    metadata = parse_foreign_metadata((directory / METADATA).read_bytes(), files, directory / METADATA)
+    directory = open_directory(path)
+    state = materialize(read_archive(directory.path / REST))
+    files = {n: FileEntry(size=size, sha256="") for n, size in directory.sizes().items() if n.endswith(DATA_SUFFIX)}
+    with directory.open(METADATA) as stream:
+        metadata = parse_foreign_metadata(stream.read(), files, directory.path / METADATA)
     if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
-        raise CheckpointError(
-            f"{directory} has other contents than Lightning's FSDPStrategy saves; it is not supported"
-        )
+        raise CheckpointError(f"{path} has other contents than Lightning's FSDPStrategy saves; it is not supported")
     weights: dict[str, StoredTensor] = {}
     slots: dict[SlotName, StoredTensor] = {}
     extra: dict[str, Any] = {}
@@ -75,7 +71,7 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
         elif parts[0] not in _MODEL and parts[1] == "state":
             slots[SlotName(_number(parts[0]), without_wrappers(str(parts[2])), ".".join(map(str, parts[3:])))] = tensor
         else:
-            raise CheckpointCorruptError(f"{directory / METADATA}: {key} is a tensor where none belongs")
+            raise CheckpointCorruptError(f"{directory.path / METADATA}: {key} is a tensor where none belongs")
     state = {**state, EXTRA_STATE: extra}
     if optimizers := _optimizers(directory, metadata):
         state[OPTIMIZER_STATES] = optimizers
@@ -99,7 +95,7 @@ def _number(top: str | int) -> int:
     return int(str(top).removeprefix(_OPTIMIZER))
 
 
-def _stored(directory: Path, metadata: ForeignMetadata, key: str) -> StoredTensor:
+def _stored(directory: Directory, metadata: ForeignMetadata, key: str) -> StoredTensor:
     entry: Any = metadata.tensors.state_dict_metadata[key]
 
     def read() -> Tensor:
@@ -108,17 +104,17 @@ def _stored(directory: Path, metadata: ForeignMetadata, key: str) -> StoredTenso
     return StoredTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, read=read)
 
 
-def _item(directory: Path, key: str, place: _StorageInfo) -> Any:
-    with open(directory / place.relative_path, "rb") as stream:
+def _item(directory: Directory, key: str, place: _StorageInfo) -> Any:
+    with directory.open(place.relative_path) as stream:
         stream.seek(place.offset)
         data = stream.read(place.length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointCorruptError(f"{key}: {refusal(directory / place.relative_path, error)}") from error
+        raise CheckpointCorruptError(f"{key}: {refusal(directory.path / place.relative_path, error)}") from error
 
 
-def _optimizers(directory: Path, metadata: ForeignMetadata) -> list[dict[str, Any]]:
+def _optimizers(directory: Directory, metadata: ForeignMetadata) -> list[dict[str, Any]]:
     """Each optimizer's groups and slots that are no tensors, as `OptimizerStates.described` has them."""
     tops = {str(parts[0]) for parts in metadata.paths.values() if str(parts[0]).startswith(_OPTIMIZER)}
     described = []
@@ -145,7 +141,7 @@ def _optimizers(directory: Path, metadata: ForeignMetadata) -> list[dict[str, An
 
 
 def _items_of(
-    directory: Path, metadata: ForeignMetadata, top: str
+    directory: Directory, metadata: ForeignMetadata, top: str
 ) -> Iterator[tuple[tuple[str | int, ...], Callable[[], Any]]]:
     for key, place in metadata.items.items():
         if metadata.paths[key][0] == top:

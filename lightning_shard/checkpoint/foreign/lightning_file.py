@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor
 from lightning_shard.checkpoint.files.layout import EXTRA_STATE, MODEL_PREFIX, OPTIMIZER_STATES, SlotName
@@ -45,8 +45,8 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     target = Path(os.path.abspath(path))
     commit.check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    token = commit.new_token()
-    temporary = commit.temporary_sibling(target, token)
+    token = layout.new_token()
+    temporary = layout.temporary_sibling(target, token)
     try:
         write_archive(temporary, _stock_checkpoint(stored))
         commit.publish(temporary, target, token)

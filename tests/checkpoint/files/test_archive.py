@@ -78,3 +78,23 @@ def test_a_file_that_is_none(tmp_path: Path, data: bytes) -> None:
     torch.save([1], tmp_path / "b.ckpt")
     with pytest.raises(CheckpointError, match="there is no state_dict in it"):
         open_any(tmp_path / "b.ckpt")
+
+
+def test_a_compressed_file_is_refused_before_anything_is_unpacked(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "a.ckpt")
+    with zipfile.ZipFile(tmp_path / "a.ckpt") as plain:
+        with zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in plain.namelist():
+                packed.writestr(name, plain.read(name))
+    with pytest.raises(CheckpointError, match=r"b\.ckpt is compressed \(a/data\.pkl\).*without compression"):
+        open_any(tmp_path / "b.ckpt")
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_archive(path, {"state_dict": {"w": torch.zeros(4)}})
+    opened = read_archive(path)
+    path.unlink()
+    write_archive(path, {"state_dict": {"w": torch.ones(4)}})
+    with pytest.raises(CheckpointError, match=r"a\.ckpt was replaced while it was read"):
+        opened["state_dict"]["w"].read()

@@ -13,19 +13,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.export import export
 from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
 from tests.checkpoint.calls import save_tensors
-from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.compare import assert_equal, stored
 from tests.harness import ROOT
-
-INFO = Facts(engine="test", policy="fp32", ledger={"tensors": []})
-
 
 # Safetensors
 
@@ -41,7 +39,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 def test_export_is_read_by_the_library(tmp_path: Path, trained: Path) -> None:
     files = export(open_any(trained), tmp_path / "out")
     assert [file.name for file in files] == ["model.safetensors"]
-    weights = {k.removeprefix("model."): t for k, t in tensors_of(trained).items() if k.startswith("model.")}
+    weights = {k.removeprefix("model."): t for k, t in stored(trained).items() if k.startswith("model.")}
     assert_equal(read_safetensors(tmp_path / "out"), weights)
     with pytest.raises(CheckpointError, match=r"has model\.safetensors of an earlier export"):
         export(open_any(trained), tmp_path / "out")
@@ -49,7 +47,7 @@ def test_export_is_read_by_the_library(tmp_path: Path, trained: Path) -> None:
 
 def test_export_in_shards_with_an_index(tmp_path: Path, trained: Path) -> None:
     files = export(open_any(trained), tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=64)
-    weights = {k.removeprefix("model."): t for k, t in tensors_of(trained).items() if k.startswith("model.")}
+    weights = {k.removeprefix("model."): t for k, t in stored(trained).items() if k.startswith("model.")}
     found = read_safetensors(tmp_path / "out")
     assert_equal(found, {key: tensor.to(torch.bfloat16) for key, tensor in weights.items()})
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -67,7 +65,7 @@ def test_export_in_shards_with_an_index(tmp_path: Path, trained: Path) -> None:
 def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> None:
     export(open_any(trained), tmp_path / "head", module="head")
     found = read_safetensors(tmp_path / "head")
-    assert torch.equal(found["weight"], tensors_of(trained)["model.embed.weight"]), "tied to one outside of it"
+    assert torch.equal(found["weight"], stored(trained)["model.embed.weight"]), "tied to one outside of it"
     assert found.keys() == {"weight", "bias"}
     with pytest.raises(CheckpointMismatchError, match="no tensor of 'tail'; the module has body, count, embed"):
         export(open_any(trained), tmp_path / "tail", module="tail")
@@ -75,7 +73,7 @@ def test_export_of_a_submodule_has_its_names(tmp_path: Path, trained: Path) -> N
 
 def test_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    save_tensors(path, tensors={"model.c": torch.ones(2, dtype=torch.complex64)}, trainer_state={}, facts=INFO)
+    save_tensors(path, {"model.c": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(CheckpointError, match="no dtype for complex64"):
         export(open_any(path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -104,7 +102,7 @@ def growth(work):
 
 torch.set_num_threads(1)
 tensors = {f"model.w{i}": torch.full((1024, 1024), float(i)) for i in range(32)}
-save_tensors("a.ckpt", tensors=tensors, trainer_state={}, facts=Facts(engine="test", policy="fp32"))
+save_tensors("a.ckpt", tensors, facts=Facts(engine="test", policy="fp32"))
 del tensors
 growth(lambda: write_full("full.ckpt", open_any("a.ckpt")))
 growth(lambda: write_portable("back.ckpt", open_any("full.ckpt")))
@@ -125,3 +123,21 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     assert whole > 24 * 2**22, "the whole at once is seen as such"
     # Three tensors, their bytes on the way from and to the files, and what Python allocates for the first time.
     assert max(full, back, exported) < 8 * 2**22
+
+
+@pytest.mark.parametrize("source", ["portable", "full"])
+def test_nothing_is_made_of_a_damaged_checkpoint(tmp_path: Path, trained: Path, source: str) -> None:
+    """A byte of a tensor is another one: no form of output is written, whichever part of it is asked for."""
+    path, files = trained, [next(trained.glob("*.distcp"))]
+    if source == "full":
+        path = tmp_path / "one.ckpt"
+        write_full(path, open_any(trained))
+        files = [path]
+    data = bytearray(files[0].read_bytes())
+    place = data.index(stored(path)["model.embed.weight"].numpy().tobytes())
+    data[place + 5] ^= 0x40
+    files[0].write_bytes(data)
+    for name, write in {"out": export, "a.ckpt": write_portable, "b.ckpt": write_full}.items():
+        with pytest.raises(CheckpointError, match=r"checksum|Bad CRC-32"):
+            write(*((open_any(path), tmp_path / name) if write is export else (tmp_path / name, open_any(path))))
+        assert not [p for p in (tmp_path / name).rglob("*") if p.is_file()]

@@ -18,7 +18,7 @@ from lightning_shard.errors import (
     CheckpointError,
     CheckpointMismatchError,
 )
-from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.nets import build, save_trained, step
 from tests.harness import run_distributed
 
@@ -43,7 +43,7 @@ def test_the_name_says_the_form(path: str, full: bool) -> None:
 def test_full_and_back_is_bitwise_the_same(tmp_path: Path, trained: Path) -> None:
     write_full(tmp_path / "full.ckpt", open_any(trained))
     write_portable(tmp_path / "back.ckpt", open_any(tmp_path / "full.ckpt"))
-    assert_equal(tensors_of(tmp_path / "back.ckpt"), tensors_of(trained))
+    assert_equal(stored(tmp_path / "back.ckpt"), stored(trained))
     before, after = open_portable(trained), open_portable(tmp_path / "back.ckpt")
     assert after.aliases == before.aliases == {"model.head.weight": "model.embed.weight"}
     assert after.facts == dataclasses.replace(before.facts, run={}, world_size=1)
@@ -72,7 +72,7 @@ def test_a_sharded_checkpoint_becomes_one_file(tmp_path: Path) -> None:
     path = tmp_path / "sharded.ckpt"
     written = run_distributed(save_trained, 2, str(path), "fsdp-2")[0]
     write_full(tmp_path / "full.ckpt", open_any(path))
-    assert_equal(tensors_of(tmp_path / "full.ckpt"), written)
+    assert_equal(stored(tmp_path / "full.ckpt"), written)
 
 
 def test_stock_optimizer_state_needs_names(tmp_path: Path) -> None:

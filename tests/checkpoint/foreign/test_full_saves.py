@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.errors import CheckpointError
-from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.stock import fit, state_of
 from tests.harness import run_distributed
 
@@ -38,7 +38,7 @@ def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path, strategy: str
         assert names == ["epoch=1.full.ckpt", "portable.ckpt"]
         assert_equal(resumed, whole_run)
     full, portable = tmp_path / "epoch=1.full.ckpt", tmp_path / "portable.ckpt"
-    assert_equal(tensors_of(full), tensors_of(portable))
+    assert_equal(stored(full), stored(portable))
     assert open_any(full).facts.engine == open_any(portable).facts.engine
     found = torch.load(full, weights_only=True)
     assert found["hyper_parameters"] == {"extra": 1.0}

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
-from tests.checkpoint.compare import assert_equal, tensors_of
+from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.stock import save_deepspeed, save_stock
 from tests.checkpoint.hostile import Hostile
 from tests.harness import run_distributed
@@ -108,9 +108,9 @@ def test_deepspeed_directories_that_can_not_be_read(tmp_path: Path, stock_folder
 def test_a_converted_directory_is_complete(tmp_path: Path, stock_folders: Path) -> None:
     for name in ("fsdp", "zero2", "zero3"):
         write_portable(tmp_path / name, open_any(stock_folders / name))
-        assert_equal(tensors_of(tmp_path / name), tensors_of(stock_folders / name))
+        assert_equal(stored(tmp_path / name), stored(stock_folders / name))
         assert verify(tmp_path / name)
         write_full(tmp_path / f"{name}.ckpt", open_any(stock_folders / name))
-        assert_equal(tensors_of(tmp_path / f"{name}.ckpt"), tensors_of(stock_folders / name))
+        assert_equal(stored(tmp_path / f"{name}.ckpt"), stored(stock_folders / name))
         with pytest.raises(CheckpointError, match="has no checksums: convert it"):
             verify(stock_folders / name)

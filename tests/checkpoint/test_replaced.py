@@ -1,0 +1,66 @@
+"""A checkpoint that is read while saves replace it is one of them, whole, and never called damaged."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.newest import find_checkpoints
+from tests.checkpoint.compare import stored
+from tests.checkpoint.test_commit import number_in, save_number
+from tests.harness import ROOT
+
+
+def save_without_end(path: Path, first: int) -> None:
+    for number in itertools.count(first, 2):
+        save_number(path, float(number))
+
+
+def read_while_replaced(path: Path, reads: int, least: int, exchange: bool) -> None:
+    """Read by a load, by a conversion's reader and by `verify` what two processes replace; ``least`` saves are seen."""
+    torch.set_num_threads(1)
+    if not exchange:
+        commit._renameat2 = lambda: None
+    save_number(path, 0.0)
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=save_without_end, args=(path, first), daemon=True) for first in (1, 2)]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    for number in range(reads):
+        seen.add(number_in(path))
+        verify(path)
+        if number % 5 == 0:
+            (value,) = {v for key, t in stored(path).items() if "w" in key for v in t.tolist()}
+            seen.add(value)
+            assert find_checkpoints([path.parent], "nobody").broken == ()
+    assert len(seen) >= least
+    assert all(writer.is_alive() for writer in writers), "a reader made a writer fail"
+
+
+def in_a_process(path: Path, reads: int, least: int, exchange: bool) -> None:
+    """Without the threads that a process has once it has used torch; they are lost in a fork."""
+    code = f"import tests.checkpoint.test_replaced as t; from pathlib import Path; t.read_while_replaced({path!r}, "
+    code = code.replace("PosixPath", "Path") + f"{reads}, {least}, {exchange})"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ, timeout=600)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_path_that_two_writers_replace(tmp_path: Path, exchange: bool) -> None:
+    in_a_process(tmp_path / "last.ckpt", 20, 3, exchange)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_path_that_two_writers_replace_a_thousand_times(tmp_path: Path, exchange: bool) -> None:
+    in_a_process(tmp_path / "last.ckpt", 1000, 100, exchange)
