@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from lightning_shard import errors
@@ -202,7 +201,7 @@ def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
 
 
 def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    return torch.device("cpu") in group._device_types
+    return "cpu" in dist.get_backend_config(group)
 
 
 def _cpu_group() -> dist.ProcessGroup:

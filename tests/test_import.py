@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import lightning_shard
-from tests.test_layers import imports
 
 PACKAGE = Path(lightning_shard.__file__).parent
 
@@ -98,18 +96,3 @@ print(*{"deepspeed", "transformers"} & (set(sys.modules) - before))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_lightning_are_used_in_one_place(path: Path) -> None:
-    if PACKAGE / "_lightning" in path.parents:
-        return
-    source = path.read_text()
-    for found in imports(source):
-        words = (*found.module.split("."), found.name)
-        private = [word for word in words if re.match(r"_(?!_)", word) and words[0] == "lightning"]
-        assert not private, f"only _lightning/ imports Lightning's {private}"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
-            owner = ast.unparse(node.value).split(".")[-1]
-            assert owner not in ("trainer", "lightning_module", "pl_module"), f"{ast.unparse(node)}: see _lightning/"

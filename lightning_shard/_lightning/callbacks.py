@@ -1,7 +1,4 @@
-"""A Trainer's callbacks: which there are, which watch gradients being dropped, and what a summary counts.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""A Trainer's callbacks: which there are, which watch gradients being dropped, and what a summary counts."""
 
 from __future__ import annotations
 
@@ -14,9 +11,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
-
-require(ModelSummary, "_summary _max_depth", tested="lightning 2.6")
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

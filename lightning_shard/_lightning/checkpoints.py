@@ -1,7 +1,4 @@
-"""When ``ModelCheckpoint`` sees a checkpoint, and which one a run resumes from.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""When ``ModelCheckpoint`` sees a checkpoint, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -11,14 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
-
-require(Trainer, "_checkpoint_connector", tested="lightning 2.6")
-require(_CheckpointConnector, "resume_start", tested="lightning 2.6")
-require(ModelCheckpoint, "file_exists _link_checkpoint", tested="lightning 2.6")
 
 
 def let_checkpoints_wait(

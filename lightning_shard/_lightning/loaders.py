@@ -1,25 +1,17 @@
-"""The training dataloaders that Lightning was given and made, and what they resume from.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""The training dataloaders that Lightning was given and made, and what they resume from."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_shard._lightning import names
 from lightning_shard._lightning.progress import settle_progress
-from lightning_shard.private_names import require
 from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.shape import KINDS
 from lightning_shard.resume.wrap import resumable
-
-require(_DatasetSamplerWrapper, "_sampler", tested="lightning 2.6")
-require(_FitLoop, "_combined_loader_states_to_load _data_fetcher _data_source", tested="lightning 2.6")
 
 
 def train_batch_size(trainer: Trainer) -> int | None:
@@ -40,7 +32,7 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     loop = trainer.fit_loop
     dealt = getattr(getattr(dataloader, "sampler", None), "dataset", None)
     # What Lightning wrapped in a distributed sampler.
-    inner = dealt._sampler if isinstance(dealt, _DatasetSamplerWrapper) else None
+    inner = dealt._sampler if isinstance(dealt, names.DatasetSamplerWrapper) else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner)
     states = loop._combined_loader_states_to_load
     if loop.is_resuming and not loop.restarting and states and has_state(loader):

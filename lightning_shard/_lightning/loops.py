@@ -1,7 +1,4 @@
-"""Where a run is in Lightning's loops, and what is called between two batches.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""Where a run is in Lightning's loops, and what is called between two batches."""
 
 from __future__ import annotations
 
@@ -9,18 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
-
-require(_EvaluationLoop, "inference_mode", tested="lightning 2.6")
-require(_FitLoop, "_should_accumulate", tested="lightning 2.6")
-require(_PredictionLoop, "inference_mode max_batches", tested="lightning 2.6")
-require(_TrainingEpochLoop, "on_advance_end", tested="lightning 2.6")
 
 
 def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:

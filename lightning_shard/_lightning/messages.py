@@ -5,10 +5,9 @@ Tested with Lightning 2.6.4 to 2.6.6.
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from functools import cache
-from types import FrameType
 
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -32,7 +31,7 @@ class _NoAutocast(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "Automatic Mixed Precision (AMP)" not in str(record.msg):
             return True
-        frame: FrameType | None = sys._getframe(1)
+        frame = inspect.currentframe()
         while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
             frame = frame.f_back
         return frame is None or not isinstance(frame.f_locals["self"].strategy, self._kind)

@@ -1,7 +1,4 @@
-"""Optimizers and schedulers as Lightning wraps and steps them.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""Optimizers and schedulers as Lightning wraps and steps them."""
 
 from __future__ import annotations
 
@@ -10,16 +7,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
-
-require(LightningOptimizer, "_to_lightning_optimizer", tested="lightning 2.6")
-require(_TrainingEpochLoop, "update_lr_schedulers", tested="lightning 2.6")
 
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:

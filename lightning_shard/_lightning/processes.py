@@ -1,7 +1,4 @@
-"""Processes under Lightning: how they are launched, connected and reduced over, and what Lightning is told of them.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""Processes under Lightning: how they are launched, connected and reduced over, and what Lightning is told of them."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.private_names import require
-
 __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
@@ -36,9 +31,6 @@ __all__ = [
     "set_rank",
     "sync_reduce",
 ]
-
-require(LightningModule, "_device_mesh", tested="lightning 2.6")
-require(ParallelStrategy, "_layer_sync", tested="lightning 2.6")
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:

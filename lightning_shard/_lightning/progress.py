@@ -8,8 +8,6 @@ states that it loads do not mean where the data goes on, because it saves before
   iteration-based training) and ends the next epoch after one batch.
 - ``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch count the epoch as processed, so that the rest of it
   would be taken from the next epoch's order.
-
-Tested with Lightning 2.6.4 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -19,23 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops import _Loop
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+from lightning_shard._lightning import names
+from lightning_shard._lightning.loops import should_accumulate
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
 from lightning_shard.resume.shape import KINDS
-
-require(_Loop, "_restarting", tested="lightning 2.6")
-require(_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher", tested="lightning 2.6")
-require(
-    _TrainingEpochLoop,
-    "_batches_that_stepped _is_training_done _num_ready_batches_reached _should_accumulate _should_check_val_fx"
-    " _skip_next_val",
-    tested="lightning 2.6",
-)
-
 
 # When a run stops
 
@@ -102,7 +88,7 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
         counted["completed"] = counted["processed"]
     if validates:
         _mark_before_validation(fit["epoch_loop.val_loop.batch_progress"])
-    elif not loop._should_accumulate():
+    elif not should_accumulate(trainer):
         # The loop counts it after the batch, which it has no part in any more when it goes on.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     return state, not validates
@@ -131,7 +117,7 @@ def settle_progress(trainer: Trainer) -> None:
                 state["finished"] = True
         if closed:
             # The fit loop's own setter would force it back on for iteration-based training.
-            _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+            names.Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
     elif closed and batches.current.ready > 0:
         for counter in (epochs.total, epochs.current):
             counter.processed -= 1
@@ -151,7 +137,8 @@ def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
         # For once.
         replacements.restore(loop, "reset")
         loop.reset()
-        loop._restarting = fit_loop._restarting = False
+        for restarted in (loop, fit_loop):
+            restarted._restarting = False
 
     replacements.replace(loop, "reset", reset)
 

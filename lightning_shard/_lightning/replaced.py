@@ -1,7 +1,4 @@
-"""All that this package replaces on live Lightning objects, and how it is put back when a run ends.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""All that this package replaces on live Lightning objects, and how it is put back when a run ends."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Lightning keeps them in a ``_ResultCollection``, which no checkpoint has, so that an epoch's value would be that of the
 batches after the resume. An entry is created by the first ``log`` call of its key; the collection put in place here
 gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
-
-Tested with Lightning 2.6.4 to 2.6.6.
 """
 
 from __future__ import annotations
@@ -14,12 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _METRICS,
     _Metadata,
     _ResultCollection,
     _ResultMetric,
@@ -30,14 +23,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
 from lightning_shard.resume.metrics import set_update_count
-
-require(Trainer, "_logger_connector", tested="lightning 2.6")
-require(_FitLoop, "_restarting", tested="lightning 2.6")
-require(_EvaluationLoop, "_results", tested="lightning 2.6")
-require(_TrainingEpochLoop, "_results", tested="lightning 2.6")
-require(_LoggerConnector, "_callback_metrics _first_loop_iter", tested="lightning 2.6")
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
@@ -107,10 +93,8 @@ def restore_training_results(
     seen_here = by_rank[rank % len(by_rank)]["callback_metrics"]
     device = trainer.strategy.root_device
     # Schedulers and callbacks that monitor a value which is logged rarely find it, as they would have.
-    connector._callback_metrics = {
-        **{name: value.to(device) for name, value in seen_here.items()},
-        **connector._callback_metrics,
-    }
+    for name, value in seen_here.items():
+        connector._callback_metrics.setdefault(name, value.to(device))
     entries = _merged_entries(by_rank, rank=rank, world_size=world_size)
     _reset_metrics(trainer.lightning_module, [name for state in by_rank[:1] for name in state["evaluation_metrics"]])
     saved = by_rank[0]
@@ -177,7 +161,7 @@ class _ResumedResults(_ResultCollection):
             _give(entry, saved)
         super().__setitem__(key, entry)
 
-    def metrics(self, on_step: bool) -> _METRICS:
+    def metrics(self, on_step: bool) -> Any:
         if not on_step:
             self._create_rest()
         return super().metrics(on_step)

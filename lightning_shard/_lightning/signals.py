@@ -1,22 +1,13 @@
-"""Lightning's signal handlers, and the end of a run, which it reaches in their connector.
-
-Tested with Lightning 2.6.4 to 2.6.6.
-"""
+"""Lightning's signal handlers, and the end of a run, which it reaches in their connector."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard.private_names import require
-
-require(Trainer, "_signal_connector", tested="lightning 2.6")
-require(_SignalConnector, "register_signal_handlers teardown", tested="lightning 2.6")
-require(_TrainingEpochLoop, "_broadcast_sigterm_tensor", tested="lightning 2.6")
 
 
 def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
@@ -27,7 +18,7 @@ def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
     step, which goes with them.
     """
     # Nothing was installed, and so the connector's own teardown has nothing to put back.
-    replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
+    replacements.replace(_connector(trainer), "register_signal_handlers", lambda: None)
     replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
@@ -37,7 +28,7 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[
     Call this before anything else is replaced. What an earlier run left that did not come to its end is restored first.
     """
     replacements.restore()
-    connector = trainer._signal_connector
+    connector = _connector(trainer)
     teardown = connector.teardown
 
     def teardown_and_restore() -> None:
@@ -48,3 +39,7 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[
             replacements.restore()
 
     replacements.replace(connector, "teardown", teardown_and_restore)
+
+
+def _connector(trainer: Trainer) -> Any:
+    return trainer._signal_connector

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard import _lightning
-from lightning_shard.meters.fake_tensors import meta_copy, put_on_device
 from lightning_shard.meters.flops import FlopCount, count_flops
+from lightning_shard.tensors.fake import meta_copy, put_on_device
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 

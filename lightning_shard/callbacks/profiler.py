@@ -15,6 +15,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
+
+# Documented under these names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+require(torch.cuda.memory, "_record_memory_history _dump_snapshot", tested="torch 2.11 to 2.13")
+_record_memory = torch.cuda.memory._record_memory_history
 
 _SNAPSHOT_ENTRIES = 100_000
 """Allocations and frees that a snapshot goes back; torch's own examples take this number."""
@@ -111,11 +116,10 @@ class ProfilerCallback(Callback):
         )
         self._profile.start()
         if self.snapshots and self._records_snapshots():
-            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+            _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
     def _records_snapshots(self) -> bool:
-        # Documented (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html), but by names that may change.
-        return self._device.type == "cuda" and hasattr(torch.cuda.memory, "_record_memory_history")
+        return self._device.type == "cuda"
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -150,7 +154,7 @@ class ProfilerCallback(Callback):
             return
         running.stop()
         if self.snapshots and self._records_snapshots():
-            torch.cuda.memory._record_memory_history(enabled=None)
+            _record_memory(enabled=None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is of steps that the run did not finish."""

@@ -15,18 +15,18 @@ class BackgroundWrite:
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], None]] | None = []
         # A daemon: a rank whose peers are lost must be able to end before the backend's timeout.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_shard-save", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(work,), name="lightning_shard-save", daemon=True)
         _running.add(self)
-        self._thread.start()
+        self.thread.start()
 
     @property
     def has_ended(self) -> bool:
         """Whether there is nothing left to wait for."""
-        return not self._thread.is_alive()
+        return not self.thread.is_alive()
 
     def wait(self) -> BaseException | None:
         """Wait for the end; the error that it failed with, the same on every rank, or None."""
-        self._thread.join()
+        self.thread.join()
         return self._failure
 
     def when_complete(self, act: Callable[[], None]) -> None:
@@ -62,5 +62,5 @@ def settle() -> None:
     A thread that writes may call it too, and does not wait for itself. Failures are raised where the save was begun.
     """
     for write in list(_running):
-        if write._thread is not threading.current_thread():
+        if write.thread is not threading.current_thread():
             write.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C import _distributed_c10d
 
 PREFIX = "collectives_"
 """Of the files' names, before the rank; with NCCL ``torchfrtrace --prefix collectives_ FOLDER`` compares them."""
@@ -30,12 +31,11 @@ def recorded_collectives() -> bytes | None:
     kept; with 0 there are none.
     """
     # Private, and made for CPU backends in torch 2.11 or so; what another torch does not have is not written.
-    c10d = getattr(torch._C, "_distributed_c10d", None)
     names = ["_dump_fr_trace"]
     if dist.is_initialized() and "nccl" in str(dist.get_backend()):
         names.insert(0, "_dump_nccl_trace")
     for name in names:
-        dump = getattr(c10d, name, None)
+        dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError):
                 return bytes(dump())

@@ -15,7 +15,10 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
+
+require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 
 class ShardArgumentParser(LightningArgumentParser):

@@ -20,13 +20,13 @@ from lightning_shard import registry
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
-from lightning_shard.planning.memory_trace import error_location
+from lightning_shard.planning.memory_trace import error_location, restoring
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
+from lightning_shard.tensors import fake
 
 
 class _StandIn(SimpleNamespace):
@@ -64,7 +64,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         SystemExit: a mistake in the configuration, which was printed.
         ConfigurationError: a strategy that is not of this package.
     """
-    mode = fake_tensors.fake_mode()
+    mode = fake.fake_mode()
     reader = _parse(arguments, mode)
     trainer = dict(reader.config_init["fit"]["trainer"])
     strategy, name = _strategy(trainer.get("strategy"))
@@ -201,7 +201,7 @@ def _attach(module: LightningModule, standin: Any) -> None:
 def _configure(inputs: Inputs) -> None:
     """Run ``configure_model``, without data if it can be, and take what data there is from the tensors."""
     _without_data(inputs.module.configure_model, inputs.mode)
-    fake_tensors.make_fake(inputs.module, inputs.mode)
+    fake.make_fake(inputs.module, inputs.mode)
 
 
 def first_batch(inputs: Inputs) -> Any:
@@ -261,7 +261,7 @@ def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
 
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
     """The state that the optimizer makes in a step of master weights, over which it is made anew."""
-    before = [(module, dict(module._parameters)) for module in inputs.module.modules()]
+    restore = restoring(inputs.module)
     try:
         with inputs.mode:
             cast_trainable_parameters(inputs.module, inputs.strategy.policy.master)
@@ -272,5 +272,4 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
                 group["foreach"] = group["foreach"] is None
         return trace_optimizer(inputs.module, optimizer, inputs.mode)
     finally:
-        for module, parameters in before:
-            module._parameters.update(parameters)
+        restore()

@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
+
+from lightning_shard.private_names import require
+
+require(
+    DistributedDataParallel,
+    "_remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+    tested="torch 2.11 to 2.13",
+)
+require(dist.Reducer, "_delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
@@ -22,7 +31,7 @@ def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None
     unused = wrapped.find_unused_parameters and not wrapped.static_graph
     # Without it torch asserts in the first pass that finds no unused parameters.
     wrapped.reducer._rebuild_buckets()
-    wrapped.reducer.prepare_for_backward(list(_find_tensors(loss)) if unused else [])
+    wrapped.reducer.prepare_for_backward([loss] if unused else [])
 
 
 def delay_all_reduce(wrapped: DistributedDataParallel) -> None:
@@ -36,5 +45,5 @@ def remove_hooks(wrapped: DistributedDataParallel) -> None:
 
 
 def ignore_parameters(root: nn.Module, names: Iterable[str]) -> None:
-    """Have DDP around ``root`` leave parameters out; it documents this attribute in its source alone."""
-    root._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+    """Have DDP around ``root`` leave parameters out; what does it is documented in its source alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, list(names))

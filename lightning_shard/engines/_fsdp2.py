@@ -7,21 +7,23 @@ reduction dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
 
-replicate_module: Callable[..., Any] | None
-try:
-    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
-except ImportError:
-    replicate_module = None
+require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
+require(FSDPState, "_fsdp_param_group _mp_policy", tested="torch 2.11 to 2.13")
+require(FSDPParamGroup, "_orig_dtype _reduce_dtype", tested="torch 2.11 to 2.13")
+require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
 
 
 def replicate(
@@ -35,11 +37,6 @@ def replicate(
 
     All ranks call it.
     """
-    if replicate_module is None:
-        raise ConfigurationError(
-            f"torch {torch.__version__} has no FSDP2-based replicate, which shard_ddp needs for every precision but "
-            "'32-true'. Use torch 2.11 to 2.13, precision '32-true', or shard_fsdp."
-        )
     unit = modules[0] if len(modules) == 1 else list(modules)
     replicate_module(unit, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
 
@@ -50,8 +47,7 @@ def gather(module: FSDPModule) -> None:
     As ``module.unshard()``, which however looks anew at which parameters are trainable: where none is for the moment
     (``toggle_optimizer``), FSDP would no longer know the dtype of the unit's gradients.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:
+    if (group := _group_of(module)) is not None:
         group.unshard()
         group.wait_for_unshard()
 
@@ -59,7 +55,7 @@ def gather(module: FSDPModule) -> None:
 def expect_gradients(root: nn.Module) -> None:
     """Tell units whose parameters were all frozen at first in which dtypes to reduce, should they be thawed."""
     for module in root.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = _group_of(module) if isinstance(module, FSDPModule) else None
         if group is None or group._orig_dtype is not None:
             continue
         dtypes = {parameter.orig_dtype for parameter in group.fsdp_params}
@@ -70,28 +66,28 @@ def expect_gradients(root: nn.Module) -> None:
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes that ``module``'s unit computes and reduces fp32 parameters in."""
-    mp_policy = module._get_fsdp_state()._mp_policy
+    mp_policy = _state_of(module)._mp_policy
     compute = mp_policy.param_dtype or torch.float32
     return compute, mp_policy.reduce_dtype or compute
 
 
 def unreduced_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The gradients that ``module``'s unit holds before their reduction: owner, attribute and tensor of each."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None else ():
+    for parameter in _parameters_of(module):
         held = parameter.unsharded_accumulated_grad
-        if held is None and hasattr(parameter, "_unsharded_param"):
-            held = parameter._unsharded_param.grad
+        if held is None and (whole := _unsharded(parameter)) is not None:
+            held = whole.grad
         if held is not None:
-            yield parameter._module_info.module, parameter._module_info.param_name, held
+            place = parameter._module_info
+            yield place.module, place.param_name, held
 
 
 def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
     """What ``module``'s unit gathers its parameters into; without memory while they are not gathered."""
     for parameter in _parameters_of(module):
         yield from parameter.all_gather_outputs
-        if hasattr(parameter, "_unsharded_param"):
-            yield parameter._unsharded_param
+        if (whole := _unsharded(parameter)) is not None:
+            yield whole
         # With an integer `reshard_after_forward` what is kept of it after forward.
         if (kept := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
             yield kept
@@ -115,6 +111,18 @@ def offloaded_parameters(root: nn.Module) -> set[nn.Parameter]:
     }
 
 
+def _unsharded(parameter: Any) -> Tensor | None:
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def _state_of(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _group_of(module: FSDPModule) -> Any:
+    return _state_of(module)._fsdp_param_group
+
+
 def _parameters_of(module: FSDPModule) -> list[Any]:
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = _group_of(module)
     return [] if group is None else list(group.fsdp_params)

@@ -11,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import expect_gradients, gather
+from lightning_shard.private_names import require
+
+require(nn.Module, "_parameters", tested="torch 2.11 to 2.13")
 
 _RUN = "_shard_run"
 _DEPTH = "_shard_forward_depth"
@@ -108,7 +111,7 @@ def gather_on_read(root: nn.Module) -> None:
     def visit(module: nn.Module) -> None:
         if isinstance(module, FSDPModule) and module is not root:
             return
-        if any(isinstance(p, DTensor) for p in module._parameters.values()):
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             module._parameters = _GatheredOnRead(module, root)
         for child in module.children():
             visit(child)

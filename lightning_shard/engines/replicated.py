@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.tensors.names import is_persistent
+
 
 @torch.no_grad()
 def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
@@ -34,7 +36,7 @@ def persistent_buffers(root: nn.Module) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent(module, name):
                 found.setdefault(id(buffer), buffer)
     return list(found.values())
 

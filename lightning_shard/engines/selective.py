@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._guards import TracingContext
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
+
+from lightning_shard.tensors.tracing import CPU_ATTENTION, OVERRIDEABLE_ATTENTION, TorchDispatchMode
 
 OBSERVERS: list[Callable[[Any], None]] = []
 """Called with the result of each operator that is kept, outside of compiled code; empty but in a measured step."""
 
 # Attention that torch's counter has no formula for.
-_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
-}
+_ATTENTION = {CPU_ATTENTION, OVERRIDEABLE_ATTENTION}
 
 
 def contexts() -> tuple[Any, Any]:
@@ -45,7 +42,8 @@ def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | 
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if "dropout_p" in kwargs:
         return bool(kwargs["dropout_p"] != 0)
-    names = [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
+    schema = getattr(operator, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
     place = names.index("dropout_p") if "dropout_p" in names else len(args)
     return place < len(args) and bool(args[place] != 0)
 

@@ -141,7 +141,8 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             in_list = not isinstance(module, nn.Sequential)
             # A container may hold one module several times.
-            counts.update(type(m) for m in module._modules.values() if m is not None and _is_block(m, in_list=in_list))
+            children = module.values() if isinstance(module, nn.ModuleDict) else module
+            counts.update(type(m) for m in children if m is not None and _is_block(m, in_list=in_list))
         for child_name, child in module.named_children():
             fqn = f"{name}.{child_name}" if name else child_name
             if counts[type(child)] >= 2 and runs_forward(child):

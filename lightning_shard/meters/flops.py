@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from lightning_shard.meters.fake_tensors import fake_operations
+from lightning_shard.tensors.fake import fake_operations
+from lightning_shard.tensors.tracing import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, READ_NUMBER, TorchDispatchMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator.
     Where fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in
     ``function`` do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy
-    (`fake_tensors.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
+    (`fake.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
 
     Args:
         function: runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at
@@ -210,7 +210,7 @@ class NumbersReadAsOne(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+        if func is READ_NUMBER and args[0].is_floating_point():
             return 1.0
         return func(*args, **(kwargs or {}))
 
@@ -267,8 +267,8 @@ def _cpu_attention_backward(
 
 
 _CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    CPU_ATTENTION: _cpu_attention,
+    CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
 }
 
 

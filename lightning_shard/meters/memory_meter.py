@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import selective
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
+from lightning_shard.tensors.tracing import tree_leaves
 
 Storage = tuple[torch.device, int]
 
@@ -223,10 +223,10 @@ def _gathering(module: nn.Module) -> list[nn.Module]:
     units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
     inside = {part for unit in units for part in unit.modules()}
     outside = [part for part in module.modules() if part not in inside]
-    return units + [part for part in outside if any(map(_is_cut, part._parameters.values()))]
+    return units + [part for part in outside if any(map(_is_cut, part.parameters(recurse=False)))]
 
 
-def _is_cut(parameter: nn.Parameter | None) -> bool:
+def _is_cut(parameter: nn.Parameter) -> bool:
     """Whether FSDP2 or ZeRO's stage 3 gathers a parameter."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 

@@ -113,8 +113,7 @@ def buffer_bytes(root: nn.Module) -> int:
     tensors: dict[int, Tensor] = {id(b): b for b in root.buffers()}
     for module in root.modules():
         if isinstance(module, Metric):
-            for name in module._defaults:
-                state = getattr(module, name)
+            for state in module.metric_state.values():
                 tensors.update({id(t): t for t in (state if isinstance(state, list) else [state])})
     return sum(t.numel() * t.element_size() for t in tensors.values())
 

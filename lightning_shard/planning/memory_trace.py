@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters import fake_tensors
 from lightning_shard.meters.flops import (
     NumbersReadAsOne,
     attention_by,
@@ -31,6 +29,8 @@ from lightning_shard.meters.flops import (
 )
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
+from lightning_shard.tensors import fake
+from lightning_shard.tensors.tracing import READ_NUMBER, storage_key, tree_leaves, tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Step:
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
-    """Run one step of a module whose tensors `fake_tensors.make_fake` has made fake, on the batch ``scale`` times.
+    """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch ``scale`` times.
 
     Raises:
         TraceError: the step depends on data, has an operation without a fake implementation, or fails.
@@ -87,7 +87,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         root.train()
         try:
             with mode:
-                batch = tree_map(lambda t: fake_tensors.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
+                batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
                 with attention_by(attention_without_dropout), live, flops:
                     live.begin("forward", "")
@@ -195,22 +195,23 @@ def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
     """Replace every floating parameter by one of dtype ``compute``; ties stay ties."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in root.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_floating_point() or parameter.dtype == compute:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_floating_point() or parameter.dtype == compute:
                 continue
             if id(parameter) not in made:
                 seen = nn.Parameter(parameter.detach().to(compute), requires_grad=parameter.requires_grad)
                 made[id(parameter)] = (parameter, seen)
-            module._parameters[name] = made[id(parameter)][1]
+            setattr(module, name, made[id(parameter)][1])
 
 
 def restoring(root: nn.Module) -> Callable[[], None]:
     """A function that puts the parameters of now back."""
-    before = [(module, dict(module._parameters)) for module in root.modules()]
+    before = [(m, list(m.named_parameters(recurse=False, remove_duplicate=False))) for m in root.modules()]
 
     def restore() -> None:
         for module, parameters in before:
-            module._parameters.update(parameters)
+            for name, parameter in parameters:
+                setattr(module, name, parameter)
 
     return restore
 
@@ -297,7 +298,7 @@ class LiveBytes(NumbersReadAsOne):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._gradients: set[int] = set()
-        self._known = {t.untyped_storage()._cdata for t in known}
+        self._known = {storage_key(t) for t in known}
         self._has_gradients = False
         self.activations = 0
         self.gradients = 0
@@ -332,7 +333,7 @@ class LiveBytes(NumbersReadAsOne):
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                key = storage._cdata
+                key = storage_key(tensor)
                 if key not in self._known and key not in self._sizes:
                     self._sizes[key] = size = storage.nbytes()
                     self.activations += size
@@ -349,7 +350,7 @@ class LiveBytes(NumbersReadAsOne):
 
     def is_gradient(self, tensor: Tensor) -> None:
         """Count a tensor as a gradient of a parameter from now on."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor)
         if key in self._sizes and key not in self._gradients:
             self._gradients.add(key)
             self.activations -= self._sizes[key]
@@ -367,7 +368,7 @@ class LiveBytes(NumbersReadAsOne):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count what it made."""
         self.last_operation = str(func)
-        if func is torch.ops.aten._local_scalar_dense.default and not args[0].is_floating_point():
+        if func is READ_NUMBER and not args[0].is_floating_point():
             raise DataDependent(f"{self.last_operation} reads a number of dtype {args[0].dtype} out of a tensor")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.track(result)

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, scaled, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
@@ -22,6 +20,8 @@ from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import POINTS, Point
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime, step_time
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.tensors import fake
+from lightning_shard.tensors.tracing import tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Planner:
         assert self.training_step is not None
         units = candidate.engine.units(self.module)
         step = Step(training_step=self.training_step, batch=batch, units=units, checkpointing=candidate.checkpointing)
-        with fake_tensors.fake_world(self.machines.nodes.ranks):
+        with fake.fake_world(self.machines.nodes.ranks):
             return trace_step(self.module, step, candidate.run.policy, self.mode, scale=scale)
 
     def _confirmed_batch(self, candidate: Candidate, run: Run, engine: EngineFacts) -> int | None:
@@ -155,7 +155,7 @@ class Planner:
         return largest
 
     def _as_fake(self, value: Any) -> Any:
-        return fake_tensors.as_fake(value, self.mode) if isinstance(value, Tensor) else value
+        return fake.as_fake(value, self.mode) if isinstance(value, Tensor) else value
 
     def _time(self, run: Run, sent: Sequence[Collective]) -> StepTime | None:
         machines = self.machines

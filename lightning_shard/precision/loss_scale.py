@@ -10,7 +10,6 @@ The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the min
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
+from lightning_shard.tensors import clipping
 
 LARGEST = 2.0**126
 """The scale and its inverse are normal fp32 numbers up to here."""
@@ -158,13 +157,7 @@ def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch
         state: the state in which the loss was scaled.
         device: where this rank computes and its collectives run.
     """
-    found = torch.zeros((), device=device)
-    for locals_ in _by_device_and_dtype(gradients):
-        here = torch.zeros((), device=locals_[0].device)
-        inverse = torch.full((), 1.0 / state.scale, device=here.device)
-        # The kernel of torch.amp.GradScaler, on every device.
-        torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
-        found = torch.maximum(found, here.to(device))
+    found = clipping.unscale(gradients, state.scale, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
 
@@ -172,13 +165,4 @@ def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch
 @torch.no_grad()
 def rescale(gradients: Iterable[Tensor], factor: float) -> None:
     """Multiply the gradients by a power of two in place: they wait for another optimizer's step at a new scale."""
-    for locals_ in _by_device_and_dtype(gradients):
-        torch._foreach_mul_(locals_, factor)
-
-
-def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups[local.device, local.dtype].append(local)
-    return list(groups.values())
+    clipping.multiply(gradients, torch.tensor(factor))

@@ -1,4 +1,4 @@
-"""Gradient clipping by one formula on every engine.
+"""All gradients at once: their norm and clipping by one formula on every engine, and scaling.
 
 The norm is ``sqrt(sum(g ** 2))`` with squares and sums in fp64, rounded once to fp32; the coefficient is torch's,
 ``clamp(max_norm / (norm + 1e-6), max=1)`` (``torch.nn.utils.clip_grads_with_norm_``). In fp64 the order of the
@@ -18,6 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lightning_shard.errors import DataError
+from lightning_shard.private_names import require
+
+# torch.nn.utils clips the gradients of parameters, and has nothing public for gradients that lie elsewhere.
+require(
+    torch,
+    "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_ _foreach_norm",
+    tested="torch 2.11 to 2.13",
+)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -112,8 +120,7 @@ def clip_by_norm(
             "lower the learning rate, or set error_if_nonfinite: false to scale by it all the same, as torch does."
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for locals_ in _by_device_and_dtype(gradients):
-        torch._foreach_mul_(locals_, coefficient.to(locals_[0].device))
+    multiply(gradients, coefficient)
     return norm
 
 
@@ -123,6 +130,26 @@ def clip_by_value(gradients: Iterable[Tensor], max_value: float) -> None:
     for locals_ in _by_device_and_dtype(gradients):
         torch._foreach_clamp_min_(locals_, -max_value)
         torch._foreach_clamp_max_(locals_, max_value)
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar in place; no communication."""
+    for locals_ in _by_device_and_dtype(gradients):
+        torch._foreach_mul_(locals_, factor.to(locals_[0].device))
+
+
+@torch.no_grad()
+def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) -> Tensor:
+    """Divide the gradients by ``scale`` in place; a scalar on ``device``: 1 if any is inf or NaN here, else 0."""
+    found = torch.zeros((), device=device)
+    for locals_ in _by_device_and_dtype(gradients):
+        here = torch.zeros((), device=locals_[0].device)
+        inverse = torch.full((), 1.0 / scale, device=here.device)
+        # The kernel of torch.amp.GradScaler, on every device.
+        torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
+        found = torch.maximum(found, here.to(device))
+    return found
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
+
+# There is no public way to a child under each of its names.
+require(nn.Module, "_compiled_call_impl _modules _non_persistent_buffers_set", tested="torch 2.11 to 2.13")
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -105,9 +110,25 @@ def _is_wrapper_name(parent: nn.Module, name: str) -> bool:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if is_persistent(module, name):
             yield name, buffer
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether ``state_dict()`` has the buffer ``name`` of ``module``."""
+    return name not in module._non_persistent_buffers_set
+
+
+def outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """``root`` and the modules below it, but not those in a compiled module, whose hooks would be compiled in."""
+    seen = set() if seen is None else seen
+    if root in seen or root._compiled_call_impl is not None or isinstance(root, torch.jit.ScriptModule):
+        return
+    seen.add(root)
+    yield root
+    children = dict(root.named_children())
+    if "_orig_mod" not in children and not hasattr(root.__dict__.get("forward"), "_torchdynamo_orig_callable"):
+        for child in children.values():
+            yield from outside_graphs(child, seen)

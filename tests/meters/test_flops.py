@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt import GPT, Transformer
-from lightning_shard.meters.fake_tensors import meta_copy, put_on_device
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import find_peaks, mfu, peak_flops
+from lightning_shard.tensors.fake import meta_copy, put_on_device
 
 BATCH, TIME, WIDTH, HEADS, LAYERS = 3, 16, 32, 4, 2
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import peak
 from lightning_shard.registry import build
 from lightning_shard.strategies.precision import ShardPrecision
+from lightning_shard.tensors import fake
 from tests.models import loader, quiet_trainer
 from tests.planning.counts import MODELS
 
@@ -131,11 +131,11 @@ def peaks(
         **in_precision(precision),
         accumulate_grad_batches=micro_batches,
     )
-    mode = fake_tensors.fake_mode()
+    mode = fake.fake_mode()
     with mode:
         whole = MODELS[model]()
         whole.configure_model()
-    fake_tensors.make_fake(whole, mode)
+    fake.make_fake(whole, mode)
     whole.__dict__["log"] = lambda *args, **kwargs: None
     with mode:
         optimizer = at_once(whole.configure_optimizers)()

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.units import find_units
-from lightning_shard.meters import fake_tensors
 from lightning_shard.planning.facts import OptimizerFacts, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.planner import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
+from lightning_shard.tensors import fake
 from tests.models import TinyLM, loader
 from tests.planning.support import BF16, FP32
 
@@ -24,8 +24,8 @@ from tests.planning.support import BF16, FP32
 
 
 def trace(module: pl.LightningModule, *, mode: Any = None, **kwargs: Any) -> Any:
-    mode = mode or fake_tensors.fake_mode()
-    fake_tensors.make_fake(module, mode)
+    mode = mode or fake.fake_mode()
+    fake.make_fake(module, mode)
     module.__dict__["log"] = lambda *args, **kwargs: None
     units = find_units(module, "auto")
     step = Step(training_step=lambda b: module.training_step(b, 0), batch=next(iter(loader())), units=units)
@@ -51,7 +51,7 @@ def test_a_trace_leaves_the_module_as_it_was() -> None:
 def test_activations_grow_with_the_batch() -> None:
     module = TinyLM()
     module.configure_model()
-    mode = fake_tensors.fake_mode()
+    mode = fake.fake_mode()
     traces = [trace(module, mode=mode, scale=scale) for scale in (1, 2, 8)]
     assert [t.batch_size for t in traces] == [4, 8, 32]
     known = Traces(one=traces[0], two=traces[1])
@@ -66,7 +66,7 @@ def test_activations_grow_with_the_batch() -> None:
 def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
     module = TinyLM()
     module.configure_model()
-    mode = fake_tensors.fake_mode()
+    mode = fake.fake_mode()
     one, two = (trace(module, mode=mode, scale=scale) for scale in (1, 2))
     facts = model_facts(module, units=find_units(module, "auto"))
     run = Run(model=facts, policy=FP32, optimizer=OptimizerFacts(), traces=Traces(one=one, two=two))
@@ -153,7 +153,7 @@ def test_what_can_not_be_traced_is_named(how: str, operation: str) -> None:
 
 
 def test_the_fake_world_is_of_any_size() -> None:
-    with fake_tensors.fake_world(16384):
+    with fake.fake_world(16384):
         assert torch.distributed.get_world_size() == 16384
         gathered = [torch.empty(2) for _ in range(4)]
         torch.distributed.all_reduce(gathered[0])

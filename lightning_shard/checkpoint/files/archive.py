@@ -25,6 +25,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.private_names import require
+
+require(torch.UntypedStorage, "_checkpoint_offset", tested="torch 2.11 to 2.13")
+require(torch.TypedStorage, "_pickle_storage_type", tested="torch 2.11 to 2.13")
 
 _ALIGNMENT = 64
 _BLOCK = 1 << 24

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -72,7 +72,7 @@ class ForeignMetadata:
     """A ``.metadata`` that another library wrote, in which not only tensors are described."""
 
     tensors: Metadata
-    items: Mapping[str, _StorageInfo]
+    items: Mapping[str, StorageInfo]
     """Key to place of each item that is no tensor."""
 
     paths: Mapping[str, tuple[str | int, ...]]
@@ -204,7 +204,7 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
 
 
-def _location(record: Any, files: Mapping[str, FileEntry]) -> _StorageInfo:
+def _location(record: Any, files: Mapping[str, FileEntry]) -> StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(name) is not str or check_relative(name) not in files:
@@ -214,4 +214,4 @@ def _location(record: Any, files: Mapping[str, FileEntry]) -> _StorageInfo:
     size = files[name].size
     if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0 and offset + length <= size):
         raise CheckpointCorruptError(f"it points outside of {name}")
-    return _StorageInfo(name, offset, length)
+    return StorageInfo(name, offset, length)

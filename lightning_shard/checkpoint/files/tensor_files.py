@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, ReadItem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -35,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry
+from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
 
 Values = Callable[[MetadataIndex], Tensor]
@@ -140,7 +140,7 @@ def encode_metadata(
 ) -> bytes:
     """The contents of ``.metadata``; ``writers``: by rank the boxes that it wrote, in the order of ``written``."""
     places = {
-        index: _StorageInfo(data_file(rank), offset, length)
+        index: StorageInfo(data_file(rank), offset, length)
         for rank, (boxes, part) in enumerate(zip(writers, written, strict=True))
         for index, (offset, length) in zip(boxes, part.places, strict=True)
     }
@@ -168,7 +168,7 @@ def read_tensors(directory: Directory, metadata: Metadata, targets: Iterable[tup
     Raises CheckpointCorruptError where a file has something else than its metadata says, CheckpointMismatchError for a
     target of another shape.
     """
-    by_file: dict[str, list[tuple[_StorageInfo, ReadItem, Any]]] = {}
+    by_file: dict[str, list[tuple[StorageInfo, ReadItem, Any]]] = {}
     for key, target in targets:
         entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
         if tuple(entry.size) != tuple(target.shape):
@@ -196,7 +196,7 @@ def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> T
     return tensor
 
 
-def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: _StorageInfo, index: MetadataIndex) -> Tensor:
+def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: StorageInfo, index: MetadataIndex) -> Tensor:
     try:
         box = torch.load(
             _create_file_view(stream, place.offset, place.length),  # type: ignore[arg-type]

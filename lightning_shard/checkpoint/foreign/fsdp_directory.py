@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
@@ -28,7 +27,7 @@ from lightning_shard.checkpoint.files.layout import (
     SlotName,
 )
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.files.metadata import ForeignMetadata, parse_foreign_metadata
+from lightning_shard.checkpoint.files.metadata import ForeignMetadata, StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.optimizer_state import hyperparameters
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -104,7 +103,7 @@ def _stored(directory: Directory, metadata: ForeignMetadata, key: str) -> Stored
     return StoredTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, read=read)
 
 
-def _item(directory: Directory, key: str, place: _StorageInfo) -> Any:
+def _item(directory: Directory, key: str, place: StorageInfo) -> Any:
     with directory.open(place.relative_path) as stream:
         stream.seek(place.offset)
         data = stream.read(place.length)

@@ -99,7 +99,7 @@ def _cast_cut(parameter: Any, fqn: str, compute: torch.dtype, kept: Kept) -> Non
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.device != device:
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
 
 
 def replace_parameters(optimizers: Iterable[torch.optim.Optimizer], made: Mapping[Tensor, Tensor]) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from lightning_shard.private_names import require
+
 TESTED = ("0.19",)
 """Releases of DeepSpeed whose private names are used here and in the files beside this one."""
 
@@ -68,6 +70,7 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
     from deepspeed.comm import comm
     from deepspeed.utils import groups, logger
 
+    _require_private_names()
     level = logger.level
     connection = Connection(
         functions=(_restoring(functional, "linear"), _restoring(functional, "embedding")),
@@ -90,6 +93,28 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     _connected["group"] = dist.group.WORLD
     return connection
+
+
+def _require_private_names() -> None:
+    """Look for what this folder uses of DeepSpeed's private names, once it is imported."""
+    import deepspeed
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.utils import groups
+
+    tested = ", ".join(TESTED)
+    require(deepspeed.DeepSpeedEngine, "_backward_prologue _running_engine_backward", tested=tested)
+    require(deepspeed.zero.Init, "_convert_to_zero_parameters _enable_mem_efficient_linear", tested=tested)
+    require(OpBuilder, "_loaded_ops", tested=tested)
+    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
+    require(
+        DeepSpeedZeroOptimizer_Stage3,
+        "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters _prepare_sub_group"
+        " _reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup",
+        tested=tested,
+    )
+    require(groups, "_release_process_group_references", tested=tested)
 
 
 _connected: dict[str, object] = {}

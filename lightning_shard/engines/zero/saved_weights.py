@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_shard.engines.zero import layout
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
+
+require(Tensor, "_base _version", tested="torch 2.11 to 2.13")
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -97,7 +101,7 @@ class SavedWeights:
         if not (same and _is_whole(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
             return None
         offset = int(tensor.storage_offset() - parameter.storage_offset())
-        return _Part(parameter, tensor.size(), tensor.stride(), offset, parameter._version, self._changes)
+        return _Part(parameter, tensor.size(), tensor.stride(), offset, _version(parameter), self._changes)
 
     def _made(self, part: _Part) -> Tensor:
         parameter = part.parameter
@@ -107,8 +111,8 @@ class SavedWeights:
                 f"were set, and needs the old values of a parameter of shape {tuple(parameter.ds_shape)}. Stage 3 has "
                 "only the new ones. Run forward again after the step."
             )
-        if part.version != parameter._version:
-            raise _changed_in_place(parameter, parameter._version, part.version)
+        if part.version != _version(parameter):
+            raise _changed_in_place(parameter, _version(parameter), part.version)
         data = parameter.detach() if _is_whole(parameter) else self._gathered(parameter)
         return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
 
@@ -130,6 +134,11 @@ class SavedWeights:
         return data
 
 
+def _version(tensor: Tensor) -> int:
+    """How often the tensor's memory was written to, as autograd counts."""
+    return tensor._version
+
+
 def _is_whole(parameter: Any) -> bool:
     """Whether a cut parameter is there, and not being gathered."""
     return parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape
@@ -137,14 +146,14 @@ def _is_whole(parameter: Any) -> bool:
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
     # An output of an operation that its own node keeps would keep the node. Both have one version counter.
-    return tensor.detach(), tensor._version
+    return tensor.detach(), _version(tensor)
 
 
 def _give(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
-    if tensor._version != version:
+    if _version(tensor) != version:
         # Autograd checks this only of what no hook has saved.
-        raise _changed_in_place(tensor, tensor._version, version)
+        raise _changed_in_place(tensor, _version(tensor), version)
     return tensor
 
 
@@ -159,4 +168,4 @@ def _changed_in_place(tensor: Tensor, found: int, expected: int) -> RuntimeError
 def _surrounding_hooks() -> Hooks | None:
     """The hooks on saved tensors that are in force, of which torch calls the innermost alone."""
     # Private, and the only way to them: without it a meter or `save_on_cpu` around a whole step would see nothing.
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _top_saved_tensors_default_hooks(False)

@@ -33,7 +33,7 @@ def swaps(zero: Any) -> bool:
 def swapped(zero: Any) -> Iterator[int]:
     """The sub-groups whose masters and slots are in files."""
     if swaps(zero):
-        yield from (i for i in range(len(zero.fp16_groups)) if zero._swappable_optimizer_subgroup(i))
+        yield from (i for i in range(len(zero.fp16_groups)) if is_swapped(zero, i))
 
 
 def is_swapped(zero: Any, index: int) -> bool:

@@ -8,18 +8,16 @@ itself, and DTensor's own collectives, which run below a DTensor's operator.
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_shard.precision.ledger.record import Reduction
+from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _REDUCING = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
@@ -46,17 +44,17 @@ class WatchReductions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator as it is, and note it if it reduces gradients."""
-        if func.namespace in _NAMESPACES and _reduces(func) and not _is_of_the_users_function(sys._getframe(1)):
+        name = _name(func) if func.namespace in _NAMESPACES else ""
+        if name.startswith(_REDUCING) and not _is_of_the_users_function(inspect.currentframe()):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
-            name = func._schema.name.split("::")[1].strip("_")
             for dtype in {t.dtype for t in tensors}:
                 numel = max(t.numel() for t in tensors if t.dtype == dtype)
                 self._found.append(Reduction(operation=name, dtype=dtype, numel=numel, after=self._after()))
         return func(*args, **(kwargs or {}))
 
 
-def _reduces(func: torch._ops.OpOverload) -> bool:
-    return func._schema.name.split("::")[1].strip("_").startswith(_REDUCING)
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__).strip("_")
 
 
 def _is_of_the_users_function(frame: FrameType | None) -> bool:

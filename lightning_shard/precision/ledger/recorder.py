@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_shard.precision import casting
 from lightning_shard.precision.ledger.collectives import WatchReductions
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
+from lightning_shard.tensors.names import outside_graphs
 
 Place = tuple[nn.Module, str]
 Named = Iterable[tuple[str, Tensor]]
@@ -101,10 +102,10 @@ class Recorder:
         """Install the hooks."""
         names = {id(p): name for name, p in self._root.named_parameters()}
         for module in self._root.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None and _counts(parameter):
+            for attribute, parameter in _own(module):
+                if _counts(parameter):
                     self._places[module, attribute] = names[id(parameter)]
-        for module in _outside_graphs(self._root):
+        for module in outside_graphs(self._root):
             self._undo.append(module.register_forward_pre_hook(self._see).remove)
             # Ahead of ZeRO-3's hook, which cuts again what the module has read.
             self._undo.append(module.register_forward_hook(self._see_read, prepend=True).remove)
@@ -146,13 +147,13 @@ class Recorder:
             for below in module.modules()
             # Not by getattr: a cut parameter that is read in a forward is what ZeRO-3 from then on gathers for the
             # module around, and keeps, in every step.
-            for attribute, parameter in below._parameters.items()
+            for attribute, parameter in _own(below)
             if (below, attribute) in self._places and not _is_cut_by_zero(parameter)
         ]
 
     def _see_inside(self, module: nn.Module) -> None:
         """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
-        for attribute in module._parameters:
+        for attribute, _ in _own(module):
             if (module, attribute) in self._places:
                 tensor = getattr(module, attribute)
                 self._forward[module, attribute] = tensor.dtype
@@ -182,7 +183,7 @@ class Recorder:
             return
         self._losses.add(loss.dtype)
         # The root's own parameters are read by its methods, whose calls no hook sees; they are gathered until here.
-        for attribute, parameter in self._root._parameters.items():
+        for attribute, parameter in _own(self._root):
             if (self._root, attribute) in self._places and not isinstance(parameter, DTensor):
                 self._forward[self._root, attribute] = getattr(self._root, attribute).dtype
                 self._watch((self._root, attribute), getattr(self._root, attribute))
@@ -239,6 +240,10 @@ def _is_cut_by_zero(parameter: Tensor | None) -> bool:
     return status is not None and status.name != "AVAILABLE"
 
 
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False, remove_duplicate=False)
+
+
 def _counts(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -251,21 +256,7 @@ def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
         yield name, "buffer", buffer
     for fqn, module in root.named_modules():
         if isinstance(module, Metric):
-            for state in module._defaults:
-                value = getattr(module, state)
+            for state, value in module.metric_state.items():
                 for tensor in value if isinstance(value, list) else [value]:
                     if isinstance(tensor, Tensor) and _counts(tensor):
                         yield f"{fqn}.{state}", "metric state", tensor
-
-
-def _outside_graphs(root: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """``root`` and the modules below it, but not those in a compiled module, whose hooks would be compiled in."""
-    seen = set() if seen is None else seen
-    if root in seen or root._compiled_call_impl is not None or isinstance(root, torch.jit.ScriptModule):
-        return
-    seen.add(root)
-    yield root
-    compiled = hasattr(root.__dict__.get("forward"), "_torchdynamo_orig_callable") or "_orig_mod" in root._modules
-    if not compiled:
-        for child in root.children():
-            yield from _outside_graphs(child, seen)

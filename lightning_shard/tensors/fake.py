@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.tracing import TorchDispatchMode, dispatch_modes, tree_map_only
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,8 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 @contextmanager
 def fake_operations() -> Generator[None, None, None]:
     """Inside, operations give fake tensors, of real ones too; where such a mode is on already it stays."""
-    stack = _get_current_dispatch_mode_stack()
-    present = next((mode for mode in reversed(stack) if isinstance(mode, FakeTensorMode)), None)
+    present = next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, FakeTensorMode)), None)
     mode = FakeTensorMode() if present is None else present
     with nullcontext() if present is not None else mode, _FakeInputs(mode):
         yield
@@ -107,13 +105,14 @@ def _replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     # With the replaced tensors, whose ids must stay theirs.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in tables:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _of_its_class(tensor, make(tensor))
-                    tensors[name] = made[id(tensor)][1]
+        own = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor, _of_its_class(tensor, make(tensor))
+            setattr(module, name, made[id(tensor)][1])
 
 
 def _of_its_class(tensor: Tensor, made: Tensor) -> Tensor:

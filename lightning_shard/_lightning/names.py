@@ -1,0 +1,39 @@
+"""The private classes and attributes of Lightning that this package uses, required when it is imported."""
+
+from __future__ import annotations
+
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from lightning_shard.private_names import require
+
+Loop = _Loop
+DatasetSamplerWrapper = _DatasetSamplerWrapper
+
+_REQUIRED = (
+    (Trainer, "_checkpoint_connector _logger_connector _signal_connector"),
+    (LightningModule, "_device_mesh"),
+    (LightningOptimizer, "_to_lightning_optimizer"),
+    (ModelCheckpoint, "file_exists _link_checkpoint"),
+    (ModelSummary, "_summary _max_depth"),
+    (ParallelStrategy, "_layer_sync"),
+    (_CheckpointConnector, "resume_start"),
+    (_DatasetSamplerWrapper, "_sampler"),
+    (_EvaluationLoop, "inference_mode _results"),
+    (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
+    (_LoggerConnector, "_callback_metrics _first_loop_iter"),
+    (_Loop, "_restarting"),
+    (_SignalConnector, "register_signal_handlers teardown"),
+    (_TrainingEpochLoop, "_batches_that_stepped _broadcast_sigterm_tensor _is_training_done _skip_next_val"),
+    (_TrainingEpochLoop, "_num_ready_batches_reached _results _should_accumulate _should_check_val_fx"),
+    (_TrainingEpochLoop, "on_advance_end update_lr_schedulers"),
+)
+for _owner, _names in _REQUIRED:
+    require(_owner, _names, tested="lightning 2.6.4 to 2.6.6")

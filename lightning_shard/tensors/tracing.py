@@ -1,0 +1,39 @@
+"""Torch's private parts that follow operators: nested containers, dispatch modes, storages, operators by name.
+
+Documented in part (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), but below private modules.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch, _pytree
+
+from lightning_shard.private_names import require
+
+_TESTED = "torch 2.11 to 2.13"
+require(_pytree, "tree_leaves tree_map tree_map_only", tested=_TESTED)
+require(_python_dispatch, "TorchDispatchMode _get_current_dispatch_mode_stack", tested=_TESTED)
+require(torch.UntypedStorage, "_cdata", tested=_TESTED)
+require(
+    torch.ops.aten,
+    "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
+    " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable",
+    tested=_TESTED,
+)
+
+tree_leaves, tree_map, tree_map_only = _pytree.tree_leaves, _pytree.tree_map, _pytree.tree_map_only
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""The operator of ``tensor.item()``."""
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+OVERRIDEABLE_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for all tensors that share a storage, real and fake ones, for as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)

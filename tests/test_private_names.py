@@ -1,0 +1,260 @@
+"""Private names of other libraries: which modules use which, why, and that each is required on import.
+
+A use is an attribute with a leading underscore of anything but ``self``, ``cls`` and ``super()``, such a name given to
+``getattr``, ``setattr``, ``hasattr``, ``delattr`` or ``replace``, or an import from a private module or of a private
+name. What an object of this package keeps for itself is not read from outside, so that all uses are of others' names.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_shard
+from lightning_shard.private_names import require
+
+PACKAGE = Path(lightning_shard.__file__).parent
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+# Modules, why they need them, and all the private names that they use.
+USES = {
+    "_lightning/callbacks.py": ("what a summary counts", "_max_depth _summary"),
+    "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
+    "_lightning/loaders.py": (
+        "the loaders' loaded states and samplers",
+        "_combined_loader_states_to_load _data_fetcher _data_source _sampler",
+    ),
+    "_lightning/loops.py": ("gradient accumulation", "_should_accumulate"),
+    "_lightning/messages.py": ("who asked for a message", "_AcceleratorConnector _check_and_init_precision"),
+    "_lightning/names.py": (
+        "classes that names are required of",
+        "_CheckpointConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop _SignalConnector"
+        " _TrainingEpochLoop",
+    ),
+    "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
+    "_lightning/processes.py": (
+        "launchers, the process group, the module's device",
+        "_DDPForwardRedirection _MultiProcessingLauncher _SubprocessScriptLauncher _device_mesh _init_dist_connection"
+        " _layer_sync _sync_ddp_if_available _update_properties",
+    ),
+    "_lightning/progress.py": (
+        "the loops' counters",
+        "_can_stop_early _combined_loader_states_to_load _data_fetcher _is_training_done _num_ready_batches_reached"
+        " _restarting _should_check_val_fx _skip_next_val",
+    ),
+    "_lightning/results.py": (
+        "logged values across a resume",
+        "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _logger_connector"
+        " _restarting _results",
+    ),
+    "_lightning/signals.py": ("signal handlers, the end of a run", "_broadcast_sigterm_tensor _signal_connector"),
+    "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
+    "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
+    "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),
+    "checkpoint/files/tensor_files.py": ("a tensor's part of a file as a stream", "_create_file_view"),
+    "cluster/traces.py": ("the last collectives of a rank that hangs", "_C _distributed_c10d"),
+    "cluster/watch.py": ("os._exit is documented", "_exit"),
+    "commands/parser.py": ("the keys of a parser", "_actions"),
+    "engines/_ddp.py": (
+        "DistributedDataParallel's reducer",
+        "_delay_all_reduce _rebuild_buckets _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+    ),
+    "engines/_fsdp2.py": (
+        "the parameters of FSDP2's units, replicate",
+        "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info _mp_policy"
+        " _orig_dtype _reduce_dtype _sharded_post_forward_param_data _unsharded_param",
+    ),
+    "engines/compiling.py": ("how many graphs were compiled", "_dynamo"),
+    "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
+    "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
+    "engines/selective.py": ("whether an operator is traced; its arguments", "_guards _schema"),
+    "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
+    "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
+    "engines/zero/partition.py": ("partitioning", "_convert_to_zero_parameters _enable_mem_efficient_linear"),
+    "engines/zero/process.py": ("groups of an earlier process group", "_release_process_group_references"),
+    "engines/zero/running.py": (
+        "backward and refresh",
+        "_backward_prologue _get_norm_groups _partition_all_parameters _reassign_or_swap_out_partitioned_parameters"
+        " _running_engine_backward",
+    ),
+    "engines/zero/saved_weights.py": (
+        "hooks on saved tensors, writes to tensors",
+        "_C _autograd _base _top_saved_tensors_default_hooks _version",
+    ),
+    "engines/zero/swapping.py": (
+        "optimizer state in files",
+        "_get_param_swap_info _io_aligned_numel _offload_grad_partition_at_boundary _prepare_sub_group"
+        " _swappable_optimizer_subgroup",
+    ),
+    "meters/flops.py": ("set on functions of this package for torch's counter of FLOPs", "_get_raw"),
+    "precision/casting.py": ("modules with running statistics; a named tuple's documented method", "_NormBase _make"),
+    "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
+    "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
+    "run/preemption.py": ("os._exit is documented", "_exit"),
+    "tensors/clipping.py": (
+        "many gradients in one kernel",
+        "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"
+        " _foreach_norm",
+    ),
+    "tensors/fake.py": ("fake tensors, the fake process group", "_internal _subclasses"),
+    "tensors/names.py": (
+        "children and buffers under each of their names, what was compiled",
+        "_compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
+    ),
+    "tensors/tracing.py": (
+        "modes that follow operators",
+        "_cdata _get_current_dispatch_mode_stack _local_scalar_dense _python_dispatch _pytree"
+        " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
+        " _scaled_dot_product_fused_attention_overrideable",
+    ),
+}
+
+# torch's private names lie in engines/, checkpoint/ and tensors/; these are the exceptions, with why.
+ELSEWHERE = {
+    "callbacks/profiler.py": "documented names, used nowhere else",
+    "cluster/traces.py": "below the layer of tensors",
+    "cluster/watch.py": "Python's",
+    "commands/parser.py": "argparse's",
+    "meters/flops.py": "an attribute of a function of its own",
+    "precision/casting.py": "one class, that torch has under no public name",
+    "resume/loader.py": "DataLoader's",
+    "resume/metrics.py": "torchmetrics'",
+    "run/preemption.py": "Python's",
+}
+
+# Names that are used where they are there, or that no `require` can ask for.
+NOT_REQUIRED = {
+    "_exit": "documented",
+    "_get_raw": "set by this package",
+    "_init_weights": "Hugging Face's models have it, others need not",
+    "_iterator": "DataLoader sets it in the object's class body",
+    "_make": "documented; named tuples have it",
+    "_no_split_modules": "Hugging Face's models have it, others need not",
+    "_schema": "higher-order operators have none",
+    "_sharded_post_forward_param_data": "there with an integer reshard_after_forward alone",
+    "_torchdynamo_orig_callable": "compiled functions have it",
+    "_cache": "metrics of every version that may be installed",
+    "_is_synced": "metrics of every version that may be installed",
+    "_num_vals_seen": "metrics of every version that may be installed",
+    "_reduce_states": "metrics of every version that may be installed",
+}
+
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "replace", "restore"}
+
+
+def is_private(name: str) -> bool:
+    """Whether a name has one leading underscore or two, and is neither ``_`` nor like ``__init__``."""
+    return name.startswith("_") and name != "_" and not (name.startswith("__") and name.endswith("__"))
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The private parts of what is imported from another package: modules and names."""
+    for alias in node.names:
+        path = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        if path.split(".")[0] not in ("lightning_shard", "__future__"):
+            yield from filter(is_private, path.split("."))
+
+
+def uses(source: str) -> Iterator[str]:
+    """The private names of others that a module uses, each as often as it does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imported(node)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if ast.unparse(node.value) not in ("self", "cls", "super()"):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _BY_NAME:
+            given = node.args[1] if len(node.args) > 1 else None
+            if isinstance(given, ast.Constant) and isinstance(given.value, str) and is_private(given.value):
+                yield given.value
+
+
+def required(source: str) -> set[str]:
+    """The names in a module's calls of ``require``, and in the table of `_lightning.names`."""
+    asking = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if (isinstance(node, ast.Call) and ast.unparse(node.func) == "require")
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_REQUIRED")
+    ]
+    words = [word.value for node in asking for word in ast.walk(node) if isinstance(word, ast.Constant)]
+    return {name for word in words if isinstance(word, str) for name in word.split() if is_private(name)}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_private_names_are_those_of_the_table(module: str) -> None:
+    _, listed = USES.get(module, ("", ""))
+    found = set(uses(SOURCES[module]))
+    assert found - set(listed.split()) == set(), "use a public name, or list these with their reason"
+    assert set(listed.split()) - found == set(), "these are used no more: remove them from the table"
+
+
+def test_the_tables_have_no_dead_entries() -> None:
+    assert {*USES, *ELSEWHERE} - {*SOURCES} == set()
+    assert {*ELSEWHERE} - {*USES} == set()
+    assert {*NOT_REQUIRED} - {name for _, names in USES.values() for name in names.split()} == set()
+
+
+def test_private_names_are_used_where_they_belong() -> None:
+    homes = ("_lightning/", "engines/", "checkpoint/", "tensors/")
+    assert {module for module in USES if not module.startswith(homes)} == {*ELSEWHERE}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_lightnings_and_deepspeeds_private_names_have_a_home(module: str) -> None:
+    for node in ast.walk(ast.parse(SOURCES[module])):
+        library = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+        if library in ("lightning", "deepspeed") and list(imported(node)):  # type: ignore[arg-type]
+            home = {"lightning": "_lightning/", "deepspeed": "engines/zero/"}[library]
+            assert module.startswith(home), f"line {node.lineno}: {library}'s private names lie in {home}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", USES)
+def test_attributes_are_required_on_import(module: str) -> None:
+    folder = next((home for home in ("_lightning/", "engines/zero/") if module.startswith(home)), module)
+    asked = set().union(*(required(source) for name, source in SOURCES.items() if name.startswith(folder)))
+    nodes = [n for n in ast.walk(ast.parse(SOURCES[module])) if isinstance(n, ast.Import | ast.ImportFrom)]
+    checked_by_python = {name for node in nodes for name in imported(node)}
+    _, names = USES[module]
+    missing = set(names.split()) - asked - checked_by_python - {*NOT_REQUIRED}
+    assert missing == set(), "private_names.require them, so that a version without them is told on import"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(trainer): return trainer._checkpoint_connector", ["_checkpoint_connector"]),
+        ("self._own = self._tree.leaves", []),
+        ("self.engine._step()", ["_step"]),
+        ("super()._make_launcher()", []),
+        ("getattr(x, '_ready', None)", ["_ready"]),
+        ("replacements.replace(loop, '_results', 1)", ["_results"]),
+        ("import torch._dynamo", ["_dynamo"]),
+        ("from torch.utils._pytree import tree_map", ["_pytree"]),
+        ("from lightning.pytorch.loops import _Loop as Loop", ["_Loop"]),
+        ("from lightning_shard import _lightning\nfrom __future__ import annotations", []),
+        ("type(x).__mro__, x.__dict__, self.x._", []),
+    ],
+)
+def test_a_use_is_found(source: str, found: list[str]) -> None:
+    assert list(uses(source)) == found
+
+
+def test_a_name_that_vanished_is_told() -> None:
+    class Library:
+        _declared: int
+
+        def __init__(self) -> None:
+            self._set_here = 1
+
+        def _method(self) -> None: ...
+
+    require(Library, "_declared _set_here _method", tested="0.1")
+    with pytest.raises(ImportError, match=r"Library has no _gone, which .* tested on: 0\.1"):
+        require(Library, "_method _gone", tested="0.1")
+    with pytest.raises(ImportError, match="_pytree"):
+        require(types.ModuleType("utils"), "_pytree", tested="2.0")
