@@ -1,4 +1,4 @@
-"""The one user of DistributedDataParallel's undocumented parts. Tested with torch 2.11 to 2.13.
+"""The one user of DistributedDataParallel's undocumented parts.
 
 Backward from inside a step (manual optimization) starts before DDP's forward ends, which is where it prepares for one.
 """
@@ -6,10 +6,12 @@ Backward from inside a step (manual optimization) starts before DDP's forward en
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.private_names import require
@@ -20,6 +22,38 @@ require(
     tested="torch 2.11 to 2.13",
 )
 require(dist.Reducer, "_delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
+
+from lightning_shard.private_names import require
+
+_TESTED = "torch 2.11 to 2.13"
+require(DistributedDataParallel, "reducer _build_params_for_reducer _remove_autograd_hooks", tested=_TESTED)
+require(Reducer, "_rebuild_buckets _autograd_hook prepare_for_backward _delay_all_reduce", tested=_TESTED)
+
+
+def settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it.
+
+    DDP reduces its first backward pass in one bucket and rebuilds the buckets after it. A resumed run would thereby sum
+    its first step in another order than the run that never stopped, which shows from 3 ranks on. No autograd node of a
+    parameter is run, so that nobody's hooks see the zeros. Where unused parameters are looked for, nothing is rebuilt;
+    a static graph is recorded in the first pass, which has to be a real one.
+    """
+    parameters, sparse = wrapped._build_params_for_reducer()
+    if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
+        return
+    reducer: Any = wrapped.reducer
+
+    def ready(_: Tensor) -> None:
+        for index in reversed(range(len(parameters))):
+            reducer._autograd_hook(index)
+
+    reducer.prepare_for_backward([])
+    trigger = torch.zeros((), requires_grad=True)
+    trigger.register_hook(ready)
+    trigger.backward()
+    for parameter in parameters:
+        parameter.grad = None
+    reducer._rebuild_buckets()
 
 
 def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:

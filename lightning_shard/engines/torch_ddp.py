@@ -207,6 +207,7 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         # `prepare_replica` made the ranks equal.
         init_sync=False,
     )
+    _ddp.settle_buckets(wrapped)
     if options.comm_hook is not None:
         hook = options.comm_hook
         if isinstance(hook, str):

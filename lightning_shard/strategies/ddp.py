@@ -59,7 +59,8 @@ class ShardDDPStrategy(ShardStrategy):
                 the Trainer's precision says.
             find_unused_parameters: ranks may use different parameters in a step; the others count as zero. Honoured
                 by both; ``replicate`` needs torch 2.13 for it, and no option where all ranks leave out the same ones.
-            static_graph: the graph never changes between steps. torch's DDP only.
+            static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, a resumed
+                one too, sums in an order of its own then, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
             broadcast_buffers: give every rank the buffers of rank 0 before each training forward. torch's DDP only;
                 on both, evaluation and checkpoints use rank 0's buffers.

@@ -95,6 +95,14 @@ def test_resume_in_mid_epoch_under_every_engine(tmp_path: Path, precision: str) 
         _assert_continues(straight[ENGINES[writer]], resumed, step)
 
 
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.matrix)])
+def test_ddp_sums_in_the_same_order_after_a_resume(tmp_path: Path, ranks: int) -> None:
+    # The sum of two numbers has one order; of three it has several.
+    straight = run_distributed(_fit, ranks, "shard_ddp", folder=str(tmp_path), steps=5)
+    resumed = run_distributed(_fit, ranks, "shard_ddp", resume=str(tmp_path / "step=3.ckpt"), steps=5)
+    _assert_continues(straight, resumed, 3)
+
+
 def test_resume_at_an_epochs_end_and_with_workers_and_accumulation(tmp_path: Path) -> None:
     name = "shard_fsdp_aligned"
     straight = run_distributed(_fit, 2, name, folder=str(tmp_path), every=None)
