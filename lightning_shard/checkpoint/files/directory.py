@@ -29,20 +29,20 @@ class Directory:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._unchecked: dict[str, FileEntry] = {}
         self.close = weakref.finalize(self, _release, descriptor)
         """Let go of it now; else with this object, which a traceback may keep."""
 
     def sizes(self) -> dict[str, int]:
         """Name to bytes of each regular file in it."""
-        with os.scandir(self._descriptor) as entries:
+        with os.scandir(self.descriptor) as entries:
             return {e.name: e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False)}
 
     def has(self, name: str) -> bool:
         """Whether something of that name is in it."""
         try:
-            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -60,11 +60,11 @@ class Directory:
         where = self.path / check_relative(name)
         try:
             # A pipe would block and a device may act when it is opened; a link leads anywhere.
-            kind = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mode
+            kind = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
             if "/" in name or not stat.S_ISREG(kind):
                 raise CheckpointCorruptError(f"{where} is not a regular file inside the checkpoint")
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            stream = os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb")
+            stream = os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb")
         except OSError as error:
             self._check_current()
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error
@@ -113,7 +113,7 @@ class Directory:
         return damage
 
     def _check_current(self) -> None:
-        if not _is_at(self.path, self._descriptor):
+        if not _is_at(self.path, self.descriptor):
             raise CheckpointError(f"{self.path} was replaced or removed while it was read: read it again")
 
 
@@ -134,9 +134,9 @@ def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Direct
                 raise
             continue
         # A save has the lock of what it is putting in place right now.
-        locked = not lock or try_lock(directory._descriptor, fcntl.LOCK_SH)
+        locked = not lock or try_lock(directory.descriptor, fcntl.LOCK_SH)
         # What was replaced ahead of the lock may be deleted by now.
-        if locked and _is_at(place, directory._descriptor):
+        if locked and _is_at(place, directory.descriptor):
             return directory
         if time.monotonic() > patience:
             raise CheckpointError(f"{path} was replaced or locked by a save for {_PATIENCE_SECONDS:.0f} s")
