@@ -89,7 +89,7 @@ def account_of(
     """
     if zero is None:
         return account(module_tensors(module, optimizers, device=device, wrapper=wrapped))
-    from lightning_shard.engines.zero.resident import zero_tensors
+    from lightning_shard.engines.zero.tensors import zero_tensors
 
     return account(zero_tensors(zero, module, device=device))
 

@@ -156,7 +156,7 @@ class Zero:
 
     def _start_evaluation(self) -> None:
         config = deepspeed_config(self._fields, run_facts(self._module, self._run, []))
-        # Evaluation steps nothing.
+        # Evaluation has no optimizer.
         self._configure({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}, None)
         self._partition()
         self._start(None)
@@ -167,12 +167,12 @@ class Zero:
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
-        master, kept = self._run.policy.master, self._values.kept
-        self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in kept}
+        master, loaded = self._run.policy.master, self._values.loaded
+        self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in loaded}
         if self._stage == 3:
             self._partition()
         else:
-            self._values.keep(self._run.policy.compute)
+            self._values.remember(self._run.policy.compute)
         running = self._start(optimizer)
         assert running.optimizer is not None
         self._parameters = list(self._module.parameters())
@@ -209,21 +209,22 @@ class Zero:
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
-        kept, made = partition.partition(
+        loaded, made = partition.partition(
             self._module,
             device=self._run.device,
             compute=self._run.policy.compute,
             seed=self._run.seed,
             config=self._config,
         )
-        self._values.keep_sharded(kept)
+        # An earlier run's masters win.
+        self._values.loaded = {**loaded, **self._values.loaded}
         partition.replace_parameters(self._optimizers, made)
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
         self._running = running.start(self._module, optimizer=optimizer, config=self._config, names=names)
         self._closing.callback(self._stop)
-        self._values.share(self._running, ranks=Ranks.of())
+        self._values.start(self._running, ranks=Ranks.of())
         return self._running
 
     def _register_masters(self) -> None:

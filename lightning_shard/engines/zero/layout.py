@@ -1,14 +1,15 @@
-"""Where DeepSpeed's optimizers keep what they step: flat partitions, read as ranges of the parameters.
+"""Where DeepSpeed's optimizers keep what they step, and its gradients: flat partitions, read as slices of parameters.
 
-Stages 1 and 2 put a group's parameters behind one another and cut the whole into equal partitions; stage 3 cuts each
-parameter and puts a rank's pieces behind one another, in sub-groups. These are the only functions that know it.
+Stages 1 and 2 concatenate a group's parameters and divide the result into equal partitions; stage 3 divides each
+parameter and concatenates a rank's shards, in sub-groups. These are the only functions that know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
@@ -28,16 +29,14 @@ def kind(zero: Any) -> str:
 
 
 def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
-    """What ``zero`` steps, with the parameters that lie in it, on this rank.
+    """What the engine's optimizer steps on this rank, with the parameters that lie in it.
 
-    Args:
-        zero: the engine's optimizer.
-        names: FQN of each parameter that it steps.
+    ``names`` has the FQN of each parameter that it steps.
     """
     if kind(zero) == STAGE_3:
         return list(_stage_3(zero, names))
     if kind(zero) == BF16:
-        layouts = [(group, _cumulative(group)) for group in zero.bf16_groups]
+        layouts = [(group, [0, *accumulate(p.numel() for p in group)][:-1]) for group in zero.bf16_groups]
         flats = zero.fp32_groups_flat_partition
     else:
         layouts = list(zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True))
@@ -58,12 +57,9 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
 def with_frozen(
     groups: Sequence[FlatGroup], given: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]
 ) -> list[FlatGroup]:
-    """``groups`` with the parameters that the user put into them and that are not stepped, because they are frozen.
+    """``groups`` with the frozen parameters that the user put into them, which are not stepped.
 
-    Args:
-        groups: from `flat_groups`.
-        given: the parameters of each of the user's groups; empty where DeepSpeed made the optimizer.
-        names: FQN of each parameter.
+    ``given`` are the parameters of each of the user's groups; none where DeepSpeed made the optimizer.
     """
     stepped = {member.fqn for group in groups for member in group.members}
     found = list(groups)
@@ -71,29 +67,21 @@ def with_frozen(
     # DeepSpeed drops groups without parameters, and keeps the order of the others.
     for index, parameters in zip(last.values(), [group for group in given if group], strict=False):
         frozen = [p for p in parameters if names[p] not in stepped]
-        members = [FlatMember(fqn=names[p], shape=true_shape(p), stepped=False) for p in frozen]
+        members = [FlatMember(fqn=names[p], shape=full_shape(p), stepped=False) for p in frozen]
         found[index] = replace(found[index], members=(*found[index].members, *members))
     return found
 
 
-def true_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of the whole parameter, also where stage 3 has cut it."""
-    return tuple(parameter.ds_shape if is_cut(parameter) else parameter.shape)
-
-
-def _cumulative(parameters: Iterable[Tensor]) -> list[int]:
-    offsets, total = [], 0
-    for parameter in parameters:
-        offsets.append(total)
-        total += parameter.numel()
-    return offsets
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the full parameter, also where stage 3 has sharded it."""
+    return tuple(parameter.ds_shape if is_partitioned(parameter) else parameter.shape)
 
 
 def _overlap(fqn: str, parameter: Tensor, offset: int, begin: int, size: int) -> FlatMember:
-    """The part of a parameter at ``offset`` of the whole that lies in the partition ``[begin, begin + size)``."""
+    """The part of a parameter at ``offset`` of the group that lies in the partition ``[begin, begin + size)``."""
     low, high = max(offset, begin), min(offset + parameter.numel(), begin + size)
     if low >= high:
-        return FlatMember(fqn=fqn, shape=tuple(parameter.shape), offset=0, start=0, length=0)
+        return FlatMember(fqn=fqn, shape=tuple(parameter.shape))
     return FlatMember(fqn=fqn, shape=tuple(parameter.shape), offset=low - begin, start=low - offset, length=high - low)
 
 
@@ -112,26 +100,26 @@ def _stage_3(zero: Any, names: Mapping[Tensor, str]) -> Iterator[FlatGroup]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Start and length of this rank's piece of a parameter that stage 3 has cut, without its padding."""
+    """Start and length of this rank's shard of a parameter under stage 3, without its padding."""
     size = parameter.partition_numel()
     start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
 
 
-def cut(parameter: Any) -> FlatTensor:
-    """This rank's piece of a parameter that stage 3 has cut, in the dtype that forward sees."""
+def shard(parameter: Any) -> FlatTensor:
+    """This rank's shard of a parameter under stage 3, in the dtype that forward sees."""
     start, length = own_range(parameter)
-    data = swapping.piece(parameter).narrow(0, 0, length)
+    data = swapping.shard_of(parameter).narrow(0, 0, length)
     return FlatTensor(tuple(parameter.ds_shape), data.dtype, [FlatSlice(data=data, start=start)])
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Whether stage 3 has cut ``parameter``."""
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether stage 3 has sharded ``parameter``."""
     return hasattr(parameter, "ds_tensor")
 
 
-def pieces(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:
-    """Each parameter's member with its part of the flat tensor, a live 1-D view that may have no elements."""
+def shards(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:
+    """Each parameter's member with its slice of the flat tensor, a live 1-D view that may have no elements."""
     for group in groups:
         for member in group.members:
             yield member, group.flat.detach().narrow(0, member.offset, member.length)
@@ -141,7 +129,7 @@ def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     """FQN to what this rank steps of the parameter."""
     return {
         member.fqn: FlatTensor(member.shape, part.dtype, [FlatSlice(data=part, start=member.start)])
-        for member, part in pieces(groups)
+        for member, part in shards(groups)
     }
 
 
@@ -150,3 +138,96 @@ def flats(zero: Any) -> Sequence[Tensor]:
     if kind(zero) == BF16:
         return zero.fp32_groups_flat_partition
     return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
+
+
+# Gradients
+
+
+def unreduced(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
+    """FQN and the tensor that accumulates a parameter's gradients over micro-batches.
+
+    Full or sharded, as the stage does it; several parameters may share one tensor.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        names: FQN of each trainable parameter.
+    """
+    if kind(zero) == STAGE_3:
+        yield from ((fqn, zero.grad_partitions_flat_buffer) for fqn in names.values())
+    elif kind(zero) == BF16:
+        for parameters, waiting in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
+            yield from ((names[p], gradient) for p, gradient in zip(parameters, waiting, strict=True))
+    elif not zero.partition_gradients:
+        waiting = ((fqn, zero.get_param_gradient_attribute(p)) for p, fqn in names.items())
+        yield from ((fqn, gradient) for fqn, gradient in waiting if gradient is not None)
+    else:
+        for index, parameters in enumerate(zero.params_in_partition):
+            yield from _unreduced_in_partition(zero, index, {p: names[p] for p in parameters})
+
+
+def _unreduced_in_partition(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
+    if parts := zero.averaged_gradients.get(index):
+        # DeepSpeed accumulates in another dtype than it computes in.
+        yield from ((fqn, parts[0]) for fqn in names.values())
+    elif zero.cpu_offload:
+        fqns = {zero.get_param_id(p): fqn for p, fqn in names.items()}
+        yield from ((fqns[i], gradient) for i, gradient in zero.accumulated_grads_in_cpu.items() if i in fqns)
+    else:
+        yield from zip(names.values(), zero.all_grad_tensors.get(index) or [], strict=False)
+
+
+def reduced_gradients(zero: Any) -> list[Tensor]:
+    """This rank's reduced gradients, disjoint from those of other ranks; padding in them is zero.
+
+    They are complete from the accumulation boundary until the step.
+    """
+    return [part for index in range(len(flats(zero))) for part in _gradient_parts(zero, index)]
+
+
+def gradient_of(zero: Any, groups: Sequence[FlatGroup], fqn: str) -> FlatTensor | None:
+    """This rank's part of one parameter's reduced gradient, in place; None where there is none."""
+    for index, group in enumerate(groups):
+        for member in group.members:
+            if member.fqn == fqn and member.stepped and (parts := _gradient_parts(zero, index)):
+                return FlatTensor(member.shape, parts[0].dtype, _slices(parts, member))
+    return None
+
+
+def drop_gradients(zero: Any) -> None:
+    """After a step, taken or skipped: leave nothing of its gradients where DeepSpeed will accumulate the next ones.
+
+    It writes the gradients that come and reads all, so that a parameter without one would be stepped on its last one;
+    and under offload stages 1 and 2 would add to what a skipped step left.
+    """
+    if kind(zero) == STAGES_1_2:
+        for index in zero.averaged_gradients:
+            zero.averaged_gradients[index] = None
+    if kind(zero) == STAGE_3:
+        zero.grad_partitions_flat_buffer.zero_()
+    if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
+        for flat in flats(zero):
+            if flat.grad is not None:
+                flat.grad.zero_()
+
+
+def _slices(parts: Sequence[Tensor], member: FlatMember) -> Iterator[FlatSlice]:
+    """The slices of a member in tensors that follow one another as in the flat tensor."""
+    begin = 0
+    for part in parts:
+        low = max(begin, member.offset)
+        high = min(begin + part.numel(), member.offset + member.length)
+        if low < high:
+            data = part.detach().view(-1)[low - begin : high - begin]
+            yield FlatSlice(data=data, start=member.start + low - member.offset)
+        begin += part.numel()
+
+
+def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
+    if kind(zero) == BF16:
+        return [zero.fp32_groups_gradient_flat_partition[index]]
+    if swapping.is_swapped(zero, index):
+        return [swapping.gradient(zero, index)]
+    if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
+        gradient = flats(zero)[index].grad
+        return [] if gradient is None else [gradient]
+    return list(zero.averaged_gradients.get(index) or [])

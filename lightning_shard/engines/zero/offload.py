@@ -1,7 +1,11 @@
-"""Around DeepSpeed's offload: kernels and folders before a run, files after it."""
+"""Around DeepSpeed's offload: kernels, and the folder in which a run offloads to NVMe."""
 
 from __future__ import annotations
 
+import copy
+import mmap
+import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_shard.engines.zero import folder, kernels
+from lightning_shard.engines.zero import kernels
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -36,14 +40,57 @@ def prepare(
     needed = kernels.required_kernels(config, optimizer)
     ranks = Ranks.of()
     _raise_on_all(ranks, [*kernels.lacking(needed, device.type), *_locks(ranks, needed)])
-    config, folders = folder.in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
-    found = [folder.problem_with(path, rank=ranks.rank) for path in folders]
+    config, folders = in_run_folder(config, ranks.broadcast(uuid.uuid4().hex[:12]))
+    found = [problem_with(path, rank=ranks.rank) for path in folders]
     try:
         _raise_on_all(ranks, [problem for problem in found if problem is not None])
     except ConfigurationError:
         clean_up(folders)
         raise
     return config, folders
+
+
+def in_run_folder(config: Mapping[str, Any], run: str) -> tuple[dict[str, Any], list[Path]]:
+    """The configuration with a folder of this run under each ``nvme_path``, and these folders.
+
+    DeepSpeed names files by rank alone and deletes what it finds there, so that runs in one folder would destroy each
+    other's. The names end in ``run``, the same on every rank.
+    """
+    moved = copy.deepcopy(dict(config))
+    folders = []
+    for name in ("offload_optimizer", "offload_param"):
+        section = moved["zero_optimization"].get(name) or {}
+        if section.get("device") == "nvme":
+            folders.append(Path(os.path.abspath(section["nvme_path"])) / f"lightning_shard-{run}")
+            section["nvme_path"] = str(folders[-1])
+    return moved, list(dict.fromkeys(folders))
+
+
+def problem_with(folder: Path, *, rank: int) -> str | None:
+    """Make ``folder`` and try what DeepSpeed does in it; what is wrong, or None.
+
+    DeepSpeed opens its files with ``O_DIRECT`` (``csrc/aio/common/deepspeed_aio_common.cpp``), which not every file
+    system takes.
+    """
+    parent = folder.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_directly(folder / f"try-{rank}")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"nvme_path is {str(parent)!r}, but files can't be written there ({error.strerror or error})"
+    return None
+
+
+def _write_directly(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+    try:
+        # Anonymous mappings begin at a page, as O_DIRECT needs it.
+        with mmap.mmap(-1, 4096) as block:
+            os.write(file, block)
+    finally:
+        os.close(file)
+        path.unlink()
 
 
 def warn_of_lock() -> None:
@@ -58,12 +105,7 @@ def warn_of_lock() -> None:
 
 
 def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
-    """Refuse an optimizer that DeepSpeed does not step 16-bit masters with.
-
-    Args:
-        optimizer: from ``configure_optimizers``.
-        policy: with masters in 16 bits.
-        device: where the optimizer's state waits: "none" for the compute device, "cpu" or "nvme".
+    """Refuse an optimizer that DeepSpeed can't step 16-bit masters with, its state on ``device``.
 
     Raises:
         PrecisionError: with what to return instead.
@@ -89,7 +131,22 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
 def clean_up(folders: list[Path]) -> None:
     """Remove this rank's files, after the engine has let go of them."""
     while folders:
-        folder.remove(folders.pop(), rank=Ranks.of().rank)
+        _remove(folders.pop(), rank=Ranks.of().rank)
+
+
+def _remove(folder: Path, *, rank: int) -> None:
+    """Unlink this rank's files, and the folder with the last rank's.
+
+    A mapped file stays until nothing refers to it.
+    """
+    for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
+        shutil.rmtree(files, ignore_errors=True)
+    for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
+        try:
+            empty.rmdir()
+        except OSError:
+            # Other ranks' files are there still, or another rank was faster.
+            continue
 
 
 def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Sharding a module for stage 3, one submodule at a time, so that no rank ever holds the whole in any dtype.
+"""Sharding a module for stage 3, one submodule at a time, so that no rank ever holds the full model in any dtype.
 
-DeepSpeed's own way is to cast a module that is whole, or to build it under ``zero.Init`` in the compute dtype; both
-round the values that the masters are to begin with. Here each parameter is whole for a moment in the dtype that it
-was loaded in; the rank keeps its piece of that, casts the rest and lets DeepSpeed cut it.
+DeepSpeed's own way is to cast a full module, or to build it under ``zero.Init`` in the compute dtype; both round the
+values that the masters are to begin with. Here each parameter is full for a moment in the dtype that it was loaded in;
+the rank copies its shard of that, casts the parameter and lets DeepSpeed shard it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch import Tensor, nn
 from lightning_shard.engines.materialize import Created, find_initializers, materialize
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
-from lightning_shard.engines.zero.masters import Kept, is_rounded
+from lightning_shard.engines.zero.values import Loaded, is_rounded
+from lightning_shard.tensors.flat import FlatSlice
 
 
 def partition(
     root: nn.Module, *, device: torch.device, compute: torch.dtype, seed: int, config: Mapping[str, Any]
-) -> tuple[Kept, dict[Tensor, Tensor]]:
+) -> tuple[Loaded, dict[Tensor, Tensor]]:
     """Shard every parameter under ``root`` and move its buffers. All ranks call it.
 
-    A parameter that is cut already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is cast alone.
+    A parameter that is sharded already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is only cast.
 
     Args:
-        root: whole, on the meta device, or cut; values of rank 0 win.
+        root: full, on the meta device, or sharded; values of rank 0 win.
         device: where this rank computes.
         compute: dtype in which forward sees floating parameters.
         seed: the run's, for what is on the meta device.
         config: the whole DeepSpeed configuration.
 
     Returns:
-        This rank's pieces of the parameters that the cast rounded; and the parameter that took the place of each one
-        that was on the meta device.
+        This rank's shards of the parameters that the cast rounded; and for each parameter that was on the meta device
+        the one that replaced it.
 
     Raises:
         MaterializationError: before anything was changed.
@@ -48,10 +49,10 @@ def partition(
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
     swapping.read_once(init.param_swapper)
     if config["zero_optimization"].get("memory_efficient_linear"):
-        # DeepSpeed's default where it cuts by itself; here only where the configuration asks for it.
+        # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
         init._enable_mem_efficient_linear()
     created: Created = {}
-    kept: Kept = {}
+    loaded: Loaded = {}
     made: dict[Tensor, Tensor] = {}
     for module, fqn in fqns.items():
         before = dict(module.named_parameters(recurse=False))
@@ -60,39 +61,41 @@ def partition(
             if before[name] is not parameter:
                 made[before[name]] = parameter
                 names[id(parameter)] = f"{fqn}.{name}" if fqn else name
-            _cut_parameter(parameter, names[id(parameter)], device, compute, init, kept)
+            _shard_parameter(parameter, names[id(parameter)], device, compute, init, loaded)
         _move_buffers(module, device)
         if module not in initializers:
             broadcast_from_rank_0(module.buffers(recurse=False))
-    return kept, made
+    return loaded, made
 
 
 @torch.no_grad()
-def _cut_parameter(parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, kept: Kept) -> None:
-    if layout.is_cut(parameter):
-        swapping.bring(parameter)
-        _cast_cut(parameter, fqn, compute, kept)
-        swapping.place(parameter, init.param_swapper)
+def _shard_parameter(
+    parameter: Any, fqn: str, device: torch.device, compute: torch.dtype, init: Any, loaded: Loaded
+) -> None:
+    if layout.is_partitioned(parameter):
+        swapping.take(parameter)
+        _cast_shard(parameter, fqn, compute, loaded)
+        swapping.give(parameter, init.param_swapper)
         return
     parameter.data = parameter.data.to(device)
     broadcast_from_rank_0([parameter])
-    whole = parameter.detach()
+    full = parameter.detach()
     if parameter.is_floating_point():
         parameter.data = parameter.data.to(compute)
     init._convert_to_zero_parameters([parameter])
-    if is_rounded(whole, compute):
+    if is_rounded(full, compute):
         start, length = layout.own_range(parameter)
-        kept[fqn] = whole.reshape(-1)[start : start + length].clone(), start
+        loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].clone(), start)
 
 
-def _cast_cut(parameter: Any, fqn: str, compute: torch.dtype, kept: Kept) -> None:
-    piece = parameter.ds_tensor
-    if not piece.is_floating_point() or piece.dtype == compute:
+def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) -> None:
+    shard = parameter.ds_tensor
+    if not shard.is_floating_point() or shard.dtype == compute:
         return
-    if is_rounded(piece, compute):
+    if is_rounded(shard, compute):
         start, length = layout.own_range(parameter)
-        kept[fqn] = piece.detach()[:length].clone(), start
-    piece.data = piece.data.to(compute)
+        loaded[fqn] = FlatSlice(shard.detach()[:length].clone(), start)
+    shard.data = shard.data.to(compute)
     parameter.data = parameter.data.to(compute)
 
 

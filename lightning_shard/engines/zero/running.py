@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.step_root import StepRoot
-from lightning_shard.engines.zero import gradients, layout, swapping
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
@@ -64,7 +64,7 @@ def start(
     """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
 
     Args:
-        module: with plain parameters, equal on all ranks, or cut by ``deepspeed.zero.Init``.
+        module: with plain parameters, equal on all ranks, or sharded by ``deepspeed.zero.Init``.
         optimizer: over the module's parameters; its groups hold flat partitions afterwards. None: the one that
             ``config`` describes, and else none, for evaluation.
         config: the whole DeepSpeed configuration.
@@ -183,7 +183,7 @@ def step(running: Running, *, skip: bool) -> None:
     running.overflow = skip
     running.engine.step()
     if running.groups:
-        gradients.forget(running.zero)
+        layout.drop_gradients(running.zero)
     if running.saved is not None and not skip:
         running.saved.changed()
     swapping.show(running.zero)
@@ -193,7 +193,7 @@ def step(running: Running, *, skip: bool) -> None:
 
 @torch.no_grad()
 def refresh(running: Running) -> None:
-    """Let forward see masters, or cut parameters, that were changed from outside. All ranks call it."""
+    """Let forward see masters, or parameter shards, that were changed from outside. All ranks call it."""
     zero = running.zero
     if running.stage < 3:
         zero.update_lp_params()

@@ -1,8 +1,8 @@
-"""What autograd keeps of the parameters that stage 3 gathers: which part of which one, and no data.
+"""What autograd saves of the parameters that stage 3 gathers: which part of which one, and no data.
 
 A product's backward needs the weight, so autograd saves the gathered tensor, and it stays in memory until then although
 DeepSpeed frees the parameter after the module's forward: at the end of forward every layer is there. Here a saved
-tensor that is a cut parameter or a view of one is replaced by its place in the parameter, and in backward it is made
+tensor that is a parameter or a view of one is replaced by its position in the parameter, and in backward it is made
 anew from what DeepSpeed has gathered for the module by then. The values are those that were gathered in forward.
 
 DeepSpeed's own way, ``memory_efficient_linear``, replaces ``torch.nn.functional.linear`` for the whole process, with
@@ -46,16 +46,16 @@ class _Part(NamedTuple):
 
 
 class SavedWeights:
-    """Keeps gathered parameters out of the graphs that are made in `dropped`."""
+    """Leaves gathered parameters out of the graphs that are made in `dropped`."""
 
     def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
         """Look after the parameters that DeepSpeed frees after use.
 
         Args:
-            parameters: of the module. Small ones that stay whole on every rank are left to autograd.
+            parameters: of the module. Small ones that stay gathered on every rank are left to autograd.
             in_flight: DeepSpeed's handles of the gathers that it has begun ahead of use, live.
         """
-        freed = (p for p in parameters if layout.is_cut(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
+        freed = (p for p in parameters if layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
         self._freed: dict[int, Any] = {id(p): p for p in freed}
         self._in_flight = in_flight
         self._changes = 0
@@ -71,14 +71,14 @@ class SavedWeights:
             yield
             return
         outer = _surrounding_hooks()
-        keep, give = outer or (_keep, _give)
+        save, give = outer or (_save, _give)
 
         def pack(tensor: Tensor) -> Any:
             base = tensor._base
             parameter = self._freed.get(id(tensor if base is None else base))
             part = None if parameter is None else self._part(parameter, tensor)
             # A tuple in either case, so that what other hooks return may be anything.
-            return (keep(tensor),) if part is None else part
+            return (save(tensor),) if part is None else part
 
         def unpack(packed: Any) -> Tensor:
             return self._made(packed) if isinstance(packed, _Part) else give(packed[0])
@@ -96,9 +96,9 @@ class SavedWeights:
             ) from error
 
     def _part(self, parameter: Any, tensor: Tensor) -> _Part | None:
-        """The place of ``tensor`` in the parameter; None: it is in memory that is not the parameter's now."""
+        """The position of ``tensor`` in the parameter; None: its memory is not the parameter's now."""
         same = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        if not (same and _is_whole(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
+        if not (same and _is_gathered(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
             return None
         offset = int(tensor.storage_offset() - parameter.storage_offset())
         return _Part(parameter, tensor.size(), tensor.stride(), offset, _version(parameter), self._changes)
@@ -113,7 +113,7 @@ class SavedWeights:
             )
         if part.version != _version(parameter):
             raise _changed_in_place(parameter, _version(parameter), part.version)
-        data = parameter.detach() if _is_whole(parameter) else self._gathered(parameter)
+        data = parameter.detach() if _is_gathered(parameter) else self._gathered(parameter)
         return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class SavedWeights:
             return parameter.detach()
         parameter.all_gather()
         data: Tensor = parameter.detach()
-        # What was gathered stays for as long as backward holds this.
+        # What was gathered stays for as long as backward refers to it.
         parameter.partition()
         return data
 
@@ -139,13 +139,13 @@ def _version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _is_whole(parameter: Any) -> bool:
-    """Whether a cut parameter is there, and not being gathered."""
+def _is_gathered(parameter: Any) -> bool:
+    """Whether a parameter under stage 3 is full, and not being gathered."""
     return parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape
 
 
-def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    # An output of an operation that its own node keeps would keep the node. Both have one version counter.
+def _save(tensor: Tensor) -> tuple[Tensor, int]:
+    # An output that its own node saves would keep the node alive. Both have one version counter.
     return tensor.detach(), _version(tensor)
 
 

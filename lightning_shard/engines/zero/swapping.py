@@ -1,4 +1,4 @@
-"""What ZeRO-Infinity keeps in files: masters, optimizer slots and parameters, as tensors mapped from them.
+"""What ZeRO-Infinity has in files: masters, optimizer slots and parameters, as tensors mapped from them.
 
 DeepSpeed swaps one sub-group after the other into buffers for its step, and leaves the tensors of the others empty.
 Between steps those tensors are mapped from their files here (``torch.from_file``), so that everything that reads or
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 IN_FILES = "nvme"
-"""What DeepSpeed calls the final location of a parameter's piece that waits in a file."""
+"""What DeepSpeed calls the final location of a parameter shard in a file."""
 
 
 def swaps(zero: Any) -> bool:
-    """Whether DeepSpeed's optimizer ``zero`` keeps optimizer state in files."""
+    """Whether DeepSpeed's optimizer ``zero`` swaps optimizer state to files."""
     return getattr(zero, "optimizer_swapper", None) is not None
 
 
@@ -47,7 +47,7 @@ def take_over(zero: Any) -> None:
         return
     to_file, prepare = zero._offload_grad_partition_at_boundary, zero._prepare_sub_group
 
-    def keep_gradient(parameter: Any, gradient: Tensor, *args: Any) -> None:
+    def leave_gradient(parameter: Any, gradient: Tensor, *args: Any) -> None:
         if not is_swapped(zero, zero.grad_position[zero.get_param_id(parameter)][0]):
             to_file(parameter, gradient, *args)
 
@@ -59,7 +59,7 @@ def take_over(zero: Any) -> None:
             flat = zero.fp32_partitioned_groups_flat[index]
             flat.grad = gradient(zero, index).to(flat.dtype)
 
-    zero._offload_grad_partition_at_boundary = keep_gradient
+    zero._offload_grad_partition_at_boundary = leave_gradient
     zero._prepare_sub_group = prepare_with_gradient
 
 
@@ -114,23 +114,25 @@ def notice_slots(zero: Any) -> None:
         _info(zero, index)
 
 
-def piece(parameter: Any) -> Tensor:
-    """This rank's piece of a parameter that stage 3 has cut, with its padding, live: in memory, or in its file."""
+def shard_of(parameter: Any) -> Tensor:
+    """This rank's shard of a parameter under stage 3, with its padding, live: in memory, or mapped from its file."""
     if parameter.ds_tensor.final_location != IN_FILES:
         return parameter.ds_tensor.detach()
     swapper = parameter.nvme_swapper
     return _mapped(swapper.get_path(parameter, True), parameter.ds_tensor.ds_numel, swapper.dtype)
 
 
-def bring(parameter: Any) -> None:
-    """Take a piece from DeepSpeed's swapper; what was in a file is mapped from it, and the file can be unlinked."""
-    parameter.ds_tensor.data, parameter.ds_tensor.status = piece(parameter), _available()
+def take(parameter: Any) -> None:
+    """Take a shard from DeepSpeed's swapper; what was in a file is mapped from it, and the file can be unlinked."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    parameter.ds_tensor.data, parameter.ds_tensor.status = shard_of(parameter), PartitionedParamStatus.AVAILABLE
     parameter.ds_tensor.final_location = None
     parameter.nvme_swapper = None
 
 
-def place(parameter: Any, swapper: Any) -> None:
-    """Give a piece that is in memory to ``swapper``, in a file if it is large enough, as ``zero.Init`` does."""
+def give(parameter: Any, swapper: Any) -> None:
+    """Give a shard that is in memory to ``swapper``, in a file if it is large enough, as ``zero.Init`` does."""
     parameter.nvme_swapper = swapper
     tensor = parameter.ds_tensor
     if swapper is None or not swapper.swappable_tensor(numel=tensor.ds_numel):
@@ -167,18 +169,12 @@ def release(zero: Any, parameters: Iterable[Any]) -> None:
         if swapper is None:
             continue
         swappers[id(swapper)] = swapper
-        bring(parameter)
+        take(parameter)
     for swapper in swappers.values():
         # Locked memory of the process, which goes with nothing.
         for buffer in (swapper.buffers, swapper.partitioned_swap_buffer):
             if buffer is not None:
                 swapper.aio_read_handle.free_cpu_locked_tensor(buffer)
-
-
-def _available() -> Any:
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-
-    return PartitionedParamStatus.AVAILABLE
 
 
 def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:

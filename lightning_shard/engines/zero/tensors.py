@@ -1,16 +1,16 @@
-"""The live tensors of a run whose optimizer steps flat partitions: stages 1 to 3 in a fit."""
+"""The live tensors of a run whose optimizer steps flat partitions, stages 1 to 3 in a fit, and those of its engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.engines.resident import Resident
-from lightning_shard.engines.zero import gradients, resident
+from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, LiveTensor
@@ -22,15 +22,7 @@ class FlatTensors:
     def __init__(
         self, module: nn.Module, running: Running, values: Values, parameters: Sequence[Tensor], *, device: torch.device
     ) -> None:
-        """Look at the tensors of a run.
-
-        Args:
-            module: the LightningModule.
-            running: DeepSpeed's engine, with flat groups.
-            values: of the module's parameters.
-            parameters: the module's; reading them off it in forward would gather them.
-            device: where this rank computes.
-        """
+        """``parameters`` are the module's, because reading them off it in forward would gather them."""
         self._module = module
         self._running = running
         self._values = values
@@ -43,9 +35,9 @@ class FlatTensors:
         return self._running.zero
 
     @property
-    def shares(self) -> Sequence[Tensor]:
-        """This rank's shares, on the host, of loaded values that DeepSpeed rounded and nothing steps."""
-        return self._values.shares
+    def frozen(self) -> Sequence[Tensor]:
+        """`Values.frozen`."""
+        return self._values.frozen
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self._values.tensors(self._running)
@@ -60,23 +52,92 @@ class FlatTensors:
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         if not self._running.pending:
             return None
-        return gradients.of_parameter(self._running.zero, self._running.groups, fqn)
+        return layout.gradient_of(self.zero, self._running.groups, fqn)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        return gradients.reduced(self._running.zero) if self._running.pending else []
+        return layout.reduced_gradients(self.zero) if self._running.pending else []
 
     def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
         names: dict[Tensor, str] = {p: n for n, p in self._module.named_parameters() if p.requires_grad}
-        return gradients.held(self._running.zero, names)
+        return layout.unreduced(self.zero, names)
 
     def resident(self) -> Iterable[Resident]:
-        return resident.zero_tensors(
-            self._running.zero,
-            self._module,
-            device=self._device,
-            parameters=self._parameters,
-            kept=self._values.shares,
-        )
+        frozen = self._values.frozen
+        return zero_tensors(self.zero, self._module, device=self._device, parameters=self._parameters, frozen=frozen)
 
     def unsharded(self) -> Iterable[Resident]:
-        return resident.unsharded(self._parameters)
+        return gathered(self._parameters)
+
+
+def zero_tensors(
+    zero: Any,
+    module: nn.Module,
+    *,
+    device: torch.device,
+    parameters: Sequence[Tensor] | None = None,
+    frozen: Iterable[Tensor] = (),
+) -> Iterator[Resident]:
+    """The live tensors of DeepSpeed's engine and its module; those in files are the ones mapped between steps.
+
+    Args:
+        zero: the engine's ``optimizer``, of stages 1 to 3.
+        module: under the engine.
+        device: where this rank computes.
+        parameters: the module's, listed while no forward ran. Stage 3 gathers what is read off a module in the middle
+            of its forward, and takes it for a parameter that the module needs from then on.
+        frozen: loaded values on the host, beside the module's parameters as masters are.
+    """
+    stage_3 = layout.kind(zero) == layout.STAGE_3
+    offloaded = bool(getattr(zero, "offload_optimizer" if stage_3 else "cpu_offload", False))
+    parameters = list(module.parameters()) if parameters is None else parameters
+    for parameter in parameters:
+        yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
+    stepping = "host" if offloaded else "device"
+    flats = list(layout.flats(zero))
+    memories = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
+    yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
+    yield from (Resident("masters", "host", values) for values in frozen)
+    yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
+    # Full, sharded, or a buffer that accumulates shards: by the kind of DeepSpeed's optimizer.
+    buffered = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+    for tensor in tensors_in([getattr(zero, name, None) for name in buffered]):
+        yield Resident("gradients", stepping, tensor)
+    yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
+    yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
+    yield from buffers(module, device=device)
+    yield from _staging(zero, parameters, device=device)
+
+
+def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
+    if not layout.is_partitioned(parameter):
+        yield Resident("parameters", memory_of(parameter, device), parameter)
+        return
+    in_file = parameter.ds_tensor.final_location == swapping.IN_FILES
+    memory = "nvme" if in_file else "host" if offloaded else "device"
+    yield Resident("parameters", memory, swapping.shard_of(parameter))
+    if parameter.ds_secondary_tensor is not None:
+        # hpZ's copy of the shard, over fewer ranks.
+        yield Resident("parameters", "device", parameter.ds_secondary_tensor)
+    # Empty while the parameter is not gathered.
+    yield Resident("gathered", "device", parameter.data)
+
+
+def gathered(parameters: Iterable[Tensor]) -> Iterator[Resident]:
+    """What is gathered of stage 3's parameters at this moment; ``parameters`` as for `zero_tensors`."""
+    return (Resident("gathered", "device", p.data) for p in parameters if layout.is_partitioned(p))
+
+
+def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
+    """Whatever else DeepSpeed's optimizer refers to: buckets, and buffers between host, device and files."""
+    swappers = {id(s): s for p in parameters if (s := getattr(p, "nvme_swapper", None)) is not None}
+    for swapper in swappers.values():
+        for tensor in tensors_in([swapper.buffers, swapper.partitioned_swap_buffer]):
+            yield Resident("communication", "host", tensor)
+    if swapping.swaps(zero):
+        for tensor in tensors_in(zero.optimizer_swapper.swap_buffer_manager.all_buffers):
+            yield Resident("communication", "host", tensor)
+    for name, value in vars(zero).items():
+        # DeepSpeed names its buffers on the host so, which on a CPU nothing else tells from the others.
+        on_host = "cpu" in name or "pin_buffer" in name
+        for tensor in tensors_in(value):
+            yield Resident("communication", "host" if on_host else memory_of(tensor, device), tensor)

@@ -1,39 +1,49 @@
-"""The values of a module's parameters, beside what DeepSpeed computes with, from a run's beginning to its end."""
+"""The values of a module's parameters beside those that DeepSpeed computes with, from a run's beginning to its end.
+
+DeepSpeed casts every parameter to the compute dtype, then clones its masters from what is left, so that they begin
+rounded. A parameter's own memory outlives the cast here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.zero import layout, masters
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero import running as zero
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import LiveTensor
+from lightning_shard.tensors.flat import FlatSlice, FlatTensor, LiveTensor
+from lightning_shard.tensors.full import gather_full
+
+Loaded = dict[str, FlatSlice]
+"""FQN to a slice of the parameter, in the dtype that it was loaded in."""
 
 _MASTERS = "_shard_zero_masters"
-"""Where a module that stage 3 has cut keeps this rank's masters between runs."""
+"""Where a module that stage 3 has sharded keeps this rank's masters between runs."""
+
+
+def is_rounded(parameter: Tensor, compute: torch.dtype) -> bool:
+    """Whether casting ``parameter`` to ``compute`` may change values."""
+    return parameter.is_floating_point() and torch.promote_types(parameter.dtype, compute) != compute
 
 
 class Values:
-    """What a checkpoint holds of a module's parameters under DeepSpeed, and where it lies on this rank.
+    """What a checkpoint has of a module's parameters under DeepSpeed, on this rank.
 
-    Of what is stepped the masters, of what DeepSpeed cast and nothing steps this rank's share as it was loaded, and
-    in an evaluation without an engine the whole parameters before their cast.
+    For a stepped parameter that is its master; for one that DeepSpeed cast and nothing steps this rank's shard of the
+    loaded values, on the host; in an evaluation without an engine the full parameter before its cast.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Begin with ``module`` as it is, with the masters of an earlier run if stage 3 has cut it."""
+        """Begin with ``module`` as it is, with the masters of an earlier run if stage 3 has sharded it."""
         self._module = module
-        self._kept: masters.Kept = module.__dict__.pop(_MASTERS, {})
-        self._frozen: masters.Kept = {}
-        self._rounded: masters.Rounded | None = None
-
-    @property
-    def kept(self) -> masters.Kept:
-        """What the engine under construction would round; `share` empties it."""
-        return self._kept
+        self.loaded: Loaded = module.__dict__.pop(_MASTERS, {})
+        """What the engine under construction rounds; `start` empties it."""
+        self._frozen: Loaded = {}
+        self._rounded: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -41,64 +51,89 @@ class Values:
         return dict(self._module.named_parameters())
 
     @property
-    def shares(self) -> list[Tensor]:
-        """This rank's shares of the loaded values that nothing steps, on the host."""
-        return [values for values, _ in self._frozen.values()]
+    def frozen(self) -> list[Tensor]:
+        """This rank's shards of the loaded values that nothing steps, on the host."""
+        return [part.data for part in self._frozen.values()]
 
-    def keep(self, compute: torch.dtype) -> None:
-        """Keep what DeepSpeed's cast to ``compute`` would round, ahead of it."""
-        self._kept = masters.keep(self._module, compute)
+    def remember(self, compute: torch.dtype) -> None:
+        """Refer to the memory of the parameters that DeepSpeed's cast to ``compute`` will round."""
+        rounded = {fqn: p for fqn, p in self.parameters.items() if is_rounded(p, compute)}
+        self.loaded = {fqn: FlatSlice(p.detach().flatten(), 0) for fqn, p in rounded.items()}
 
-    def keep_sharded(self, kept: masters.Kept) -> None:
-        """Keep what cutting the parameters set aside, unless an earlier run's masters are there."""
-        self._kept = {**kept, **self._kept}
-
-    def round(self, compute: torch.dtype) -> None:
-        """Cast the parameters for an evaluation without an engine, until `leave`."""
-        self._rounded = masters.Rounded(self._module, compute)
-
-    def share(self, running: zero.Running, *, ranks: Ranks) -> None:
-        """Write what was kept into the masters, and keep this rank's share of the rest."""
-        masters.put(running.groups, self._kept)
+    @torch.no_grad()
+    def start(self, running: zero.Running, *, ranks: Ranks) -> None:
+        """Write the loaded values into the masters of a new engine; keep this rank's shards of the others."""
+        for member, part in layout.shards(running.groups):
+            if member.fqn in self.loaded and member.length > 0:
+                loaded = self.loaded[member.fqn]
+                part.copy_(loaded.data.narrow(0, member.start - loaded.start, member.length))
         stepped = {member.fqn for group in running.groups for member in group.members if member.stepped}
-        rest = {n: p for n, p in self.parameters.items() if n in self._kept and n not in stepped}
-        self._frozen = masters.shares(self._kept, rest, rank=ranks.rank, size=ranks.size)
-        self._kept = {}
+        for fqn, parameter in self.parameters.items():
+            if fqn not in self.loaded or fqn in stepped:
+                continue
+            values, start = self.loaded[fqn].data, self.loaded[fqn].start
+            if not layout.is_partitioned(parameter):
+                size = -(-values.numel() // ranks.size)
+                start = min(ranks.rank * size, values.numel())
+                values = values[start : start + size]
+            self._frozen[fqn] = FlatSlice(values.cpu().clone(), start)
+        self.loaded = {}
 
     def tensors(self, running: zero.Running | None) -> Mapping[str, LiveTensor]:
         """FQN to the live tensor, where that is not the module's own."""
-        if self._rounded is not None:
-            return self._rounded.values()
         if running is None:
-            return {}
-        parameters = self.parameters
-        cut = {n: layout.cut(p) for n, p in parameters.items() if layout.is_cut(p)}
-        return {**cut, **layout.masters(running.groups), **masters.flat(self._frozen, parameters)}
+            return {fqn: data for fqn, (_, data) in self._rounded.items()}
+        sharded = {n: layout.shard(p) for n, p in self.parameters.items() if layout.is_partitioned(p)}
+        return {**sharded, **layout.masters(running.groups), **self._frozen_tensors()}
 
+    def _frozen_tensors(self) -> dict[str, FlatTensor]:
+        shapes = {fqn: layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self._frozen}
+        return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self._frozen.items()}
+
+    @torch.no_grad()
     def show(self, running: zero.Running | None, *, device: torch.device) -> None:
         """Let forward see values that were changed from outside. All ranks call it."""
-        if self._rounded is not None:
-            self._rounded.refresh()
+        for parameter, data in self._rounded.values():
+            parameter.data = data.to(parameter.dtype)
         if running is None or running.stage == 0:
             return
-        masters.show(self._frozen, self.parameters, device=device)
+        parameters: dict[str, Any] = dict(self.parameters)
+        for fqn, tensor in self._frozen_tensors().items():
+            if layout.is_partitioned(parameters[fqn]):
+                values = self._frozen[fqn].data
+                swapping.shard_of(parameters[fqn])[: values.numel()].copy_(values)
+            else:
+                parameters[fqn].copy_(gather_full(tensor, device=device))
         zero.refresh(running)
 
     def leave(self, running: zero.Running, *, device: torch.device, communicate: bool) -> None:
-        """Give the module what it goes on with without its engine: whole values, or cut ones with their masters.
+        """Give the module what it goes on with without its engine: full values, or shards with their masters.
 
-        Args:
-            running: the engine, which is stopped afterwards.
-            device: of this rank.
-            communicate: whether all ranks are here; without it parameters keep the compute dtype's values.
+        Without ``communicate``, where other ranks may be anywhere, full parameters keep the compute dtype's values.
         """
         if running.stage == 3:
-            self._module.__dict__[_MASTERS] = {**self._frozen, **masters.pieces_of(running.groups)}
+            # Copies, or what is mapped from files as it is.
+            in_files = {
+                member.fqn for group in running.groups if group.new_slot is not None for member in group.members
+            }
+            masters = {
+                member.fqn: FlatSlice(part if member.fqn in in_files else part.clone(), member.start)
+                for member, part in layout.shards(running.groups)
+                if member.stepped
+            }
+            self._module.__dict__[_MASTERS] = {**self._frozen, **masters}
         elif communicate:
             zero.make_full(running, self.parameters, device=device)
 
+    def round(self, compute: torch.dtype) -> None:
+        """Cast the parameters for an evaluation without an engine, until `unround`."""
+        for fqn, parameter in self.parameters.items():
+            if parameter.is_floating_point():
+                self._rounded[fqn] = parameter, parameter.data
+                parameter.data = parameter.data.to(compute)
+
     def unround(self) -> None:
         """Undo `round`."""
-        if self._rounded is not None:
-            self._rounded.undo()
-            self._rounded = None
+        while self._rounded:
+            _, (parameter, data) = self._rounded.popitem()
+            parameter.data = data
