@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
-    from lightning_shard.full_tensors import full_tensor, set_full_tensor
-    from lightning_shard.loading import load_from_checkpoint
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
+    from lightning_shard.run.loading import load_from_checkpoint
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+    from lightning_shard.strategies.full_tensors import full_tensor, set_full_tensor
     from lightning_shard.strategies.precision import ShardPrecision
 
 __version__ = "0.1.0"
@@ -81,9 +81,9 @@ _LAZY = {
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.strategies.precision",
-    "full_tensor": "lightning_shard.full_tensors",
-    "set_full_tensor": "lightning_shard.full_tensors",
-    "load_from_checkpoint": "lightning_shard.loading",
+    "full_tensor": "lightning_shard.strategies.full_tensors",
+    "set_full_tensor": "lightning_shard.strategies.full_tensors",
+    "load_from_checkpoint": "lightning_shard.run.loading",
     "load_pretrained": "lightning_shard.checkpoint.foreign.pretrained",
 }
 

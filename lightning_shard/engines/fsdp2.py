@@ -22,7 +22,7 @@ from lightning_shard.engines import forward
 from lightning_shard.engines._fsdp2 import dtypes_of
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts
-from lightning_shard.engines.materialize import Created, find_initializers, materialize
+from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
@@ -238,7 +238,7 @@ def shard(
         found = find_units(root, units.units, with_children=not run.automatic)
     ignored_modules, ignored = ignored_parameters(root, units.ignored_modules)
     transforms = find_transforms(root, found, forward_options)
-    initializers = find_initializers(root)
+    materializer = Materializer(root, device=run.device, seed=run.seed)
 
     # First, so that what checkpointing runs again in backward has the casts in it.
     if policy.compute != torch.float32:
@@ -248,7 +248,7 @@ def shard(
             compute_in(module, torch.float32)
     transforms.apply()
 
-    prepare = _preparation(root, device=run.device, seed=run.seed, initializers=initializers)
+    prepare = _preparation(materializer, device=run.device)
     children = set(root.children())
     for unit in found:
         prepare(unit.modules)
@@ -292,22 +292,18 @@ def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
     return units if sharded else None
 
 
-def _preparation(
-    root: nn.Module, *, device: torch.device, seed: int, initializers: Mapping[nn.Module, Callable[[], object]]
-) -> Callable[[tuple[nn.Module, ...]], None]:
-    """A function that gives the modules below some tops, but for those done before, their device and values, whole."""
-    fqns = {module: fqn for fqn, module in root.named_modules()}
-    created: Created = {}
+def _preparation(materializer: Materializer, *, device: torch.device) -> Callable[[tuple[nn.Module, ...]], None]:
+    """A function that gives the modules below some tops, but for those done before, their device and full values."""
     done: set[nn.Module] = set()
 
     def prepare(tops: tuple[nn.Module, ...]) -> None:
         inside = {m for top in tops for m in top.modules()} - done
         done.update(inside)
-        modules = [m for m in fqns if m in inside]
-        materialize(modules, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+        modules = [m for m in materializer.fqns if m in inside]
+        materializer.fill(modules)
         for module in modules:
             _move_own_tensors(module, device)
-            if module not in initializers:
+            if module not in materializer.initializers:
                 broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
     return prepare

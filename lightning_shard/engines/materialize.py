@@ -1,8 +1,8 @@
 """Values for models that were built on the meta device: the same on every engine, mesh and world size.
 
-A module's own tensors are created whole and initialised under a seed derived from the run's seed and the module's
-FQN, so the values depend on nothing else: not on the order, the cut or the number of ranks. The caller cuts them
-before it asks for the next unit's, so that a rank never holds more than its shards and one unit.
+A module's own tensors are created in full and initialised under a seed derived from the run's seed and the module's
+FQN, so the values depend on nothing else: not on the order, the mesh or the number of ranks. The caller shards them
+before it asks for the next unit's, so that a rank never has more than its shards and one full unit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.errors import MaterializationError
 
-Created = dict[int, tuple[Tensor, "weakref.ref[Tensor]"]]
-"""What was made for each meta tensor, by its id. The meta tensor is kept, so that its id stays its own; what was
-made is not, or whole tensors would outlive their cutting."""
-
 
 def derived_seed(seed: int, fqn: str) -> int:
     """A 63-bit seed from the run's seed and a module's FQN."""
@@ -28,29 +24,100 @@ def derived_seed(seed: int, fqn: str) -> int:
     return int.from_bytes(digest[:8], "little") & (2**63 - 1)
 
 
-def meta_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules under ``root`` that own a parameter or buffer on the meta device, by FQN."""
-    return {fqn: m for fqn, m in root.named_modules() if any(t.is_meta for t in _own_tensors(m).values())}
-
-
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     return {**own, **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
-def find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
-    """How each module of `meta_modules` is given its values.
+class Materializer:
+    """Replaces the meta tensors of a module tree with full, initialised tensors."""
 
-    A Hugging Face style ``_init_weights(module)`` of the nearest enclosing module that has one, else the module's
-    own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it).
+    def __init__(self, root: nn.Module, *, device: torch.device, seed: int) -> None:
+        """Find how each module under ``root`` is given its values; nothing is touched.
 
-    Raises:
-        MaterializationError: modules that have none of them, all named at once.
-    """
+        That is a Hugging Face style ``_init_weights(module)`` of the nearest enclosing module that has one, else the
+        module's own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it).
+
+        Args:
+            root: the LightningModule.
+            device: where the tensors are made.
+            seed: the run's seed, equal on all ranks.
+
+        Raises:
+            MaterializationError: modules that have none of these methods, all named at once.
+        """
+        self.fqns = {module: fqn for fqn, module in root.named_modules()}
+        self.initializers = _find_initializers(root)
+        """How each module that owns a tensor on the meta device is given its values."""
+        self._device = device
+        self._seed = seed
+        # By the id of the meta tensor that they replace, so that tied parameters stay tied. The meta tensor is
+        # referred to, so that its id stays its own; what was made is not, or full tensors would outlive their sharding.
+        self._created: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
+
+    def created(self) -> set[int]:
+        """The ids of the tensors that were made, as far as they are alive."""
+        return {id(made()) for _, made in self._created.values()}
+
+    @torch.no_grad()
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Give the meta tensors that ``modules`` own their values; modules without any are left alone.
+
+        Raises:
+            MaterializationError: an initializer left a tensor without values.
+        """
+        for module in modules:
+            if module not in self.initializers or not (fresh := self._replace_meta_tensors(module)):
+                continue
+            initialize, reset = self.initializers[module], _own_reset(module)
+            self._initialize(module, [initialize])
+            missed = _unset(module, fresh)
+            if missed and reset is not None:
+                # As when it is built on a real device: its constructor's values, then those of the model around it.
+                self._initialize(module, [reset, initialize])
+                missed = _unset(module, fresh)
+            if missed:
+                raise MaterializationError(
+                    f"The initialisation of {self.fqns[module] or '(root)'} ({type(module).__name__}) left "
+                    f"{', '.join(missed)} without values. A module that is built on the meta device must set each of "
+                    "its own parameters and buffers, those that are not persistent too, in reset_parameters()."
+                )
+            for name, meta in fresh.items():
+                if isinstance(meta, DTensor):
+                    _shard_like(module, name, meta)
+                    self._created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
+
+    def _initialize(self, module: nn.Module, steps: Iterable[Callable[[], object]]) -> None:
+        devices = [self._device] if self._device.type != "cpu" else []
+        with torch.random.fork_rng(devices=devices, device_type=self._device.type if devices else "cuda"):
+            torch.manual_seed(derived_seed(self._seed, self.fqns[module]))
+            for step in steps:
+                step()
+
+    def _replace_meta_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """Give ``module`` tensors without values; returns the meta tensors that were new, by name."""
+        fresh: dict[str, Tensor] = {}
+        for name, tensor in _own_tensors(module).items():
+            if not tensor.is_meta:
+                continue
+            made = self._created[id(tensor)][1]() if id(tensor) in self._created else None
+            if made is None:
+                made = _unset_like(tensor, self._device)
+                made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                self._created[id(tensor)] = (tensor, weakref.ref(made))
+                fresh[name] = tensor
+            # By attribute, because modules such as nn.LSTM have their parameters in a list of their own as well.
+            setattr(module, name, made)
+        return fresh
+
+
+def _find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
     modules = dict(root.named_modules())
     found: dict[nn.Module, Callable[[], object]] = {}
     without: list[str] = []
-    for fqn, module in meta_modules(root).items():
+    for fqn, module in modules.items():
+        if not any(t.is_meta for t in _own_tensors(module).values()):
+            continue
         initialize = _initializer(module, fqn, modules)
         if initialize is None:
             without.append(f"{fqn or '(root)'} ({type(module).__name__})")
@@ -66,7 +133,7 @@ def find_initializers(root: nn.Module) -> dict[nn.Module, Callable[[], object]]:
 
 
 def _initializer(module: nn.Module, fqn: str, modules: Mapping[str, nn.Module]) -> Callable[[], object] | None:
-    prefixes = [fqn.rsplit(".", cut)[0] if cut else fqn for cut in range(fqn.count(".") + 1)]
+    prefixes = [fqn.rsplit(".", n)[0] for n in range(fqn.count(".") + 1)]
     for name in [*prefixes, ""]:
         init_weights = getattr(modules[name], "_init_weights", None)
         if callable(init_weights):
@@ -82,86 +149,11 @@ def _own_reset(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
-@torch.no_grad()
-def materialize(
-    modules: Iterable[nn.Module],
-    *,
-    device: torch.device,
-    seed: int,
-    fqns: Mapping[nn.Module, str],
-    initializers: Mapping[nn.Module, Callable[[], object]],
-    created: Created,
-) -> None:
-    """Replace the meta tensors that ``modules`` own with whole, initialised tensors on ``device``.
-
-    Args:
-        modules: the modules to fill; those without meta tensors are left alone.
-        device: where the tensors are made.
-        seed: the run's seed, equal on all ranks.
-        fqns: each module's FQN in the LightningModule.
-        initializers: from `find_initializers`, asked before anything was touched.
-        created: the tensors made so far by the id of the meta tensor they replace; shared between calls so that
-            tied parameters stay tied.
-
-    Raises:
-        MaterializationError: an initializer left a tensor without values.
-    """
-    for module in modules:
-        if module not in initializers:
-            continue
-        fresh = _replace_meta_tensors(module, device, created)
-        if not fresh:
-            continue
-        derived = derived_seed(seed, fqns[module])
-        _initialize([initializers[module]], device, derived)
-        missed = _unset(module, fresh)
-        reset = _own_reset(module)
-        if missed and reset is not None:
-            # As when it is built on a real device: its constructor's values, then those of the model around it.
-            _initialize([reset, initializers[module]], device, derived)
-            missed = _unset(module, fresh)
-        if missed:
-            raise MaterializationError(
-                f"The initialisation of {fqns[module] or '(root)'} ({type(module).__name__}) left "
-                f"{', '.join(missed)} without values. A module that is built on the meta device must set each of its "
-                "own parameters and buffers, those that are not persistent too, in reset_parameters()."
-            )
-        for name, meta in fresh.items():
-            if isinstance(meta, DTensor):
-                _cut_as(module, name, meta)
-                created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
-
-
-def _initialize(steps: Iterable[Callable[[], object]], device: torch.device, seed: int) -> None:
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        for step in steps:
-            step()
-
-
-def _replace_meta_tensors(module: nn.Module, device: torch.device, created: Created) -> dict[str, Tensor]:
-    """Give ``module`` tensors without values on ``device``; returns the meta tensors that were new, by name."""
-    fresh: dict[str, Tensor] = {}
-    for name, tensor in _own_tensors(module).items():
-        if not tensor.is_meta:
-            continue
-        made = created[id(tensor)][1]() if id(tensor) in created else None
-        if made is None:
-            made = _unset_like(tensor, device)
-            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            created[id(tensor)] = (tensor, weakref.ref(made))
-            fresh[name] = tensor
-        # By attribute, because modules such as nn.LSTM keep their parameters in a list of their own as well.
-        setattr(module, name, made)
-    return fresh
-
-
-def _cut_as(module: nn.Module, name: str, meta: DTensor) -> None:
-    """Cut a whole tensor as its meta tensor was, where the user applied ``fully_shard`` on the meta device."""
-    whole = _own_tensors(module)[name]
-    cut = distribute_tensor(whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
-    setattr(module, name, nn.Parameter(cut, meta.requires_grad) if isinstance(meta, nn.Parameter) else cut)
+def _shard_like(module: nn.Module, name: str, meta: DTensor) -> None:
+    """Shard a full tensor as its meta tensor was, where the user applied ``fully_shard`` on the meta device."""
+    full = _own_tensors(module)[name].detach()
+    shard = distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None)
+    setattr(module, name, nn.Parameter(shard, meta.requires_grad) if isinstance(meta, nn.Parameter) else shard)
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -16,12 +16,11 @@ from torchmetrics import Metric
 from lightning_shard.engines import _ddp
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
-from lightning_shard.engines.materialize import Created, find_initializers, materialize
+from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.settings import plain_settings
-from lightning_shard.engines.step_root import StepRoot
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.precision.casting import cast_trainable_parameters
@@ -182,12 +181,10 @@ class TorchDDP(StepsOwnParameters):
 
 def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None:
     """Give every tensor of ``root`` its value and move it to ``device``; rank 0's values win. All ranks call it."""
-    initializers = find_initializers(root)
-    fqns = {module: fqn for fqn, module in root.named_modules()}
-    created: Created = {}
-    materialize(fqns, device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+    materializer = Materializer(root, device=device, seed=seed)
+    materializer.fill(materializer.fqns)
     root.to(device)
-    fresh = {id(made()) for _, made in created.values()}
+    fresh = materializer.created()
     broadcast_from_rank_0(t for t in [*root.parameters(), *root.buffers()] if id(t) not in fresh)
 
 
@@ -215,6 +212,22 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         assert callable(hook)
         wrapped.register_comm_hook(options.comm_state, hook)
     return wrapped
+
+
+class StepRoot(nn.Module):
+    """Runs any step of a module, and is no module that a user calls.
+
+    So a call of the user's module inside a step is a submodule's forward, with hooks of its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Hold ``module`` as the only child."""
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any]:
+        """``step(*args, **kwargs)`` in a tuple, in which an engine finds the tensors of any output."""
+        return (step(*args, **kwargs),)
 
 
 class SetAsideGradients:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.engines.materialize import derived_seed, find_initializers, materialize, meta_modules
+from lightning_shard.engines.materialize import Materializer, derived_seed
 from lightning_shard.errors import MaterializationError
 from lightning_shard.mesh import build_mesh
 from tests.engines.meta_models import (
@@ -146,14 +146,7 @@ def holding(**children: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fill(root: nn.Module) -> None:
-    materialize(
-        root.modules(),
-        device=CPU,
-        seed=SEED,
-        fqns={m: fqn for fqn, m in root.named_modules()},
-        initializers=find_initializers(root),
-        created={},
-    )
+    Materializer(root, device=CPU, seed=SEED).fill(root.modules())
 
 
 def test_modules_without_an_initialisation_are_all_named() -> None:
@@ -172,7 +165,7 @@ def test_a_model_on_a_real_device_needs_no_initialisation() -> None:
     root = nn.Module()
     root.bare = Bare()
     root.bare.weight.data.fill_(3.0)
-    assert not meta_modules(root)
+    assert not Materializer(root, device=CPU, seed=SEED).initializers
     fill(root)
     assert torch.equal(root.bare.weight, torch.full((3,), 3.0))
 

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import selective
-from lightning_shard.engines.compiling import Compiled, complaint
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.selective import is_kept
 from lightning_shard.engines.transforms import Checkpointing, Transforms, checkpoint_forward
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
+from lightning_shard.run.compiling import Compiled, complaint
 
 aten = torch.ops.aten
 WIDTH, BATCH, TIME = 16, 2, 8

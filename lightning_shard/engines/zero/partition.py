@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.materialize import Created, find_initializers, materialize
+from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.values import Loaded, is_rounded
@@ -43,27 +43,25 @@ def partition(
     """
     import deepspeed
 
-    initializers = find_initializers(root)
-    fqns = {module: fqn for fqn, module in root.named_modules()}
+    materializer = Materializer(root, device=device, seed=seed)
     names = {id(p): fqn for fqn, p in root.named_parameters()}
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
     swapping.read_once(init.param_swapper)
     if config["zero_optimization"].get("memory_efficient_linear"):
         # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
         init._enable_mem_efficient_linear()
-    created: Created = {}
     loaded: Loaded = {}
     made: dict[Tensor, Tensor] = {}
-    for module, fqn in fqns.items():
+    for module, fqn in materializer.fqns.items():
         before = dict(module.named_parameters(recurse=False))
-        materialize([module], device=device, seed=seed, fqns=fqns, initializers=initializers, created=created)
+        materializer.fill([module])
         for name, parameter in module.named_parameters(recurse=False):
             if before[name] is not parameter:
                 made[before[name]] = parameter
                 names[id(parameter)] = f"{fqn}.{name}" if fqn else name
             _shard_parameter(parameter, names[id(parameter)], device, compute, init, loaded)
         _move_buffers(module, device)
-        if module not in initializers:
+        if module not in materializer.initializers:
             broadcast_from_rank_0(module.buffers(recurse=False))
     return loaded, made
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard.engines.step_root import StepRoot
+from lightning_shard.engines.torch_ddp import StepRoot
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError

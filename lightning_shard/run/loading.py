@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
-from lightning_shard.engines.materialize import find_initializers, materialize
+from lightning_shard.engines.materialize import Materializer
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -43,13 +43,8 @@ def load_from_checkpoint(
         warnings.filterwarnings("ignore", message="The state dict in .* contains no parameters|Found keys that are in")
         # Lightning builds the module and calls its hooks; the tensors follow.
         module = module_class.load_from_checkpoint(stand_in, strict=False, weights_only=True, **kwargs)
-    _give_memory(module)
+    # What is on the meta device gets memory; buffers that a checkpoint does not have get their values.
+    materializer = Materializer(module, device=torch.device("cpu"), seed=0)
+    materializer.fill(materializer.fqns)
     load_training_state(checkpoint, module=module, strict=module.strict_loading if strict is None else strict)
     return module
-
-
-def _give_memory(module: LightningModule) -> None:
-    """Put what is on the meta device on the host; buffers that a checkpoint does not have get their values."""
-    fqns = {part: fqn for fqn, part in module.named_modules()}
-    initializers = find_initializers(module)
-    materialize(fqns, device=torch.device("cpu"), seed=0, fqns=fqns, initializers=initializers, created={})
