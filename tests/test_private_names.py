@@ -61,7 +61,8 @@ USES = {
     "commands/parser.py": ("the keys of a parser", "_actions"),
     "engines/_ddp.py": (
         "DistributedDataParallel's reducer",
-        "_delay_all_reduce _rebuild_buckets _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+        "_autograd_hook _build_params_for_reducer _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
+        " _set_params_and_buffers_to_ignore_for_model",
     ),
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",

@@ -11,23 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.private_names import require
 
 require(
     DistributedDataParallel,
-    "_remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+    "_build_params_for_reducer _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
     tested="torch 2.11 to 2.13",
 )
-require(dist.Reducer, "_delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
-
-from lightning_shard.private_names import require
-
-_TESTED = "torch 2.11 to 2.13"
-require(DistributedDataParallel, "reducer _build_params_for_reducer _remove_autograd_hooks", tested=_TESTED)
-require(Reducer, "_rebuild_buckets _autograd_hook prepare_for_backward _delay_all_reduce", tested=_TESTED)
+require(dist.Reducer, "_autograd_hook _delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
