@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
@@ -26,17 +25,17 @@ from lightning_shard.engines.zero.config import (
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.strategies.settings import AccumulateSync, CommonSettings
+from lightning_shard.strategies.settings import AccumulateSync, CommonArguments, CommonSettings, with_common_arguments
 from lightning_shard.strategies.strategy import ShardStrategy
 
 
 class ShardDeepSpeedStrategy(ShardStrategy):
     """ZeRO stages 0 to 3 on DeepSpeed's engine, with offload to the host or to NVMe, on CPU and on CUDA."""
 
+    @with_common_arguments
     def __init__(
         self,
         *,
-        aligned: bool = False,
         stage: Literal[0, 1, 2, 3] | None = None,
         offload_optimizer: OptimizerOffload | None = None,
         offload_parameters: ParameterOffload | None = None,
@@ -45,24 +44,12 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         zero_plus_plus: ZeroPlusPlus | None = None,
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
-        activation_checkpointing: Checkpointing = None,
-        compile: bool = False,
         mesh: MeshConfig | None = None,
-        accumulate_sync: AccumulateSync = "auto",
-        log_grad_norm: bool = False,
-        error_if_nonfinite: bool = False,
-        timeout_seconds: float = 1800.0,
-        init_timeout_seconds: float = 300.0,
-        lost_rank_seconds: float | None = 120.0,
-        preemption: PreemptionConfig | None = None,
-        async_save: bool = False,
-        process_group_backend: str | None = None,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """Set up DeepSpeed.
 
         Args:
-            aligned: hold the precision contract: fp32 masters that begin as the unrounded loaded values, optimizer
-                state, reduction and accumulation whatever the Trainer's precision says.
             stage: what is cut over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
                 Default: what ``config`` says, and else 2.
             offload_optimizer: keep optimizer state and masters on the host or on NVMe, and step on the host.
@@ -73,24 +60,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             communication_data_type: dtype in which gradients cross the network; default: the precision policy's.
             config: a whole DeepSpeed configuration, as the path of a JSON file or as a mapping; the arguments above
                 are laid over it. "auto" takes a value from the Trainer, the optimizer or the model.
-            activation_checkpointing: recompute forward in backward: "units" for every repeated block, n for every n-th,
-                or a list of class names; "selective" for every block but its matrix products, convolutions and
-                attention (without dropout), which are kept.
-            compile: compile every repeated block's forward with ``torch.compile``; what it can't compile runs as it
-                is, with a warning. Not in stage 3, which gathers inside of the blocks.
             mesh: DeepSpeed cuts over all processes; an axis ``replicate`` other than 1 is refused.
-            accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``, which the stage decides:
-                once at the "boundary" in stages 0 and 1, after each "micro_batch" in 2 and 3. "auto" is that.
-            log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
-            error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
-            timeout_seconds: how long a collective waits before the run fails.
-            init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
-            lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that
-                names it; null: they wait for ``timeout_seconds``.
-            preemption: what a fit does when it is told to stop by a signal or a time limit.
-            async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
-                which takes memory for that one copy. A write that fails is raised at the next batch.
-            process_group_backend: "nccl", "gloo", ...; default: by device.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -107,30 +77,16 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             # Read once: a file that is edited or deleted during the run changes nothing.
             config=read_config(config),
         )
-        check_fields(self._fields, aligned)
+        settings = CommonSettings(mesh=mesh or MeshConfig(), **common)
+        check_fields(self._fields, settings.aligned)
         stage_number = effective(self._fields).stage
-        if compile and stage_number == 3:
+        if settings.compile and stage_number == 3:
             raise ConfigurationError(
                 "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, "
                 "and a graph ends at every one. Use shard_fsdp, whose hooks are outside of its units, stage 2, or "
                 "compile: false."
             )
-        settings = CommonSettings(
-            mesh=mesh or MeshConfig(),
-            aligned=aligned,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
-            accumulate_sync=_accumulation(accumulate_sync, stage_number),
-            log_grad_norm=log_grad_norm,
-            error_if_nonfinite=error_if_nonfinite,
-            timeout_seconds=timeout_seconds,
-            process_group_backend=process_group_backend,
-            init_timeout_seconds=init_timeout_seconds,
-            lost_rank_seconds=lost_rank_seconds,
-            preemption=preemption or PreemptionConfig(),
-            async_save=async_save,
-        )
-        super().__init__(settings)
+        super().__init__(replace(settings, accumulate_sync=_accumulation(settings.accumulate_sync, stage_number)))
         self._connection: process.Connection | None = None
 
     def engine_for(self, module: nn.Module | None = None) -> Engine:

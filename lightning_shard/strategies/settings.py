@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.transforms import Checkpointing, ForwardOptions
@@ -14,12 +16,12 @@ from lightning_shard.strategies.precision import ClipOptions
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
+C = TypeVar("C", bound=Callable[..., Any])
 
-@dataclass(frozen=True, kw_only=True)
-class CommonSettings:
-    """Their values; each strategy's constructor says what they mean."""
 
-    mesh: MeshConfig
+class CommonArguments(TypedDict, total=False):
+    """What `with_common_arguments` puts in the place of a constructor's ``**common``, for type checkers."""
+
     aligned: bool
     activation_checkpointing: Checkpointing
     compile: bool
@@ -29,12 +31,56 @@ class CommonSettings:
     timeout_seconds: float
     init_timeout_seconds: float
     lost_rank_seconds: float | None
-    preemption: PreemptionConfig
-    async_save: bool
     process_group_backend: str | None
+    preemption: PreemptionConfig | None
+    async_save: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """Their values, and the mesh, which not every strategy leaves to the user.
+
+    Args:
+        aligned: hold the precision contract: fp32 masters that begin as the unrounded loaded values, optimizer state,
+            reduction and accumulation whatever the Trainer's precision says.
+        activation_checkpointing: recompute forward in backward: "units" for every shard unit (DDP and DeepSpeed have
+            none: every repeated block), n for every n-th, or a list of class names; "selective" for every one but its
+            matrix products, convolutions and attention (without dropout), which are kept.
+        compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``; what it can't
+            compile runs as it is, with a warning. Not in ZeRO stage 3, which gathers inside of the blocks.
+        accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
+            that shard keep sharded gradients only), or once at the "boundary" (less communication, full gradients on
+            every rank). "auto" is "micro_batch" for FSDP and for DDP under ``aligned``, "boundary" for DDP else; with
+            DeepSpeed the stage decides: "boundary" in 0 and 1, "micro_batch" in 2 and 3.
+        log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
+        error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
+        timeout_seconds: how long a collective waits before the run fails.
+        init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
+        lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it;
+            null: they wait for ``timeout_seconds``.
+        process_group_backend: "nccl", "gloo", ...; default: by device.
+        preemption: what a fit does when it is told to stop by a signal or a time limit.
+        async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
+            which takes memory for that one copy. A write that fails is raised at the next batch.
+    """
+
+    mesh: MeshConfig
+    aligned: bool = False
+    activation_checkpointing: Checkpointing = None
+    compile: bool = False
+    accumulate_sync: AccumulateSync = "auto"
+    log_grad_norm: bool = False
+    error_if_nonfinite: bool = False
+    timeout_seconds: float = 1800.0
+    init_timeout_seconds: float = 300.0
+    lost_rank_seconds: float | None = 120.0
+    process_group_backend: str | None = None
+    preemption: PreemptionConfig | None = None
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what can't work."""
+        object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())
         if self.lost_rank_seconds is not None and self.lost_rank_seconds <= 0:
             raise ConfigurationError(
                 f"lost_rank_seconds is {self.lost_rank_seconds}, but must be greater than 0, or null."
@@ -68,3 +114,18 @@ class CommonSettings:
     def clip(self) -> ClipOptions:
         """What concerns clipping."""
         return ClipOptions(log_grad_norm=self.log_grad_norm, error_if_nonfinite=self.error_if_nonfinite)
+
+
+def with_common_arguments(constructor: C) -> C:
+    """Show the common arguments in the place of ``**common``, in a constructor's signature and in its text.
+
+    ``help()``, the command line and YAML read both from there; the arguments themselves are passed on as they come.
+    """
+    own = inspect.signature(constructor, eval_str=True)
+    fields = inspect.signature(CommonSettings, eval_str=True).parameters.values()
+    kept = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+    vars(constructor)["__signature__"] = own.replace(parameters=[*kept, *(p for p in fields if p.name != "mesh")])
+    texts = inspect.cleandoc(CommonSettings.__doc__ or "").partition("Args:\n")[2]
+    before, raises, after = inspect.cleandoc(constructor.__doc__ or "").partition("\n\nRaises:")
+    constructor.__doc__ = f"{before}\n{texts}{raises}{after}"
+    return constructor

@@ -60,7 +60,7 @@ class ShardStrategy(ParallelStrategy):
         self.checkpoints = parts.Checkpoints()
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
-        self._preemption = parts.Preemption(settings.preemption, self.checkpoints)
+        self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds)
         self._data = parts.Data()
         self._predictions = parts.Predictions()
@@ -69,7 +69,6 @@ class ShardStrategy(ParallelStrategy):
         self._identity = parts.RunIdentity()
         self._replacements = _lightning.Replacements()
         self._engine: Engine | None = None
-        self._failed = False
 
     # Settings
 
@@ -203,8 +202,8 @@ class ShardStrategy(ParallelStrategy):
         # From here on messages come from several ranks.
         self._watch.mark_messages(self.global_rank, self.world_size)
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
-        settings, written = parts.compared_settings(self, own, trainer), root if self._fits else None
-        self._processes.connect(self._environment, self._launch, self.root_device, settings=settings, root=written)
+        compared, written = parts.compared_settings(self, own, trainer), root if self._fits else None
+        self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
         self._watch.start(parts.next_run(), self._identity.failure_folder)
         # Workers of loaders, of evaluation too, are forked from here on.
