@@ -1,25 +1,25 @@
-"""Bytes per rank by place and kind: the words in which a run's memory is measured and in which a plan is written."""
+"""Bytes per rank by memory and kind: the words in which a run's memory is measured and in which a plan is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-#: What each kind holds, in the order of the tables.
+#: What each kind means, in the order of the tables.
 KINDS: dict[str, str] = {
-    "parameters": "the parameters that the module computes with, as this rank keeps them between steps",
-    "masters": "copies in the master dtype that an engine keeps beside the module's parameters",
-    "gathered": "parameters that are whole only while their unit computes",
-    "gradients": "gradients at the optimizer step, in the dtype and the cut in which they are kept",
+    "parameters": "the module's parameters that are resident on this rank between steps",
+    "masters": "master weights that an engine has beside the module's parameters",
+    "gathered": "parameters that are full only while their unit computes",
+    "gradients": "gradients at the optimizer step, in their own dtype and sharding",
     "optimizer": "the optimizer's state",
     "buffers": "the module's buffers and its metrics' states",
-    "activations": "what forward keeps for backward, and what backward makes on its way",
+    "activations": "what forward saves for backward, and what backward makes on its way",
     "communication": "buckets and staging buffers of collectives and of offload",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindBytes:
-    """Bytes of each kind in one place, on one rank."""
+    """Bytes of each kind in one memory, on one rank."""
 
     parameters: int = 0
     masters: int = 0
@@ -41,7 +41,7 @@ class KindBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAccount:
-    """Where one rank's bytes lie: on its device, offloaded to the host's memory, offloaded to NVMe.
+    """Where one rank's bytes are resident: on its device, offloaded to the host's memory, offloaded to NVMe.
 
     On a CPU the device is the host's memory too: what is not offloaded counts as the device's there as everywhere.
     """

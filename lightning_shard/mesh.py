@@ -22,16 +22,15 @@ SHARD = "shard"
 class MeshConfig:
     """Sizes of the two mesh axes.
 
-    Parameters are cut over ``shard`` and copied over ``replicate``; ranks of one ``shard`` group are neighbours,
-    so that with one process per device a group lies inside a node as long as its size divides the node's.
+    Parameters are sharded over ``shard`` and replicated over ``replicate``; ranks of one ``shard`` group are
+    neighbours, so that with one process per device a group lies inside a node if its size divides the node's.
     """
 
     replicate: int | Literal["auto"] = 1
-    """Number of copies of the model. "auto": what ``shard`` leaves of the world; if both are "auto", one copy per
-    node."""
+    """Number of replicas of the model. "auto": what ``shard`` leaves of the world; if both are "auto", one per node."""
 
     shard: int | Literal["auto"] = "auto"
-    """Number of pieces that a copy is cut into. "auto": what ``replicate`` leaves of the world; if both are
+    """Number of ranks that a replica is sharded over. "auto": what ``replicate`` leaves of the world; if both are
     "auto", the number of processes on a node."""
 
     def __post_init__(self) -> None:
@@ -42,7 +41,7 @@ class MeshConfig:
                 continue
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(
-                    f"mesh.{axis} is {size!r}, but must be a whole number of at least 1 or 'auto'. "
+                    f"mesh.{axis} is {size!r}, but must be an integer of at least 1 or 'auto'. "
                     f"Set mesh.{axis}: auto to have it computed from the number of processes."
                 )
 
@@ -93,6 +92,6 @@ def build_mesh(shape: tuple[int, int], *, device_type: str) -> DeviceMesh:
 
 
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """``(number of data-parallel ranks, this rank's place among them)``: each rank reads its own data."""
+    """``(number of data-parallel ranks, this rank's index among them)``: each rank reads its own data."""
     replicate, shard = mesh[REPLICATE], mesh[SHARD]
     return mesh.size(), replicate.get_local_rank() * shard.size() + shard.get_local_rank()

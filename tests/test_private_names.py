@@ -69,7 +69,6 @@ USES = {
         "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info _mp_policy"
         " _orig_dtype _reduce_dtype _sharded_post_forward_param_data _unsharded_param",
     ),
-    "engines/compiling.py": ("how many graphs were compiled", "_dynamo"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
     "engines/selective.py": ("whether an operator is traced; its arguments", "_guards _schema"),
@@ -96,6 +95,7 @@ USES = {
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
     "run/preemption.py": ("os._exit is documented", "_exit"),
+    "run/compiling.py": ("how many graphs were compiled", "_dynamo"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"
@@ -124,6 +124,7 @@ ELSEWHERE = {
     "precision/casting.py": "one class, that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
+    "run/compiling.py": "the compiler's counters, for a warning",
     "run/preemption.py": "Python's",
 }
 

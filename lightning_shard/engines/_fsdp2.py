@@ -1,8 +1,7 @@
 """The one importer of torch's private FSDP2 parts, guarded by version.
 
 ``replicate`` on FSDP2's machinery has no public path in torch 2.11 to 2.13. It casts, reduces and accumulates as
-``fully_shard`` does, which torch's DistributedDataParallel can't: that one has neither master weights nor a
-reduction dtype.
+``fully_shard`` does; torch's DistributedDataParallel has neither master weights nor a reduction dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def replicate(
 
 
 def gather(module: FSDPModule) -> None:
-    """Put the whole parameters of ``module``'s own unit in place. All ranks of its mesh call it.
+    """Gather the parameters of ``module``'s own unit. All ranks of its mesh call it.
 
     As ``module.unshard()``, which however looks anew at which parameters are trainable: where none is for the moment
     (``toggle_optimizer``), FSDP would no longer know the dtype of the unit's gradients.
@@ -72,25 +71,24 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 
 
 def unreduced_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The gradients that ``module``'s unit holds before their reduction: owner, attribute and tensor of each."""
+    """The gradients of ``module``'s unit before their reduction: owner, attribute and tensor of each."""
     for parameter in _parameters_of(module):
-        held = parameter.unsharded_accumulated_grad
-        if held is None and (whole := _unsharded(parameter)) is not None:
-            held = whole.grad
-        if held is not None:
-            place = parameter._module_info
-            yield place.module, place.param_name, held
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None and (full := _unsharded(parameter)) is not None:
+            gradient = full.grad
+        if gradient is not None:
+            yield parameter._module_info.module, parameter._module_info.param_name, gradient
 
 
 def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
     """What ``module``'s unit gathers its parameters into; without memory while they are not gathered."""
     for parameter in _parameters_of(module):
         yield from parameter.all_gather_outputs
-        if (whole := _unsharded(parameter)) is not None:
-            yield whole
-        # With an integer `reshard_after_forward` what is kept of it after forward.
-        if (kept := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
-            yield kept
+        if (full := _unsharded(parameter)) is not None:
+            yield full
+        # With an integer `reshard_after_forward` the shard over fewer ranks after forward.
+        if (data := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+            yield data
 
 
 def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:

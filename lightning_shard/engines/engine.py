@@ -114,7 +114,7 @@ class EngineTensors(Protocol):
     """The live tensors of a run on this rank, by FQN. No method communicates."""
 
     def masters(self) -> Mapping[str, LiveTensor]:
-        """FQN to what checkpoints hold and users read in the place of the module's own tensor."""
+        """FQN to what checkpoints have and users read instead of the module's own tensor."""
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
         """The optimizers of a fit as checkpoints see them: over the module's parameters, or over flat tensors."""
@@ -162,9 +162,7 @@ class Engine(Protocol):
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         """The dtypes of a run, from those that the precision stands for.
 
-        Args:
-            base: what the precision stands for.
-            loss_scale_given: whether the user gave ``ShardPrecision`` a loss scale.
+        ``loss_scale_given`` says whether the user gave ``ShardPrecision`` a loss scale.
         """
 
     def units(self, module: nn.Module) -> list[Unit]:
@@ -176,9 +174,7 @@ class Engine(Protocol):
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine as plain numbers, for the plan and the memory account.
 
-        Args:
-            module: with full parameters, real or without data.
-            run: what is assumed of it.
+        ``module`` has full parameters, real or without data.
 
         Raises:
             ConfigurationError: settings that do not fit the number of processes, or each other.
@@ -217,13 +213,9 @@ class Engine(Protocol):
         """As `forward`, of a step after which no backward follows."""
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        """Run backward from ``loss``, which is scaled already.
+        """Run backward from ``loss``, a scalar that is scaled already.
 
-        Args:
-            loss: a scalar.
-            call: the LightningModule's ``backward``.
-            overridden: whether that is the user's own.
-            **kwargs: of the call, such as ``retain_graph``.
+        ``call`` is the LightningModule's ``backward``, which the user may have overridden; ``kwargs`` are of the call.
         """
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -242,7 +234,7 @@ class Engine(Protocol):
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
 
     steps_itself: bool
-    """Whether `step` must be called in place of the optimizer's own, for skipped steps too."""
+    """Whether `step` must be called instead of the optimizer's own, for skipped steps too."""
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""
@@ -255,7 +247,7 @@ class Engine(Protocol):
         """
 
     def before_reading(self) -> None:
-        """Put what is stepped in the place of what forward gathered; no communication."""
+        """Put what is stepped into the module, where forward left gathered parameters; no communication."""
 
     def publish(self) -> None:
         """Let the next forward see what was written into `tensors`."""
@@ -267,8 +259,4 @@ class Engine(Protocol):
         """What a checkpoint keeps of the engine for people to read, in plain values."""
 
     def close(self, *, failed: bool) -> None:
-        """Give the module back.
-
-        Args:
-            failed: other ranks may be anywhere, so that nothing may communicate.
-        """
+        """Give the module back; after a failure without communication, because other ranks may be anywhere."""

@@ -29,8 +29,8 @@ def install_runner(root: nn.Module) -> None:
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
     root.__dict__[_DEPTH] = root.__dict__[_INSIDE] = 0
-    root.register_forward_pre_hook(lambda module, args: _enter(module), prepend=True)
-    root.register_forward_hook(lambda module, args, output: _leave(module), always_call=True)
+    root.register_forward_pre_hook(lambda module, args: _count(module, 1), prepend=True)
+    root.register_forward_hook(lambda module, args, output: _count(module, -1), always_call=True)
 
 
 def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,12 +45,8 @@ def _run_inside(root: nn.Module, function: Callable[..., Any], *args: Any, **kwa
         root.__dict__[_INSIDE] -= 1
 
 
-def _enter(module: nn.Module) -> None:
-    module.__dict__[_DEPTH] += 1
-
-
-def _leave(module: nn.Module) -> None:
-    module.__dict__[_DEPTH] -= 1
+def _count(module: nn.Module, step: int) -> None:
+    module.__dict__[_DEPTH] += step
 
 
 def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,11 +54,11 @@ def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
     runner = root.__dict__.get(_RUN)
     if runner is None:
         return function(*args, **kwargs)
-    _enter(root)
+    _count(root, 1)
     try:
         return runner(function, *args, **kwargs)
     finally:
-        _leave(root)
+        _count(root, -1)
 
 
 def hook_loss(root: nn.Module, loss: Tensor) -> None:
@@ -78,8 +74,8 @@ def hook_loss(root: nn.Module, loss: Tensor) -> None:
 class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
     """The parameters of a module whose unit is the root, gathered when one is read inside a step.
 
-    A backward pass inside a step (manual optimization, a gradient penalty) ends with the root's parameters cut, while
-    the step may go on to use them. A plain attribute can't tell FSDP of its use as a module's forward does.
+    A backward pass inside a step (manual optimization, a gradient penalty) ends with the root's parameters sharded,
+    while the step may go on to use them. A plain attribute can't tell FSDP of its use as a module's forward does.
     """
 
     def __init__(self, module: nn.Module, root: FSDPModule) -> None:
@@ -99,7 +95,7 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         if isinstance(value, DTensor):
             gather(self._root)
             return super().__getitem__(name)
-        # `toggle_optimizer` knows the cut one alone, and the whole one was made before.
+        # `toggle_optimizer` sees the sharded parameter alone, and the gathered one was made before.
         value.requires_grad_(self._trained[name].requires_grad)
         return value
 
@@ -165,7 +161,7 @@ def _reshard_outside_steps(root: nn.Module) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Put every unit's sharded parameters in place. No communication; needed before parameters are read.
+    """Reshard every unit. No communication; needed before parameters are read.
 
     An evaluation forward leaves the root's parameters gathered, since no backward follows that would free them.
     """

@@ -20,8 +20,7 @@ from torchmetrics import Metric
 
 from lightning_shard.engines import forward
 from lightning_shard.engines._fsdp2 import dtypes_of
-from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_sharded
@@ -89,14 +88,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         at_boundary: bool,
         methods: Sequence[str] = FORWARD_METHODS,
     ) -> None:
-        """Nothing is touched before `prepare`.
-
-        Args:
-            units: what the user set about the shard units.
-            forward: what changes the units' forward.
-            at_boundary: reduce accumulated gradients once, and not after each micro-batch.
-            methods: names of methods that run a model besides ``forward``.
-        """
+        """With ``at_boundary`` accumulated gradients are reduced once; ``methods`` run a model besides ``forward``."""
         super().__init__()
         self._units = units
         self._forward_options = forward
@@ -109,17 +101,11 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     # Before a run
 
-    @abstractmethod
-    def check(self, run: PlannedRun) -> None: ...
-
     def units(self, module: nn.Module) -> list[Unit]:
         return find_units(module, self._units.units, with_children=False)
 
     def ignored_modules(self) -> Sequence[str]:
         return self._units.ignored_modules
-
-    @abstractmethod
-    def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts: ...
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]: ...
@@ -214,20 +200,12 @@ def shard(
 ) -> ShardedModule:
     """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
 
-    A rank holds its shards and at most one full unit at any time, for a model on the meta device from the start,
-    for one on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different
-    ones. A tree in which the user already applied ``fully_shard`` keeps its units.
+    A rank has its shards and at most one full unit at any time, for a model on the meta device from the start, for one
+    on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different ones. A tree
+    in which the user already applied ``fully_shard`` keeps its units.
 
     In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over a
     part of the model, and the rest need not be gathered and reduced with it.
-
-    Args:
-        root: the LightningModule.
-        run: trainable parameters end in its ``policy.master``.
-        units: what the user set about the shard units.
-        forward_options: what changes the units' forward.
-        apply: makes a unit of modules.
-        made_for: kept in the result.
 
     Raises:
         WrappingError, MaterializationError, PrecisionError: before anything was changed.
@@ -315,7 +293,7 @@ def ignored_parameters(
     """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
 
     Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
-    which can't be cut; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
+    which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
     is a function because materialisation replaces parameter objects.
 
     Raises:
@@ -328,14 +306,14 @@ def ignored_parameters(
             f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
             f"Classes that are there: {', '.join(sorted(present))}."
         )
-    named = [m for m in root.modules() if class_name(m) in names]
-    tops = [*named, *(m for m in root.modules() if isinstance(m, Metric))]
+    modules = [m for m in root.modules() if class_name(m) in names]
+    tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
 
     def read() -> dict[nn.Parameter, None]:
-        whole = {p for top in tops for p in top.parameters()}
-        return dict.fromkeys(p for p in root.parameters() if p in whole or p.ndim == 0)
+        named = {p for top in tops for p in top.parameters()}
+        return dict.fromkeys(p for p in root.parameters() if p in named or p.ndim == 0)
 
-    return named, read
+    return modules, read
 
 
 @torch.no_grad()

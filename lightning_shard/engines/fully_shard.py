@@ -33,16 +33,7 @@ class FullyShard(FSDP2Engine):
         at_boundary: bool,
         methods: Sequence[str] = FORWARD_METHODS,
     ) -> None:
-        """As the parent's.
-
-        Args:
-            units: what the user set about the shard units.
-            forward: what changes the units' forward.
-            mesh: sizes of the axes.
-            cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
-            at_boundary: reduce accumulated gradients once.
-            methods: names of methods that run a model besides ``forward``.
-        """
+        """With ``cpu_offload`` parameters, gradients and optimizer state are on the host, and stepped there."""
         super().__init__(units, forward, at_boundary=at_boundary, methods=methods)
         self._mesh = mesh
         self._cpu_offload = cpu_offload

@@ -26,7 +26,6 @@ class StepsOwnParameters:
     steps_itself = False
 
     def __init__(self) -> None:
-        """Nothing is touched before ``prepare``."""
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
@@ -85,15 +84,7 @@ class ModuleTensors:
         wrapper: nn.Module | None = None,
         masters: Mapping[str, LiveTensor] | None = None,
     ) -> None:
-        """Look at the tensors of ``module``.
-
-        Args:
-            module: the LightningModule.
-            optimizers: of a fit, over the module's parameters.
-            device: where this rank computes.
-            wrapper: torch's DDP around ``module``, if there is one.
-            masters: FQN to what stands for the module's own tensor.
-        """
+        """``wrapper`` is torch's DDP around ``module``; ``masters`` has what stands for the module's own tensors."""
         self._module = module
         self._optimizers = optimizers
         self._device = device

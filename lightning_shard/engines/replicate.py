@@ -1,7 +1,4 @@
-"""FSDP2's machinery over a mesh that replicates: DDP in every precision.
-
-It casts, reduces and accumulates as ``fully_shard`` does, which torch's DistributedDataParallel can't.
-"""
+"""FSDP2's machinery over a mesh that replicates: DDP in every precision, which torch's own can't."""
 
 from __future__ import annotations
 
@@ -33,14 +30,7 @@ class Replicate(FSDP2Engine):
     def __init__(
         self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool, plain_state_dict: bool = False
     ) -> None:
-        """As the parent's.
-
-        Args:
-            options: what the user set about DDP; most of it can't be had here.
-            forward: what changes the units' forward.
-            at_boundary: reduce accumulated gradients once.
-            plain_state_dict: give plain tensors in the module's ``state_dict``, for a process that has a plain module.
-        """
+        """Most ``options`` are refused; ``plain_state_dict`` puts plain tensors into the module's ``state_dict``."""
         units = UnitOptions(reduce_unused=options.find_unused_parameters)
         super().__init__(units, forward, at_boundary=at_boundary)
         self._options = options

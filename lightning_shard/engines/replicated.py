@@ -1,4 +1,4 @@
-"""Tensors that every rank holds whole: equal at the start, and reduced by plain all-reduces where no engine does."""
+"""Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 def persistent_buffers(root: nn.Module) -> list[Tensor]:
-    """The buffers that a checkpoint holds, each once; running statistics are among them, and differ between ranks."""
+    """The buffers of a checkpoint, each once; running statistics are among them, and differ between ranks."""
     found: dict[int, Tensor] = {}
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -63,5 +63,5 @@ def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype
         flat = torch.cat([g.reshape(-1).to(reduce_dtype) for g in gradients])
         dist.all_reduce(flat)
         flat.div_(dist.get_world_size())
-        for gradient, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -69,7 +69,7 @@ def module_tensors(
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
-        # The buckets are C++'s: each trainable parameter has its place in one of them, from the start.
+        # The buckets are C++'s: each trainable parameter is in one of them, from the start.
         yield Resident("communication", "device", sum(p.nbytes for p in module.parameters() if p.requires_grad))
 
 

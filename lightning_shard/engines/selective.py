@@ -1,8 +1,8 @@
-"""Activation checkpointing that keeps what is expensive: matrix products, convolutions and attention.
+"""Activation checkpointing that saves what is expensive: matrix products, convolutions and attention.
 
 Backward then computes again what costs little but memory (norms, activation functions, dropout, casts, additions), and
 no FLOP that counts. It is torch's selective activation checkpointing, with the operators that its FLOP counter knows
-as those to keep.
+as those to save.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_shard.tensors.tracing import CPU_ATTENTION, OVERRIDEABLE_ATTENTION, TorchDispatchMode
 
 OBSERVERS: list[Callable[[Any], None]] = []
-"""Called with the result of each operator that is kept, outside of compiled code; empty but in a measured step."""
+"""Called with the result of each operator that is saved, outside of compiled code; empty but in a measured step."""
 
 # Attention that torch's counter has no formula for.
 _ATTENTION = {CPU_ATTENTION, OVERRIDEABLE_ATTENTION}
@@ -33,7 +33,7 @@ def contexts() -> tuple[Any, Any]:
 
 
 def is_kept(operator: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether an operator's results are kept for backward, when it is called so."""
+    """Whether an operator's results are saved for backward, when it is called so."""
     packet = getattr(operator, "overloadpacket", operator)
     # A kernel that is not run again does not advance the random numbers for what comes after it.
     return (packet in flop_registry or packet in _ATTENTION) and not _drops_out(operator, args, kwargs or {})
@@ -44,8 +44,8 @@ def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return bool(kwargs["dropout_p"] != 0)
     schema = getattr(operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    place = names.index("dropout_p") if "dropout_p" in names else len(args)
-    return place < len(args) and bool(args[place] != 0)
+    index = names.index("dropout_p") if "dropout_p" in names else len(args)
+    return index < len(args) and bool(args[index] != 0)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -53,7 +53,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class _Expensive(TorchDispatchMode):
-    """Hands what is kept to one of torch's modes, and no other operator.
+    """Hands what is saved to one of torch's modes, and no other operator.
 
     Those insist on the same operators in backward as in forward, and engines' hooks run others there: a part of a
     model that is gathered already is not gathered again.

@@ -60,13 +60,7 @@ class TorchDDP(StepsOwnParameters):
     gathers_in_forward = False
 
     def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """Nothing is touched before `prepare`.
-
-        Args:
-            options: what the user set.
-            forward: what changes the units' forward.
-            at_boundary: reduce accumulated gradients once, and not each micro-batch's alone.
-        """
+        """With ``at_boundary`` accumulated gradients are reduced once, and not each micro-batch's."""
         super().__init__()
         self._options = options
         self._forward_options = forward
@@ -215,13 +209,12 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
 
 
 class StepRoot(nn.Module):
-    """Runs any step of a module, and is no module that a user calls.
+    """The module that DDP and DeepSpeed are given: its forward is any step of ``module``, its only child.
 
     So a call of the user's module inside a step is a submodule's forward, with hooks of its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Hold ``module`` as the only child."""
         super().__init__()
         self.module = module
 
@@ -238,7 +231,6 @@ class SetAsideGradients:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Remember whose gradients are meant."""
         self._module = module
         self._sums: list[tuple[nn.Parameter, Tensor]] = []
 

@@ -187,38 +187,38 @@ def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
 
 def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[Unit]:
     """Units out of ``modules`` such that every parameter has one home; see `find_units`."""
-    kept = dict(modules)
+    units = dict(modules)
     while True:
-        groups: dict[str, set[str]] = {fqn: {fqn} for fqn in kept}
+        groups: dict[str, set[str]] = {fqn: {fqn} for fqn in units}
         dropped: set[str] = set()
-        for homes in _homes(root, kept).values():
+        for homes in _homes(root, units).values():
             if "" in homes:
                 dropped |= homes - {""}
                 continue
             together = set().union(*(groups[fqn] for fqn in homes))
             groups.update(dict.fromkeys(together, together))
         for group in groups.values():
-            dropped |= {f for f in group if any(kept[f] in _inside(kept[other]) for other in group - {f})}
-        units = [] if dropped else _inner_first(kept, groups, dropped)
+            dropped |= {f for f in group if any(units[f] in _inside(units[other]) for other in group - {f})}
+        ordered = [] if dropped else _inner_first(units, groups, dropped)
         if not dropped:
-            return [Unit(names=tuple(names), modules=tuple(kept[n] for n in names)) for names in units]
+            return [Unit(names=tuple(names), modules=tuple(units[n] for n in names)) for names in ordered]
         # A dropped unit's parameters move to the next unit around it, which may bring new neighbours together.
-        kept = {fqn: module for fqn, module in kept.items() if fqn not in dropped}
+        units = {fqn: module for fqn, module in units.items() if fqn not in dropped}
 
 
-def _inner_first(kept: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
+def _inner_first(units: dict[str, nn.Module], groups: dict[str, set[str]], dropped: set[str]) -> list[list[str]]:
     """The groups, each after those that have a module inside one of its own.
 
     Where two are inside each other (one's module in the other's, and the other way round), those that are inside are
     added to ``dropped``.
     """
     remaining: list[list[str]] = []
-    for fqn in kept:
-        group = [f for f in kept if f in groups[fqn]] if len(groups[fqn]) > 1 else [fqn]
+    for fqn in units:
+        group = [f for f in units if f in groups[fqn]] if len(groups[fqn]) > 1 else [fqn]
         if fqn == group[0]:
             remaining.append(group)
-    below = {fqn: _inside(module) for fqn, module in kept.items()}
-    inside = {fqn: {f for f, module in kept.items() if module in below[fqn]} for fqn in kept}
+    below = {fqn: _inside(module) for fqn, module in units.items()}
+    inside = {fqn: {f for f, module in units.items() if module in below[fqn]} for fqn in units}
     ordered: list[list[str]] = []
     while remaining:
         waiting = {fqn for group in remaining for fqn in group}

@@ -61,14 +61,7 @@ class Zero:
         mesh: MeshConfig,
         connection: process.Connection | None = None,
     ) -> None:
-        """Nothing is touched before `prepare`.
-
-        Args:
-            fields: what the user set, with the content of ``config``.
-            forward: what changes the units' forward.
-            mesh: sizes of the axes, of which ``replicate`` must be 1.
-            connection: of DeepSpeed to the process group, once there is one.
-        """
+        """``connection`` is DeepSpeed's to the process group, once there is one."""
         self._fields = fields
         self._forward_options = forward
         self._mesh = mesh

@@ -15,19 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
 BY_OPTIMIZER = {
-    "DeepSpeedCPUAdam": "cpu_adam",
-    "DeepSpeedCPUAdagrad": "cpu_adagrad",
-    "DeepSpeedCPULion": "cpu_lion",
-    "FusedAdam": "fused_adam",
-    "FusedLamb": "fused_lamb",
-    "FusedLion": "fused_lion",
+    **{f"DeepSpeedCPU{name}": f"cpu_{name.lower()}" for name in ("Adam", "Adagrad", "Lion")},
+    **{f"Fused{name}": f"fused_{name.lower()}" for name in ("Adam", "Lamb", "Lion")},
 }
 """DeepSpeed's optimizers that compile a kernel in their constructor."""
 
@@ -36,18 +33,13 @@ BUILDERS = {
     "pin_memory": "PinMemoryBuilder",
     "gds": "GDSBuilder",
     "quantizer": "QuantizerBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_adagrad": "CPUAdagradBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "fused_adam": "FusedAdamBuilder",
-    "fused_lamb": "FusedLambBuilder",
-    "fused_lion": "FusedLionBuilder",
+    **{kernel: f"{name.removeprefix('DeepSpeed')}Builder" for name, kernel in BY_OPTIMIZER.items()},
 }
 """Kernel to DeepSpeed's builder of it."""
 
 QUIET_SECONDS = 120.0
-"""A lock that no process here holds open is stale once nothing was written beside it for so long. Another machine
-may build in a cache that it shares with this one."""
+"""A lock that no process here has open is stale once nothing was written beside it for so long: another machine may
+build in a cache that it shares with this one."""
 
 _POLL_SECONDS = 1.0
 
@@ -72,7 +64,7 @@ def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> 
         needed |= {BY_OPTIMIZER[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in BY_OPTIMIZER}
     elif config.get("optimizer"):
         kernel = _of_section(config["optimizer"], offloads=devices[0] in ("cpu", "nvme"))
-        needed |= {kernel} - {None}  # type: ignore[arg-type]
+        needed |= {kernel} if kernel else set()
     return tuple(sorted(needed))
 
 
@@ -80,12 +72,9 @@ def _of_section(section: Mapping[str, Any], *, offloads: bool) -> str | None:
     """What ``DeepSpeedEngine._configure_basic_optimizer`` makes of the section ``optimizer``."""
     kind, params = str(section.get("type", "")).lower(), section.get("params") or {}
     if kind in ("adam", "adamw", "muon"):
-        return None if params.get("torch_adam") else "cpu_adam" if offloads else "fused_adam"
-    if kind == "adagrad":
-        return "cpu_adagrad" if offloads else None
-    if kind == "lion":
-        return "cpu_lion" if offloads else "fused_lion"
-    return "fused_lamb" if kind == "lamb" else None
+        kind = "" if params.get("torch_adam") else "adam"
+    kernel = "fused_lamb" if kind == "lamb" else f"cpu_{kind}" if offloads else f"fused_{kind}"
+    return kernel if kernel in BY_OPTIMIZER.values() else None
 
 
 def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
@@ -95,12 +84,14 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
         return [f"DeepSpeed has no kernel {', '.join(unknown)} for {device_type}: use another option or optimizer"]
     if not to_build:
         return []
+    from torch.utils.cpp_extension import is_ninja_available
+
     what = f"DeepSpeed compiles {', '.join(to_build)}"
     problems = []
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(shlex.split(compiler)[0]) is None:
         problems.append(f"{what}, but there is no C++ compiler {compiler!r}: apt-get install g++")
-    if not _has_ninja():
+    if not is_ninja_available():
         problems.append(
             f"{what}, but there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this "
             f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
@@ -110,14 +101,10 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
     return problems
 
 
-def _builder(name: str) -> Any:
+def _exists(name: str) -> bool:
     from deepspeed.accelerator import get_accelerator
 
-    return get_accelerator().get_op_builder(BUILDERS[name])
-
-
-def _exists(name: str) -> bool:
-    builder = _builder(name)
+    builder: Any = get_accelerator().get_op_builder(BUILDERS[name])
     return builder is not None and builder.__name__ != "NotImplementedBuilder"
 
 
@@ -127,12 +114,6 @@ def _is_there(name: str) -> bool:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return name in OpBuilder._loaded_ops or bool(installed_ops.get(name, False))
-
-
-def _has_ninja() -> bool:
-    from torch.utils.cpp_extension import is_ninja_available
-
-    return bool(is_ninja_available())
 
 
 def _links_libaio(compiler: str) -> bool:
@@ -168,7 +149,7 @@ def lock(name: str) -> Path | None:
 
 
 def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockState:
-    """Whether ``path`` is held by a build, on this machine or, as far as its traces show, on another."""
+    """Whether a build has the lock ``path``, on this machine or, as far as its traces show, on another."""
     try:
         made = path.stat()
     except FileNotFoundError:
@@ -177,10 +158,8 @@ def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockSt
         return LockState.IN_USE
     written = [made.st_mtime]
     for beside in path.parent.iterdir():
-        try:
+        with suppress(FileNotFoundError):
             written.append(beside.stat().st_mtime)
-        except FileNotFoundError:
-            continue
     if time.time() - max(written) < quiet_seconds:
         return LockState.IN_USE
     # The builder may have ended between the two looks.
@@ -189,23 +168,14 @@ def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockSt
 
 def _is_open(file: os.stat_result) -> bool:
     """Whether a process that this user may look at has ``file`` open."""
-    for descriptor in _descriptors():
-        try:
-            found = os.stat(descriptor)
-        except OSError:
-            continue
-        if (found.st_dev, found.st_ino) == (file.st_dev, file.st_ino):
-            return True
-    return False
-
-
-def _descriptors() -> Iterator[str]:
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            yield from (entry.path for entry in os.scandir(process / "fd"))
-        except OSError:
-            # It has ended, or is another user's.
-            continue
+        # It may have ended, or be another user's.
+        with suppress(OSError):
+            for descriptor in os.scandir(process / "fd"):
+                with suppress(OSError):
+                    if os.path.samestat(os.stat(descriptor.path), file):
+                        return True
+    return False
 
 
 def stale_message(path: Path) -> str:

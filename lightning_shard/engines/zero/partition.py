@@ -32,7 +32,7 @@ def partition(
         device: where this rank computes.
         compute: dtype in which forward sees floating parameters.
         seed: the run's, for what is on the meta device.
-        config: the whole DeepSpeed configuration.
+        config: DeepSpeed's, complete.
 
     Returns:
         This rank's shards of the parameters that the cast rounded; and for each parameter that was on the meta device
@@ -104,7 +104,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameters(optimizers: Iterable[torch.optim.Optimizer], made: Mapping[Tensor, Tensor]) -> None:
-    """Let optimizers without state step the parameters that took the place of others."""
+    """Let optimizers without state step the parameters that replaced others."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps or changes for the whole process: made to fit this run, and given back afterwards."""
+"""What DeepSpeed changes in the process: set for this run, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Connection:
     others: tuple[Callable[[], None], ...]
 
     def restore_functions(self) -> None:
-        """Put ``torch.nn.functional``'s own functions back in their place: those that DeepSpeed's ``zero.Init`` puts
-        there, and leaves there, round otherwise.
-        """
+        """Restore ``torch.nn.functional``: what DeepSpeed's ``zero.Init`` leaves there rounds otherwise."""
         for restore in self.functions:
             restore()
 
@@ -58,8 +56,8 @@ class Connection:
 def connect(device: torch.device, *, backend: str, local_size: int) -> Connection:
     """Let DeepSpeed use the process group that is there. All ranks call it.
 
-    DeepSpeed keeps its communication backend, the groups that it made and its accelerator in globals. Those of an
-    earlier process group are dropped; they would name groups that are gone.
+    DeepSpeed's communication backend, groups and accelerator are globals. Those of an earlier process group, which
+    is gone, are dropped.
 
     Args:
         device: where this rank computes; decides which of DeepSpeed's accelerators is used.
@@ -170,13 +168,9 @@ def _restoring_environment(name: str) -> Callable[[], None]:
 def _restoring_modules_in_forward() -> Callable[[], None]:
     from deepspeed.runtime.zero import parameter_offload
 
+    # Stage 3 puts every module that it was given there and never takes it out again.
     length = len(parameter_offload.FWD_MODULE_STACK)
-
-    def restore() -> None:
-        # Stage 3 puts every module that it was given there and never takes it out again.
-        del parameter_offload.FWD_MODULE_STACK[length:]
-
-    return restore
+    return lambda: parameter_offload.FWD_MODULE_STACK.__delitem__(slice(length, None))
 
 
 def _forget_releases() -> None:

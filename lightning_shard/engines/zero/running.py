@@ -67,7 +67,7 @@ def start(
         module: with plain parameters, equal on all ranks, or sharded by ``deepspeed.zero.Init``.
         optimizer: over the module's parameters; its groups hold flat partitions afterwards. None: the one that
             ``config`` describes, and else none, for evaluation.
-        config: the whole DeepSpeed configuration.
+        config: DeepSpeed's, complete.
         names: FQN of each parameter of ``module``.
     """
     import deepspeed
@@ -140,14 +140,7 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def backward(running: Running, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:
-    """Run backward from ``loss``, which is scaled as it has to be already. All ranks call it.
-
-    Args:
-        running: the engine.
-        loss: a scalar.
-        inside_forward: whether `run` is still going on, as in manual optimization.
-        **kwargs: ``retain_graph``.
-    """
+    """Run backward from ``loss``, which is scaled already, also ``inside_forward`` of `run`. All ranks call it."""
     if inside_forward:
         # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
         running.engine._running_engine_backward = True

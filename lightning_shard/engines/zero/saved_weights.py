@@ -49,11 +49,9 @@ class SavedWeights:
     """Leaves gathered parameters out of the graphs that are made in `dropped`."""
 
     def __init__(self, parameters: Iterable[Tensor], in_flight: Mapping[Tensor, Any]) -> None:
-        """Look after the parameters that DeepSpeed frees after use.
+        """Small ``parameters``, which stay gathered on every rank, are left to autograd.
 
-        Args:
-            parameters: of the module. Small ones that stay gathered on every rank are left to autograd.
-            in_flight: DeepSpeed's handles of the gathers that it has begun ahead of use, live.
+        ``in_flight`` has DeepSpeed's handles of the gathers that it has begun ahead of use, live.
         """
         freed = (p for p in parameters if layout.is_partitioned(p) and not p.ds_persist and not p.is_complex())  # type: ignore[attr-defined]
         self._freed: dict[int, Any] = {id(p): p for p in freed}
