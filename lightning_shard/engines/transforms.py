@@ -57,21 +57,6 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
     return modules[::spec] if isinstance(spec, int) else modules
 
 
-def compiled_modules(units: list[Unit], wanted: bool) -> list[nn.Module]:
-    """The modules whose forward is compiled.
-
-    Raises:
-        WrappingError: nothing to apply it to.
-    """
-    modules = [m for unit in units for m in unit.modules] if wanted else []
-    if wanted and not modules:
-        raise WrappingError(
-            "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
-            "them, or call torch.compile in configure_model."
-        )
-    return modules
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions:
     """What changes the forward of the units, on every engine."""
@@ -109,11 +94,14 @@ def find_transforms(root: nn.Module, units: list[Unit], options: ForwardOptions)
     Raises:
         WrappingError: there are none.
     """
-    return Transforms(
-        checkpointed=checkpointed_modules(root, units, options.activation_checkpointing),
-        compiled=compiled_modules(units, options.compile),
-        spec=options.activation_checkpointing,
-    )
+    spec = options.activation_checkpointing
+    compiled = [m for unit in units for m in unit.modules] if options.compile else []
+    if options.compile and not compiled:
+        raise WrappingError(
+            "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
+            "them, or call torch.compile in configure_model."
+        )
+    return Transforms(checkpointed=checkpointed_modules(root, units, spec), compiled=compiled, spec=spec)
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +179,15 @@ class _NotUnderstood(Exception):
 
 
 def _bool(value: Any) -> bool:
-    words = {"true": True, "false": False}
-    if isinstance(value, str) and value.strip().lower() in words:
-        return words[value.strip().lower()]
+    value = {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else value
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
     raise _NotUnderstood("true or false")
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise _NotUnderstood("a number") from None
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _NotUnderstood("a number")
     return value
@@ -203,29 +199,24 @@ def _interval(value: Any) -> float | None:
 
 
 def _int(value: Any) -> int:
-    if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
-        # Beyond 2**53 a float would not hold it.
-        return int(value)
-    number = _float(value)
+    # Beyond 2**53 a float would not be exact.
+    is_digits = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
+    number = int(value) if is_digits else _float(value)
     if not isinstance(number, int) and not number.is_integer():
         raise _NotUnderstood("a whole number")
     return int(number)
 
 
 def _str(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    raise _NotUnderstood("a string")
+    if not isinstance(value, str | Path):
+        raise _NotUnderstood("a string")
+    return str(value)
 
 
 def _list(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list | tuple):
-        return list(value)
-    raise _NotUnderstood("a list")
+    if not isinstance(value, str | list | tuple):
+        raise _NotUnderstood("a list")
+    return [value] if isinstance(value, str) else list(value)
 
 
 READERS: Mapping[str, Callable[[Any], Any]] = {
