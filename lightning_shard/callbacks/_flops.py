@@ -21,7 +21,6 @@ class StepFlops:
     """Counts what one training step takes, on a copy without memory of the module as it was before sharding."""
 
     def __init__(self) -> None:
-        """Nothing is copied yet."""
         self.count: FlopCount | None = None
         self.why_not: str | None = "the module was sharded before it could be copied"
         self._copy: LightningModule | None = None
@@ -84,13 +83,11 @@ def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 def _short(error: Exception) -> str:
-    """The first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether every parameter is whole on every rank."""
     return not any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
 
 

@@ -53,8 +53,6 @@ class MemoryCallback(Callback):
         self._meter: StepMeter | None = None
         self._started = False
 
-    # Start
-
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the module's parameters while they are whole. This package's strategies call it."""
         self._predicting(trainer, lambda memory: memory.note_module())
@@ -91,8 +89,6 @@ class MemoryCallback(Callback):
 
         return StepMeter(module, held, device=device)
 
-    # The first step
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watch the first forward."""
         # In manual optimization backward runs inside of the step, and hooks on saved tensors can't be taken off there.
@@ -102,12 +98,10 @@ class MemoryCallback(Callback):
         self._forward_is_next = False
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Count what it kept."""
         if self._meter is not None:
             self._meter.forward_ended()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Count the gradients."""
         if self._meter is not None:
             self._meter.ready_to_step()
 
@@ -131,8 +125,6 @@ class MemoryCallback(Callback):
             note = f"peak so far: {size_text(allocated)} resident in the process"
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
         rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note]))
-
-    # End
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave no hook behind."""
@@ -169,5 +161,4 @@ class MemoryCallback(Callback):
 
 
 def _memory(trainer: Trainer) -> Any:
-    """The memory of a run under this package's strategies; None under others."""
     return getattr(trainer.strategy, "memory", None)

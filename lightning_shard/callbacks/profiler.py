@@ -21,8 +21,7 @@ from lightning_shard.private_names import require
 require(torch.cuda.memory, "_record_memory_history _dump_snapshot", tested="torch 2.11 to 2.13")
 _record_memory = torch.cuda.memory._record_memory_history
 
-_SNAPSHOT_ENTRIES = 100_000
-"""Allocations and frees that a snapshot goes back; torch's own examples take this number."""
+_SNAPSHOT_ENTRIES = 100_000  # Allocations and frees that a snapshot goes back; torch's own examples take this number.
 
 
 class ProfilerCallback(Callback):
@@ -80,7 +79,6 @@ class ProfilerCallback(Callback):
         self._profile: profile | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the folder. All ranks call it."""
         self._folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
         self._device = trainer.strategy.root_device
         self._begun = trainer.global_step

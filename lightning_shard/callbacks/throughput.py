@@ -90,8 +90,6 @@ class ThroughputCallback(Callback):
         self._actions: ActionClock | None = None
         self._peak: float | None = None
 
-    # FLOPs
-
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the module without its memory, to count a step on. This package's strategies call it."""
         if self.mfu:
@@ -118,10 +116,7 @@ class ThroughputCallback(Callback):
                 f"ThroughputCallback: no MFU for {type(trainer.lightning_module).__name__}: {self.flops.why_not}."
             )
 
-    # Windows
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the first window."""
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
         self._detach()
@@ -213,17 +208,12 @@ class ThroughputCallback(Callback):
         return window
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
         self._mark = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Stop the clock."""
         self._mark = None
 
-    # End
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finish the last window, which may be shorter."""
         if trainer.global_step > self._first_step:
             self._finish(trainer)
         folder = trainer.log_dir if trainer.loggers else None
@@ -244,7 +234,6 @@ class ThroughputCallback(Callback):
             rank_zero_info(summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the profiler."""
         self._detach()
 
     def _detach(self) -> None:
@@ -252,8 +241,7 @@ class ThroughputCallback(Callback):
             self._actions.detach()
 
 
-DATA = ".train_dataloader_next"
-"""Waiting for the next training batch; the name begins with the loop's."""
+DATA = ".train_dataloader_next"  # Waiting for the next training batch; the name begins with the loop's.
 
 CHECKPOINT = "save_checkpoint"
 
@@ -282,7 +270,6 @@ class ActionClock:
         self._stop(action_name)
 
     def detach(self) -> None:
-        """Leave the profiler as it was."""
         self._replacements.restore()
 
 

@@ -22,5 +22,4 @@ COMMANDS: Mapping[str, str] = {
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Import the module of a command and run it; the exit code."""
     return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))

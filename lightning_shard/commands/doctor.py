@@ -33,8 +33,7 @@ links between neighbouring ranks, one after the other; --output leaves them for 
 with a line for each node, and what is odd.
 """
 
-SLOW = 0.5
-"""A link of less than this part of the median of its kind is called slow."""
+SLOW = 0.5  # A link of less than this part of the median of its kind is called slow.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,6 @@ class Rank:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's options."""
     parser = options_parser("doctor", _DESCRIPTION)
     add = parser.add_argument
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")

@@ -20,7 +20,6 @@ _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse a name that nobody registered."""
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
         raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
 

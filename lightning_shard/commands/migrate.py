@@ -35,7 +35,6 @@ _CARRIED = ("callbacks", "logger", "profiler")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's arguments."""
     parser = options_parser("migrate", _DESCRIPTION)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
@@ -73,7 +72,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def known() -> Known:
-    """What Lightning and the table of strategy names know."""
     return Known(
         presets={name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()},
         top_keys=_TOP_KEYS,

@@ -51,7 +51,6 @@ class ShardArgumentParser(LightningArgumentParser):
         super().add_instantiator(keep_failure, *args, **kwargs)
 
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the action, to add this package's commands after Lightning's."""
         self.subcommands = super().add_subcommands(*args, **kwargs)
         return self.subcommands
 
@@ -226,7 +225,6 @@ def imported(class_path: str) -> Any:
 
 
 def _arguments(class_path: str) -> list[str]:
-    """Names of the constructor arguments of a class that can be imported."""
     try:
         parameters = inspect.signature(imported(class_path)).parameters
     except (TypeError, ValueError):

@@ -40,7 +40,6 @@ lightning-shard plan --nodes 4 --devices 8 --device-memory 80GB --config run.yam
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the options that are the plan's own."""
     parser = options_parser("plan", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
@@ -66,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; the exit code."""
     options, rest = parser().parse_known_args(arguments)
     check(options)
     measured = None if options.links is None else read_links(options.links)
@@ -98,7 +96,6 @@ def check(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> str:
-    """The whole text."""
     machines = _machines(options, inputs, measured)
     planner = _planner(options, inputs, machines)
     nodes, memory, strategy = machines.nodes, machines.memory, inputs.strategy
@@ -192,7 +189,6 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing
 
 
 def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None) -> Candidate:
-    """A strategy name in the precision that is configured."""
     strategy = registry.build(name)
     strategy.precision_plugin = inputs.strategy.precision_plugin
     return _candidate(inputs, name, strategy, checkpointing)
@@ -248,7 +244,6 @@ def _hybrid(planner: Planner, inputs: Inputs, own: Candidate, row: Row) -> list[
 
 
 def _yaml(row: Row, inputs: Inputs) -> str:
-    """The trainer's part of a configuration that runs ``row``."""
     content = yaml.safe_load(preset_yaml(row.name))
     if row.checkpointing is not None:
         content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = row.checkpointing

@@ -50,7 +50,6 @@ class Inputs:
 
     @property
     def micro_batches(self) -> int:
-        """``accumulate_grad_batches``."""
         return int(self.trainer.get("accumulate_grad_batches") or 1)
 
 
@@ -99,8 +98,6 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
         """Builds modules without data in their tensors."""
 
         def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            """As the parent's."""
-
             @functools.wraps(instantiator)
             def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
                 build = partial(instantiator, class_type, *args, **kwargs)

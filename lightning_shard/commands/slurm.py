@@ -24,7 +24,6 @@ limit and when it is preempted, and goes back into the queue then.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the options that are the script's own."""
     parser = options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", type=int, default=1, help="nodes of the job (default: 1)")
@@ -110,7 +109,6 @@ def _beside(name: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; the exit code."""
     options, rest = parser().parse_known_args(arguments)
     text = script(batch_job(options, rest))
     if options.output is not None or options.submit:

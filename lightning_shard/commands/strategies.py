@@ -14,7 +14,6 @@ from lightning_shard.text import columns
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what is asked for; the exit code."""
     parser = ShardArgumentParser(prog="lightning-shard [options] strategies", description=COMMANDS["strategies"])
     parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
     name = parser.parse_args(list(arguments)).name
@@ -39,5 +38,4 @@ def further_arguments(name: str) -> str:
 
 
 def table() -> str:
-    """All names with one line each."""
     return columns([(preset.name, preset.description) for preset in registry.PRESETS.values()])

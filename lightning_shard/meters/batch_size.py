@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label that torch's cross entropy leaves out."""
+IGNORED = -100  # The label that torch's cross entropy leaves out.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,6 @@ class FlopCount:
 
     @property
     def total(self) -> int:
-        """Those of forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: FlopCount) -> FlopCount:
@@ -169,7 +168,6 @@ def _eager_forward() -> Generator[None, None, None]:
 
 
 def _outputs(output: object) -> list[Tensor]:
-    """Where backward begins."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     if isinstance(output, Mapping):
@@ -209,7 +207,6 @@ class NumbersReadAsOne(TorchDispatchMode):
     """A number that is read off a floating tensor is 1.0: it is only logged or added up, and decides no shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         if func is READ_NUMBER and args[0].is_floating_point():
             return 1.0
         return func(*args, **(kwargs or {}))

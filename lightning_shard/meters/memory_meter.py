@@ -202,7 +202,6 @@ class StepMeter:
         return self.account
 
     def stop(self) -> None:
-        """Take the hooks away."""
         self._stop_watching()
         self._saved = WeakSet()
 

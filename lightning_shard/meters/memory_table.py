@@ -21,7 +21,6 @@ def largest(accounts: Sequence[MemoryAccount]) -> int:
 
 
 def total(account: MemoryAccount) -> int:
-    """Bytes in all places."""
     return sum(getattr(account, place).total for place in PLACES)
 
 
@@ -43,7 +42,6 @@ def to_numbers(account: MemoryAccount) -> list[int]:
 
 
 def from_numbers(numbers: Sequence[int]) -> MemoryAccount:
-    """What `to_numbers` gave."""
     kinds = [dict(zip(KINDS, numbers[i * len(KINDS) :], strict=False)) for i in range(len(PLACES))]
     parts = {place: KindBytes(**values) for place, values in zip(PLACES, kinds, strict=True)}
     return MemoryAccount(**parts)

@@ -55,12 +55,10 @@ class Window:
 
     @property
     def samples_per_second_per_device(self) -> float:
-        """The mean over devices."""
         return self.samples_per_second / self.devices
 
     @property
     def tokens_per_second_per_device(self) -> float | None:
-        """The mean over devices."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
 
 
@@ -101,7 +99,6 @@ def to_numbers(window: RankWindow) -> list[float]:
 
 
 def from_numbers(numbers: Sequence[float]) -> RankWindow:
-    """What `to_numbers` gave."""
     names = [field.name for field in fields(RankWindow)]
     return RankWindow(**dict(zip(names, numbers, strict=True)))
 
@@ -136,7 +133,6 @@ COLUMNS = (
 
 
 def write_csv(windows: Iterable[Window], path: Path) -> None:
-    """One line for each window."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

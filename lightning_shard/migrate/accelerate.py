@@ -174,9 +174,6 @@ def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str
         )
 
 
-# DeepSpeed
-
-
 def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> None:
     check_keys(reading, "deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
     file = section.get("deepspeed_config_file")
@@ -204,9 +201,6 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         return
     reading.meet("deepspeed_config.deepspeed_config_file", file, "its content, below")
     read_deepspeed(reading, read_file(found), f"{found.name}: ")
-
-
-# Precision and compilation
 
 
 def _precision(reading: Reading, content: Mapping[str, Any]) -> None:

@@ -50,7 +50,6 @@ class Row:
     kind: str = "any"  # Of the values that this package's own YAML has: a key of ``fields.KINDS``.
 
     def answer(self, engine: Engine, value: Any) -> Answer:
-        """The engine's answer to a value."""
         answers: tuple[Answer, ...] = getattr(self, engine)
         fits = (a for a in answers if not isinstance(a, Holds) or a.values is None or _among(value, a.values))
         return next(fits)
@@ -61,7 +60,6 @@ def _among(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def find(name: str) -> Row:
-    """The row of a setting."""
     return TABLE[name] if name in TABLE else _config_row(name)
 
 

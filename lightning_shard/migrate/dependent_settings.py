@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Engine, Lost, Reading
+from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Engine, Reading
 
 CLASSES: Mapping[Engine, str] = {
     "ddp": "lightning_shard.ShardDDPStrategy",
@@ -27,11 +27,10 @@ class Target:
     trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
     fixed: frozenset[str] = field(init=False)  # Arguments of a name that the user gave.
     rows: list[Became] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
+    lost: list[Became] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Remember what a name has set."""
         self.fixed = frozenset(self.arguments)
 
     @property
@@ -52,19 +51,14 @@ class Target:
     def note(self, asked: Asked, path: str, value: Any, note: str = "") -> None:
         """Add a line to the table without writing anything."""
         text = "; ".join(part for part in (asked.note, note) if part)
-        self.rows.append(Became(field=asked.field, given=asked.given, target=path, value=value, note=text))
+        self.rows.append(Became(asked.field, asked.given, text, path, value))
 
     def hold(self, asked: Asked, note: str) -> None:
         """A line for what needs no setting."""
         self.note(asked, "", None, note)
 
     def lose(self, asked: Asked, reason: str, nearest: str = "") -> None:
-        """A field without a counterpart."""
-        self.lost.append(Lost(field=asked.field, given=asked.given, reason=reason, nearest=nearest))
-
-    def default(self, asked: Asked, path: str, note: str = "") -> None:
-        """A line for what is the target's default already."""
-        self.note(asked, path, "the default", note)
+        self.lost.append(Became(asked.field, asked.given, reason, nearest=nearest))
 
 
 def level_of(engine: Engine, arguments: Mapping[str, Any]) -> str:
@@ -86,9 +80,6 @@ def _engine(target: Target, asked: Asked) -> None:
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2])
 
 
-# What is sharded
-
-
 def _shard(target: Target, asked: Asked) -> None:
     level = LEVELS.index(asked.value)
     if target.told:
@@ -105,7 +96,7 @@ def _shard(target: Target, asked: Asked) -> None:
     elif asked.value == "optimizer":
         target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op")
     else:
-        target.default(asked, "strategy.reshard_after_forward")
+        target.note(asked, "strategy.reshard_after_forward", "the default")
 
 
 def _fsdp_level(target: Target) -> int:
@@ -115,7 +106,7 @@ def _fsdp_level(target: Target) -> int:
 def _mesh(target: Target, asked: Asked) -> None:
     copies = asked.value["replicate"]
     if target.engine == "fsdp" and asked.value == {"replicate": 1, "shard": "auto"}:
-        target.default(asked, "strategy.mesh")
+        target.note(asked, "strategy.mesh", "the default")
     elif target.engine == "fsdp":
         target.set(asked, "strategy.mesh", asked.value)
     elif target.engine == "ddp":
@@ -142,8 +133,6 @@ def _reshard_ranks(target: Target, asked: Asked) -> None:
     else:
         target.hold(asked, "parameters are not sharded, so there is nothing to gather")
 
-
-# Offload
 
 _TOGETHER = "FSDP offloads parameters, gradients and optimizer state together, or nothing"
 
@@ -205,9 +194,6 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None
         _device(target, asked, group, device)
 
 
-# Wrapping and accumulation
-
-
 def _activation_checkpointing(target: Target, asked: Asked) -> None:
     units = target.reading.value("units", "auto")
     value, note = asked.value, ""
@@ -259,9 +245,6 @@ def _reduced(engine: Engine, stage: int, aligned: bool) -> str:
     return "once at the boundary" if at_boundary else "after each micro-batch"
 
 
-# Precision
-
-
 def _precision(target: Target, asked: Asked) -> None:
     own = target.engine == "deepspeed" and target.stage == 0
     if own and asked.value != "32-true":
@@ -287,9 +270,6 @@ def _override(target: Target, asked: Asked) -> None:
         target.lose(asked, "it goes with a precision, and the source names none", "ShardPrecision")
     else:
         target.set(asked, f"trainer.plugins.{asked.name}", asked.value, "of ShardPrecision, in place of precision")
-
-
-# Checkpoints
 
 
 def _checkpoint_form(target: Target, asked: Asked) -> None:

@@ -142,8 +142,6 @@ def _short(strategy: Any) -> Any:
     return strategy["class_path"] if isinstance(strategy, Mapping) else strategy
 
 
-# Precision
-
 _ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
 

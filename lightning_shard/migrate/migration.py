@@ -15,18 +15,16 @@ from lightning_shard.migrate.counterparts import Holds, Same, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.dependent_settings import CLASSES, Target
 from lightning_shard.migrate.lightning_yaml import Known, merged, read_lightning
-from lightning_shard.migrate.neutral import Asked, Became, Engine, Lost, Reading, read_file, shown
+from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, read_file, shown
 from lightning_shard.migrate.shard_strategies import OWN_ENGINES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What came of it."""
-
     content: dict[str, Any]  # What ``lightning-shard fit --config`` reads.
     rows: list[Became]  # What became what.
     idle: list[str]  # Fields that ask for nothing.
-    lost: list[Lost]  # Fields without a counterpart.
+    lost: list[Became]  # Fields without a counterpart.
     launch: dict[str, str]  # Variables that the launcher was told in the source.
 
 
@@ -50,7 +48,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migra
     if target.problems:
         raise ConfigurationError(report.mistakes(target.problems))
     return Migration(
-        content=_content(reading, target, known, _name(target, known)),
+        content=_content(reading, target, _name(target, known)),
         rows=target.rows,
         idle=reading.idle,
         lost=target.lost,
@@ -91,15 +89,13 @@ def _name(target: Target, known: Known) -> Any:
     return {"class_path": path, "init_args": target.arguments} if target.arguments else {"class_path": path}
 
 
-def _content(reading: Reading, target: Target, known: Known, strategy: Any) -> dict[str, Any]:
+def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
     carried = dict(reading.carried)
     trainer: Mapping[str, Any] = carried.pop("trainer", {})
     first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
     kept = {key: value for key, value in trainer.items() if key not in first}
-    own: dict[str, Any] = {"strategy": strategy, **first, **kept, **target.trainer}
-    before = [key for key in known.top_keys if key == "seed_everything" and key in carried]
-    head = {key: carried.pop(key) for key in before}
-    return {**head, "trainer": own, **carried}
+    head = {key: carried.pop(key) for key in ("seed_everything",) if key in carried}
+    return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **carried}
 
 
 Format = Literal["accelerate", "deepspeed", "lightning"]
@@ -175,31 +171,24 @@ def _once(reading: Reading, problems: list[str]) -> list[Asked]:
 
 
 _FIRST = (
-    "engine",
-    "shard",
-    "mesh",
-    "reshard_ranks",
-    "precision",
-    "aligned",
-    "units",
-    "cpu_offload",
-    "offload_optimizer.device",
-    "offload_parameters.device",
-)
+    "engine", "shard", "mesh", "reshard_ranks", "precision", "aligned", "units", "cpu_offload",
+    "offload_optimizer.device", "offload_parameters.device",
+)  # fmt: skip
 """Settings on which others depend."""
 
 
 def _by_table(target: Target, asked: Asked) -> None:
-    if asked.name in _ONLY_FP32 and target.engine == "ddp" and _compute(target) != "32-true":
-        target.lose(
-            asked,
-            "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate",
-            "precision: 32-true",
-        )
-        return
+    if (
+        asked.name in _ONLY_FP32
+        and target.engine == "ddp"
+        and target.reading.value("precision", "32-true") != "32-true"
+    ):
+        reason = "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate"
+        return target.lose(asked, reason, "precision: 32-true")
     answer = find(asked.name).answer(target.engine, asked.value)
     group = asked.name.partition(".")[0]
-    if asked.name in _GATHERING and target.engine == "deepspeed" and target.stage < 3:
+    zero = target.engine == "deepspeed"
+    if asked.name in _GATHERING and zero and target.stage < 3:
         target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
     elif isinstance(answer, Holds):
         target.hold(asked, answer.note)
@@ -211,28 +200,18 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.hold(asked, "nothing is offloaded")
     elif asked.name.endswith(".nvme_path") and target.arguments[group].get("device") != "nvme":
         target.hold(asked, "nothing is kept in files")
-    elif group.startswith("stage3") and target.engine == "deepspeed" and target.stage < 3:
+    elif group.startswith("stage3") and zero and target.stage < 3:
         target.hold(asked, "DeepSpeed reads it in stage 3 alone")
     elif _DEFAULTS.get(asked.name) == asked.value:
-        target.default(asked, f"strategy.{asked.name}")
+        target.note(asked, f"strategy.{asked.name}", "the default")
     else:
         target.set(asked, f"strategy.{answer.path or asked.name}", asked.value)
+    return None
 
 
+# Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits.
 _ONLY_FP32 = (
-    "static_graph",
-    "gradient_as_bucket_view",
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "comm_hook",
-    "comm_state",
-)
-"""Options of torch's DistributedDataParallel, which `ShardDDPStrategy` refuses in 16 bits."""
-
-
+    "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_cap_mb", "comm_hook", "comm_state",
+)  # fmt: skip
 _DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"}
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
-
-
-def _compute(target: Target) -> str:
-    return str(target.reading.value("precision", "32-true"))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -19,8 +19,7 @@ LEVELS = ("none", "optimizer", "gradients", "parameters")
 """What is sharded, as values of the neutral setting ``shard``; their indices are ZeRO's stages."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(NamedTuple):
     """One thing that a field asks for."""
 
     name: str  # The setting, a key of `counterparts.TABLE`.
@@ -30,25 +29,15 @@ class Asked:
     note: str = ""  # What differs in numbers, or why.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Became:
+class Became(NamedTuple):
     """What became of a field: a line of the table."""
 
     field: str
     given: Any
+    note: str = ""  # Of a field without a counterpart: why.
     target: str = ""  # Where it went, with dots; "" where it needs no setting.
     value: Any = None
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A field without a counterpart."""
-
-    field: str
-    given: Any
-    reason: str
-    nearest: str  # What comes nearest; "" where nothing does.
+    nearest: str = ""  # What comes nearest to a counterpart.
 
 
 @dataclass(kw_only=True)
@@ -58,7 +47,7 @@ class Reading:
     engine: Engine | None = None  # Whose settings ``asked`` are; None: the source names no strategy.
     asked: list[Asked] = field(default_factory=list)
     met: list[Became] = field(default_factory=list)  # Fields that need no setting.
-    lost: list[Lost] = field(default_factory=list)
+    lost: list[Became] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)  # Fields that ask for nothing, such as ``debug false``.
     # Unknown keys, wrong types, contradictions: one sentence each, without its full stop.
     problems: list[str] = field(default_factory=list)
@@ -67,16 +56,15 @@ class Reading:
     launch: dict[str, str] = field(default_factory=dict)  # What the launcher is to be told: variable to value.
 
     def ask(self, name: str, value: Any, field: str, given: Any, note: str = "") -> None:
-        """Add a setting."""
-        self.asked.append(Asked(name=name, value=value, field=field, given=given, note=note))
+        self.asked.append(Asked(name, value, field, given, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
         """Add a field that needs no setting."""
-        self.met.append(Became(field=field, given=given, note=note))
+        self.met.append(Became(field, given, note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "") -> None:
         """Add a field without a counterpart."""
-        self.lost.append(Lost(field=field, given=given, reason=reason, nearest=nearest))
+        self.lost.append(Became(field, given, reason, nearest=nearest))
 
     def rest(self, field: str, given: Any) -> None:
         """Add a field that asks for nothing."""
@@ -117,8 +105,7 @@ class Field:
     note: str = ""  # What differs in numbers once it has become the setting.
 
 
-READ_ELSEWHERE = Field()
-"""A field whose meaning depends on others, so that it is read by a function and not by its description."""
+READ_ELSEWHERE = Field()  # Its meaning depends on others, so that it is read by a function.
 
 
 def setting(name: str, kind: str, *idle: Any, words: Mapping[Any, Any] | None = None, note: str = "") -> Field:
@@ -162,8 +149,8 @@ def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any
         found = next((key for key in described.words if key in (value, spelled)), None)
         if found is None and value not in described.idle and spelled not in described.idle:
             words = [*described.idle, *described.words]
-            near = nearest(str(value), [str(word) for word in words])
-            reading.problems.append(f"{path} is {shown(value)!r}, but must be one of {_listed(words)}{near}")
+            near, listed = nearest(str(value), list(map(str, words))), ", ".join(dict.fromkeys(map(shown, words)))
+            reading.problems.append(f"{path} is {shown(value)!r}, but must be one of {listed}{near}")
             return None
     else:
         found = spelled = value
@@ -189,12 +176,7 @@ def check_keys(reading: Reading, path: str, content: Mapping[Any, Any], known: C
 
 
 def nearest(word: str, choices: Collection[str]) -> str:
-    """``": the nearest is ..."``, or ``""``."""
     return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
-
-
-def _listed(words: Collection[Any]) -> str:
-    return ", ".join(dict.fromkeys(shown(word) for word in words))
 
 
 def _bool(value: Any) -> bool:
@@ -207,15 +189,11 @@ def _bool(value: Any) -> bool:
 
 
 def _float(value: Any, expected: str = "a number") -> float:
-    if isinstance(value, str):
-        # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError(expected) from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(expected)
-    return value
+    try:  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
+        value = float(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(expected) from None
+    return _kind((int, float), expected)(value)
 
 
 def _int(value: Any) -> int:
@@ -232,19 +210,20 @@ def _count(value: Any) -> int:
     return number
 
 
-def _str(value: Any) -> str:
-    if isinstance(value, str):
-        return value.strip()
-    raise ValueError("a string")
+def _kind(types: tuple[Any, ...], expected: str) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
+            return value.strip() if isinstance(value, str) else value
+        raise ValueError(expected)
+
+    return read
 
 
 def _word(value: Any) -> Any:
     """A word or the number that stands for it."""
-    if isinstance(value, str):
-        return int(value) if value.strip().isdigit() else value.strip()
-    if isinstance(value, int):
-        return value
-    raise ValueError("a word")
+    return (
+        int(value) if isinstance(value, str) and value.strip().isdigit() else _kind((str, int, bool), "a word")(value)
+    )
 
 
 def _names(value: Any) -> list[str]:
@@ -256,22 +235,16 @@ def _names(value: Any) -> list[str]:
     raise ValueError("names, as a list or with commas between them")
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise ValueError("a mapping")
-
-
 KINDS: Mapping[str, Callable[[Any], Any]] = {
     "any": lambda value: value,
     "bool": _bool,
     "int": _int,
     "count": _count,
     "float": _float,
-    "str": _str,
+    "str": _kind((str,), "a string"),
     "word": _word,
     "names": _names,
-    "mapping": _mapping,
+    "mapping": _kind((Mapping,), "a mapping"),
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""
 
@@ -282,7 +255,9 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: there is no such file (from {Path.cwd()}).")
     try:
         read = path.read_text(encoding="utf-8")
-        content = _json(read) if path.suffix == ".json" else yaml.load(read, Loader=_Loader)
+        content = (
+            json.loads(read, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(read, Loader=_Loader)
+        )
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} can't be read as {path.suffix.lstrip('.') or 'YAML'}: {error}") from error
     if not isinstance(content, dict):
@@ -299,28 +274,17 @@ def content_of(config: Any, field: str) -> dict[str, Any]:
     return dict(config)
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, which refuses a key that is there twice."""
-
-
-def _unique_keys(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    _refuse_twice(keys)
-    return dict(yaml.SafeLoader.construct_mapping(loader, node, deep=True))
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_keys)
-
-
-def _json(text: str) -> Any:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twice([key for key, _ in items])
-        return dict(items)
-
-    return json.loads(text, object_pairs_hook=pairs)
-
-
-def _refuse_twice(keys: list[Any]) -> None:
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    keys = [key for key, _ in pairs]
     twice = sorted({str(key) for key in keys if keys.count(key) > 1})
     if twice:
         raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")
+    return dict(pairs)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which refuses a key that is there twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+        return dict(super().construct_mapping(node, deep=True))

@@ -7,48 +7,35 @@ from typing import Any
 
 import yaml
 
-from lightning_shard.migrate.neutral import Became, Lost, shown
+from lightning_shard.migrate.neutral import Became, shown
 from lightning_shard.text import columns
 
 _WIDEST = 44
 
 
-def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Lost]) -> str:
+def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Became]) -> str:
     """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
     lines = [("source", "", "->", "target", "", "note")]
-    lines += [(row.field, shown(row.given), "->", row.target or "(no setting)", _value(row), row.note) for row in rows]
+    for row in rows:
+        value = shown(row.value) if row.target else ""
+        lines.append((row.field, shown(row.given), "->", row.target or "(no setting)", value, row.note))
     lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in lost]
-    text = [columns([[*map(_cut, line[:-1]), line[-1]] for line in lines])]
-    if idle:
-        text.append(f"asking for nothing: {', '.join(idle)}")
-    return "\n".join(text)
+    cut = [[*(c if len(c) <= _WIDEST else f"{c[: _WIDEST - 3]}..." for c in line[:-1]), line[-1]] for line in lines]
+    return "\n".join([columns(cut), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
 
 
-def _value(row: Became) -> str:
-    return shown(row.value) if row.target else ""
+def _why(item: Became) -> str:
+    return f"{item.note}; nearest: {item.nearest}" if item.nearest else item.note
 
 
-def _cut(cell: str) -> str:
-    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
-
-
-def _why(item: Lost) -> str:
-    return f"{item.reason}; nearest: {item.nearest}" if item.nearest else item.reason
-
-
-def refusal(lost: Sequence[Lost]) -> str:
+def refusal(lost: Sequence[Became]) -> str:
     """The message that lists every field without a counterpart."""
     count = "1 field has" if len(lost) == 1 else f"{len(lost)} fields have"
-    lines = "".join(f"\n  - {item.field}: {shown(item.given)}. {_sentence(item)}" for item in lost)
-    return (
-        f"{count} no counterpart here, so that nothing was written:{lines}\n"
-        "With --lossy the rest is written, and these stand in the file as comments."
-    )
-
-
-def _sentence(item: Lost) -> str:
-    reason = item.reason[:1].upper() + item.reason[1:]
-    return f"{reason}. Nearest: {item.nearest}." if item.nearest else f"{reason}."
+    text = f"{count} no counterpart here, so that nothing was written:"
+    for item in lost:
+        near = f" Nearest: {item.nearest}." if item.nearest else ""
+        text += f"\n  - {item.field}: {shown(item.given)}. {item.note[:1].upper()}{item.note[1:]}.{near}"
+    return f"{text}\nWith --lossy the rest is written, and these stand in the file as comments."
 
 
 def mistakes(problems: Sequence[str]) -> str:
@@ -59,7 +46,7 @@ def mistakes(problems: Sequence[str]) -> str:
     return f"{len(unique)} things are wrong:" + "".join(f"\n  - {problem}." for problem in unique)
 
 
-def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Lost]) -> str:
+def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Became]) -> str:
     """The file that is written: what ``fit --config`` reads, below the command, the launcher's variables and lost
     fields.
     """

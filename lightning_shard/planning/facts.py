@@ -34,7 +34,6 @@ class ParameterFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
         return prod(self.shape)
 
     def seen_in(self, compute: torch.dtype) -> torch.dtype:
@@ -48,8 +47,6 @@ class ParameterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A model's tensors."""
-
     parameters: tuple[ParameterFacts, ...]  # In registration order.
     buffer_bytes: int = 0  # Of buffers and of metrics' states; every engine replicates them.
 
@@ -68,7 +65,6 @@ class ModelFacts:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
         return sum(p.numel for p in self.parameters)
 
 

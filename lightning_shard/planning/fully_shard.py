@@ -129,7 +129,6 @@ def _offloaded(memory: StepMemory, model: ModelFacts, engine: FSDPFacts, master:
 def step_points(
     model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, memory: StepMemory, trace: Trace, micro_batches: int
 ) -> Iterator[Point]:
-    """See `lightning_shard.planning.predict.step_points`."""
     steps = _TracedUnits(model, engine, memory, trace, policy)
     if micro_batches > 2 and engine.reduce_at_boundary:
         # Micro-batches between the first and the last, after which no gradient is freed.
@@ -230,7 +229,6 @@ class _TracedUnits:
 
 
 def collectives(model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
-    """See `lightning_shard.planning.predict.collectives`."""
     shards = engine.shard
     units = {name: _gathered_bytes(members, shards, policy.compute) for name, members in model.units.items()}
     reduced = sum(_reduced_bytes(members, shards, policy.reduce) for members in model.units.values())

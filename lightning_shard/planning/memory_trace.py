@@ -44,7 +44,6 @@ class Trace:
 
     @property
     def flops(self) -> int:
-        """Of the whole step."""
         return self.forward_flops + self.backward_flops
 
     @property
@@ -59,8 +58,6 @@ class TraceError(ConfigurationError):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """How to run a step of a module."""
-
     training_step: Callable[[Any], Any]  # ``(batch) -> loss``, or to a mapping with ``loss``.
     batch: Any  # The first batch of the user's data: tensors on the CPU in any nesting.
     units: Sequence[Unit] = ()
@@ -144,7 +141,6 @@ class _UnitHooks:
                 self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
 
@@ -325,7 +321,6 @@ class LiveBytes(NumbersReadAsOne):
         self.note()
 
     def finish(self) -> None:
-        """End the last segment."""
         self.segments[-1].end_activations, self.segments[-1].end_gradients = self.activations, self.gradients
 
     def track(self, tensors: Any) -> None:
@@ -366,7 +361,6 @@ class LiveBytes(NumbersReadAsOne):
             segment.peak, segment.peak_gradients = self.activations + self.gradients, self.gradients
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it made."""
         self.last_operation = str(func)
         if func is READ_NUMBER and not args[0].is_floating_point():
             raise DataDependent(f"{self.last_operation} reads a number of dtype {args[0].dtype} out of a tensor")

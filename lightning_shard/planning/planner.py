@@ -26,8 +26,6 @@ from lightning_shard.tensors.tracing import tree_map
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What a run is planned on."""
-
     nodes: Nodes
     memory: int  # Bytes of a device that the run may use.
     # FLOPs per second that the model reaches on a device; None: the time of a step is not known.
@@ -190,11 +188,9 @@ class Traces:
 
     @property
     def scales(self) -> bool:
-        """Whether other batches are known."""
         return self.two is not None and _parts(self.one) == _parts(self.two)
 
     def traced(self, batch: int) -> bool:
-        """Whether the step was traced at that very batch."""
         return any(trace.batch_size == batch for trace in self._all)
 
     @property
@@ -271,8 +267,7 @@ def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:
     return _last(low, high, fits)
 
 
-MOST_TRACES = 8
-"""That are made to confirm a batch."""
+MOST_TRACES = 8  # That are made to confirm a batch.
 
 
 def confirmed_batch(

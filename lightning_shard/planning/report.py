@@ -34,14 +34,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Name and activation checkpointing."""
         if self.checkpointing is None:
             return self.name
         return f"{self.name} + {'selective ' if self.checkpointing == SELECTIVE else ''}checkpointing"
 
     @property
     def most(self) -> MemoryAccount:
-        """The account at the peak."""
         return peak(self.points).account
 
 
@@ -104,7 +102,6 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
 
 
 def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
-    """What an optimizer step sends, by collective and mesh axis."""
     if not sent:
         return "nothing crosses the network: there is one process"
     rows = [["sent in a step", "axis", "ranks", "inside a node, per device", "between nodes, per node"]]
@@ -117,7 +114,6 @@ def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
 
 
 def timing(time: StepTime) -> str:
-    """The parts of a step and what it waits for."""
     return (
         f"a step takes about {show_seconds(time.expected)}, bound by {time.bound}: compute "
         f"{show_seconds(time.compute)}, links inside nodes {show_seconds(time.inside)}, between nodes "

@@ -61,14 +61,11 @@ def compute_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A moment of a step."""
-
     name: str  # Such as "backward of model.layers.3".
     account: MemoryAccount
 
 
 def peak(points: Sequence[Point]) -> Point:
-    """The point where the device has most resident."""
     return max(points, key=lambda point: point.account.device.total)
 
 
@@ -86,7 +83,6 @@ def optimizer_point(memory: StepMemory, optimizer: OptimizerFacts, trace: Trace)
 
 
 def segment_name(segment: Segment) -> str:
-    """The name of the point at which a segment's peak is."""
     return f"{segment.phase} of {segment.unit}" if segment.unit else f"{segment.phase} outside of units"
 
 

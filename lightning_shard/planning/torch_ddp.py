@@ -24,7 +24,6 @@ from lightning_shard.precision.policy import PrecisionPolicy
 def step_memory(
     model: ModelFacts, engine: TorchDDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
 ) -> StepMemory:
-    """See `lightning_shard.planning.predict.predict`."""
     trainable = model.trainable
     gradients = sum(p.numel for p in trainable) * policy.master.itemsize
     in_buckets = engine.gradient_as_bucket_view
@@ -78,7 +77,6 @@ def step_points(
 def collectives(
     model: ModelFacts, engine: TorchDDPFacts | ReplicateFacts, policy: PrecisionPolicy, micro_batches: int
 ) -> list[Collective]:
-    """See `lightning_shard.planning.predict.collectives`."""
     payload = sum(p.numel for p in model.trainable) * policy.reduce.itemsize
     times = 1 if engine.reduce_at_boundary else micro_batches
     return [over_all_ranks("all-reduce", "gradients", engine.ranks, payload * times)]

@@ -21,14 +21,11 @@ FACTORS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run."""
-
     nodes: int
     devices: int  # Per node, and so processes.
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
         return self.nodes * self.devices
 
 
@@ -45,7 +42,6 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends."""
         return FACTORS[self.kind] * (self.ranks - 1) / self.ranks * self.payload
 
     def inside(self, nodes: Nodes) -> float:
@@ -65,7 +61,6 @@ class Collective:
 
 
 def over_all_ranks(kind: str, what: str, ranks: int, payload: int) -> Collective:
-    """Collectives in one group of all ranks."""
     return Collective(kind=kind, what=what, axis="all", ranks=ranks, stride=1, payload=payload)
 
 
@@ -89,7 +84,6 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What the step waits for."""
         if self.compute >= self.network:
             return "compute"
         return "the links between nodes" if self.between >= self.inside else "the links inside nodes"
@@ -134,7 +128,6 @@ def write_links(links: Links, path: Path) -> None:
 
 
 def read_links(path: Path) -> Links:
-    """What `write_links` wrote."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

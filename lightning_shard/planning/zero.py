@@ -34,7 +34,6 @@ ALLREDUCE_BUCKET = 500_000_000
 def step_memory(
     model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
 ) -> StepMemory:
-    """See `lightning_shard.planning.predict.predict`."""
     stage = (_stage_0, stages_1_2, stages_1_2, stage_3)[engine.stage]
     memory = stage(model, engine, policy, optimizer, micro_batches)
     if engine.stage == 0:
@@ -134,7 +133,6 @@ def _in_backward(engine: DeepSpeedFacts, memory: StepMemory, reached: int, total
 def collectives(
     model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, micro_batches: int
 ) -> list[Collective]:
-    """See `lightning_shard.planning.predict.collectives`."""
     ranks, compute = engine.ranks, policy.compute
     numel = sum(p.numel for p in model.trainable)
     gradients = numel * policy.reduce.itemsize * (micro_batches if engine.stage >= 2 else 1)
@@ -166,7 +164,6 @@ MIN_SWAPPED_BYTES = 1024**2
 def stage_3(
     model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
 ) -> StepMemory:
-    """See `lightning_shard.planning.predict.predict`."""
     compute, master, trainable = policy.compute, policy.master, model.trainable
     groups = _sub_groups(trainable, engine)
     on_nvme = engine.optimizer_device == "nvme"
