@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_shard.migrate import accelerate_fields as tables
-from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed
+from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
 from lightning_shard.migrate.neutral import (
     Engine,
     Field,
@@ -21,12 +21,10 @@ from lightning_shard.migrate.neutral import (
     satisfied,
     setting,
     shown,
+    word_of,
 )
 
-_REDUCED = (
-    "modules cast their parameters and inputs, autocast is not used; gradients are reduced in fp32, by Accelerate's "
-    "FSDP in 16 bits: ShardPrecision(reduce=...)"
-)
+_REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
@@ -35,11 +33,9 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     A ``deepspeed_config_file`` is looked for from the current folder, then beside the file's ``path``.
     """
     check_keys(reading, "", content, tables.TOP, "an Accelerate config file")
-    if str(content.get("compute_environment", "LOCAL_MACHINE")).upper() == "AMAZON_SAGEMAKER":
-        reading.problems.append(
-            "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
-            "LOCAL_MACHINE"
-        )
+    if str(content.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
+        text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
+        reading.problems.append(f"{text}LOCAL_MACHINE")
         return
     engine = _engine(reading, content)
     read_fields(reading, "", tables.TOP, content)
@@ -53,7 +49,8 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     if engine == "deepspeed":
         _deepspeed(reading, sections["deepspeed_config"], content, path)
     _precision(reading, content)
-    _dynamo(reading, {**sections["dynamo_config"], **_old_dynamo(content)})
+    old = {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
+    _dynamo(reading, {**sections["dynamo_config"], **old})
     for name, reason in _UNSUPPORTED_SECTIONS.items():
         for key, value in sections[name].items():
             if value not in (None, False, {}, [], "none"):
@@ -74,28 +71,22 @@ _SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_co
 
 def _section(reading: Reading, content: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = content.get(name)
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
+    if section is not None and not isinstance(section, Mapping):
         reading.problems.append(f"{name} is {shown(section)!r}, but must be a mapping of keys")
-        return {}
-    return dict(section)
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
-    if given is None:
-        reading.problems.append(
-            f"distributed_type is missing, but must be one of {', '.join(tables.DISTRIBUTED)}, as Accelerate asks too"
-        )
-        return None
-    if kind in tables.OTHER_DEVICES:
-        reading.problems.append(f"distributed_type is {given}, but the engines here run on CUDA devices and on CPUs")
-        return None
     if kind not in tables.DISTRIBUTED:
-        known = [*tables.DISTRIBUTED, *tables.OTHER_DEVICES]
-        reading.problems.append(f"distributed_type is {given!r}, which Accelerate does not have{nearest(kind, known)}")
+        near = nearest(kind, [*tables.DISTRIBUTED, *tables.OTHER_DEVICES])
+        why = f"is {given!r}, which Accelerate does not have{near}"
+        if given is None:
+            why = f"is missing, but must be one of {', '.join(tables.DISTRIBUTED)}, as Accelerate asks too"
+        elif kind in tables.OTHER_DEVICES:
+            why = f"is {given}, but the engines here run on CUDA devices and on CPUs"
+        reading.problems.append(f"distributed_type {why}")
         return None
     engine = cast(Engine, tables.DISTRIBUTED[kind])
     reading.engine = engine
@@ -110,9 +101,10 @@ def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
     machines = read_field(reading, "num_machines", Field(kind="int"), content.get("num_machines")) or 1
     processes = read_field(reading, "num_processes", Field(kind="int"), content.get("num_processes"))
     on_cpu = read_field(reading, "use_cpu", Field(kind="bool"), content.get("use_cpu"))
-    if str(content.get("distributed_type")).upper() == "NO" and processes is None:
+    kind = str(content.get("distributed_type")).upper()
+    if kind == "NO" and processes is None:
         processes = 1
-    if on_cpu or str(content.get("distributed_type")).upper() == "MULTI_CPU":
+    if on_cpu or kind == "MULTI_CPU":
         field = "use_cpu" if on_cpu else "distributed_type"
         reading.ask("trainer.accelerator", "cpu", field, content[field])
     else:
@@ -127,10 +119,7 @@ def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
             f"num_processes is {processes} on num_machines {machines}, but each machine must have as many processes"
         )
         return
-    _devices(reading, content.get("gpu_ids"), processes, processes // machines)
-
-
-def _devices(reading: Reading, given: Any, processes: int, local: int) -> None:
+    local, given = processes // machines, content.get("gpu_ids")
     ids = [part.strip() for part in str(given).split(",")] if given not in (None, "all") else []
     if not ids:
         note = f"of each of the {processes // local} machines" if processes != local else ""
@@ -150,12 +139,11 @@ def _launch(reading: Reading, content: Mapping[str, Any]) -> None:
     several = isinstance(content.get("num_machines"), int) and content["num_machines"] > 1
     for field, variable in names.items():
         value = content.get(field)
-        if value is None or (field == "machine_rank" and not several):
-            if value is not None:
-                reading.rest(field, value)
-            continue
-        reading.launch[variable] = str(value)
-        reading.meet(field, value, f"the environment's: {variable}={value}; srun and torchrun set it themselves")
+        if value is not None and field == "machine_rank" and not several:
+            reading.rest(field, value)
+        elif value is not None:
+            reading.launch[variable] = str(value)
+            reading.meet(field, value, f"the environment's: {variable}={value}; srun and torchrun set it themselves")
 
 
 def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str, Any]]) -> None:
@@ -182,19 +170,16 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    refused = {name: section[name] for name in tables.REFUSED_BESIDE_A_FILE if section.get(name) is not None}
+    refused = {f"deepspeed_config.{name}": ("it", section.get(name)) for name in tables.REFUSED_BESIDE_A_FILE}
+    refused["mixed_precision"] = ("bf16 or fp16", content.get("mixed_precision"))
     reading.problems += [
-        f"deepspeed_config.{name} is {shown(value)} beside deepspeed_config_file, where Accelerate refuses it: set it "
-        "in the DeepSpeed file, and remove it here"
-        for name, value in refused.items()
+        f"{name} is {shown(value)} beside deepspeed_config_file, where Accelerate refuses it: set {what} in the "
+        "DeepSpeed file, and remove it here"
+        for name, (what, value) in refused.items()
+        if value is not None
     ]
     others = {name: value for name, value in section.items() if name not in tables.REFUSED_BESIDE_A_FILE}
     read_fields(reading, "deepspeed_config", tables.DEEPSPEED, others)
-    if content.get("mixed_precision") is not None:
-        reading.problems.append(
-            f"mixed_precision is {content['mixed_precision']} beside deepspeed_config_file, where Accelerate refuses "
-            "it: set bf16 or fp16 in the DeepSpeed file, and remove it here"
-        )
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
     if found is None:
         reading.problems.append(f"deepspeed_config.deepspeed_config_file is {file!r}, but there is no such file")
@@ -204,15 +189,13 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
 
 
 def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
-    given = content.get("mixed_precision")
-    field = "mixed_precision"
+    given, field = content.get("mixed_precision"), "mixed_precision"
     if given is None and content.get("fp16") is not None:
-        field, given = "fp16", content["fp16"]
-        given = "fp16" if given in (True, "yes", "true") else "no"
+        field, given = "fp16", "fp16" if content["fp16"] in (True, "yes", "true") else "no"
     if given is None:
         return
     if isinstance(given, bool):  # YAML 1.1 reads an unquoted no as false
-        given = "no" if not given else "true"
+        given = "true" if given else "no"
     kind = str(given).upper()
     if kind == "FP8":
         reading.lose(field, given, "no engine here computes in fp8", "precision: bf16-mixed")
@@ -224,15 +207,8 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         engine = reading.engine
         if engine == "deepspeed" and kind == "FP16":
             reading.meet(field, given, SCALE_NOTE)
-        note = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": _DDP_NOTE}.get(str(engine), "")
+        note = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}.get(str(engine), "")
         reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else "")
-
-
-_DDP_NOTE = "modules cast their parameters and inputs, autocast is not used"
-
-
-def _old_dynamo(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
@@ -290,24 +266,21 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> Non
         reading.problems.append(f"fsdp_config has {both}, which contradict each other: remove one")
         return
     for field, strategy in list(found.items())[-1:]:
-        assert strategy is not None
         ignored = field == "fsdp_reshard_after_forward" and strategy != "FULL_SHARD"
         note = "Accelerate 1.15 runs FULL_SHARD all the same: it reads fsdp_sharding_strategy" if ignored else ""
-        add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], strategy, note)
+        add_fsdp_strategy(reading, f"fsdp_config.{field}", content[field], str(strategy), note)
 
 
-def _strategy(reading: Reading, field: str, value: Any) -> str | None:
+def _strategy(reading: Reading, field: str, value: Any) -> Any:
     words: dict[Any, str] = {**dict(enumerate(tables.STRATEGIES, 1)), **{name: name for name in tables.STRATEGIES}}
-    probe = Reading()
     if isinstance(value, bool):
-        expected = "one of " + ", ".join(tables.STRATEGIES)
-        probe.problems.append(
-            f"fsdp_config.{field} is {shown(value)}, but must be {expected}: true and false go with fsdp_version 2"
+        expected = ", ".join(tables.STRATEGIES)
+        reading.problems.append(
+            f"fsdp_config.{field} is {shown(value)}, but must be one of {expected}: true and false go with "
+            "fsdp_version 2"
         )
-    else:
-        read_field(probe, f"fsdp_config.{field}", Field(kind="word", name="shard", words=words), value)
-    reading.problems += probe.problems
-    return str(probe.asked[0].value) if probe.asked else None
+        return None
+    return word_of(reading, f"fsdp_config.{field}", value, words)
 
 
 def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
@@ -315,13 +288,8 @@ def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, n
     level = {"SHARD_GRAD_OP": "gradients", "HYBRID_SHARD_ZERO2": "gradients", "_HYBRID_SHARD_ZERO2": "gradients"}
     reading.ask("shard", "none" if strategy == "NO_SHARD" else level.get(strategy, "parameters"), field, given, note)
     if strategy.lstrip("_").startswith("HYBRID"):
-        reading.ask(
-            "mesh",
-            {"replicate": "auto", "shard": "auto"},
-            field,
-            given,
-            "sharded inside a node, replicated across nodes",
-        )
+        inside = "sharded inside a node, replicated across nodes"
+        reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)
 
 
 def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
@@ -330,10 +298,8 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
     size = read_field(reading, f"fsdp_config.{size_field}", Field(kind="count"), content.get(size_field))
     given = content.get("fsdp_auto_wrap_policy")
     path = "fsdp_config.fsdp_auto_wrap_policy"
-    probe = Reading()
-    read_field(probe, path, Field(kind="str", name="units", words=tables.POLICIES), given)
-    reading.problems += probe.problems
-    policy = probe.value("units")
+    problems = len(reading.problems)
+    policy = word_of(reading, path, given, tables.POLICIES, "str")
     if policy == "classes" and names:
         reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
     elif policy == "classes":
@@ -342,7 +308,7 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
         reading.ask("units", size or 100_000_000, f"fsdp_config.{size_field}", size, "the model itself is a unit too")
     elif policy in ("none", "size"):
         reading.ask("units", [], path, given, "the model is one unit")
-    elif not probe.problems:
+    elif len(reading.problems) == problems:
         reading.meet(path, given, "Accelerate's default is NO_WRAP; here units: auto, which changes no number")
     for field, value, owner in ((names_field, names, "classes"), (size_field, size, "size")):
         if value is not None and policy != owner:
@@ -381,9 +347,7 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
             sizes[name] = value
     if not sizes:
         return
-    replicate, shard = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
-    others = prod(sizes.get(name, 1) for name in ("tp_size", "cp_size", "sp_size"))
-    product = replicate * shard * others
+    replicate, shard, product = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1), prod(sizes.values())
     processes = content.get("num_processes")
     if isinstance(processes, int) and processes > 0 and product != processes:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -391,6 +355,5 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
             f"parallelism_config: {factors} is {product}, but num_processes is {processes}; they must be equal"
         )
     given = {name: size for name, size in sizes.items() if name.startswith("dp_")}
-    reading.ask(
-        "mesh", {"replicate": replicate, "shard": shard if others == 1 else "auto"}, "parallelism_config", given
-    )
+    mesh = {"replicate": replicate, "shard": shard if product == replicate * shard else "auto"}
+    reading.ask("mesh", mesh, "parallelism_config", given)

@@ -13,6 +13,7 @@ from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.neutral import LEVELS, Reading
 
+CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
 PRECISION_NOTE = (
     "masters begin as the loaded values, not as their 16-bit rounding; gradients are reduced and summed in fp32"

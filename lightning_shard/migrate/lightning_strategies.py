@@ -9,7 +9,7 @@ from typing import Any
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate import add_fsdp_strategy
-from lightning_shard.migrate.deepspeed_json import PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
+from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
 from lightning_shard.migrate.neutral import (
     LEVELS,
     READ_ELSEWHERE,
@@ -19,6 +19,7 @@ from lightning_shard.migrate.neutral import (
     content_of,
     read_field,
     shown,
+    word_of,
 )
 
 
@@ -56,7 +57,7 @@ def precision_of(kind: str | None, precision: str) -> tuple[str, str]:
         bits = precision.removesuffix("-mixed").replace("16", "fp16").replace("bffp16", "bf16")
         return precision, f"gradients are reduced in fp32, by stock FSDP in {bits}: ShardPrecision(reduce: {bits})"
     if kind in ("DDPStrategy", "SingleDeviceStrategy") and precision.endswith("mixed"):
-        return precision, "modules cast their parameters and inputs, autocast is not used"
+        return precision, CAST_NOTE
     return precision, ""
 
 
@@ -77,28 +78,19 @@ def _timeout(reading: Reading, field: str, value: Any) -> None:
 
 
 def _ddp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
-    if "ddp_comm_hook" not in given:
-        return
-    hook = str(given["ddp_comm_hook"])
-    names = {"fp16_compress_hook": "fp16_compress", "bf16_compress_hook": "bf16_compress"}
-    reading.ask("comm_hook", names.get(hook.rpartition(".")[2], hook), field("ddp_comm_hook"), hook)
+    if hook := given.get("ddp_comm_hook"):
+        name = str(hook).rpartition(".")[2]
+        known = name in ("fp16_compress_hook", "bf16_compress_hook")
+        reading.ask("comm_hook", name.removesuffix("_hook") if known else hook, field("ddp_comm_hook"), hook)
 
 
 def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
-    probe = Reading()
-    words = Field(kind="word", name="shard", words=tables.SHARDING)
-    strategy = given.get("sharding_strategy", "FULL_SHARD")
-    read_field(probe, field("sharding_strategy"), words, strategy)
-    reading.problems += probe.problems
-    for asked in probe.asked:
-        add_fsdp_strategy(reading, field("sharding_strategy"), given.get("sharding_strategy"), asked.value)
-        if "device_mesh" in given and "HYBRID" not in asked.value:
-            reading.problems.append(
-                f"{field('device_mesh')} is {shown(given['device_mesh'])}, but goes with sharding_strategy "
-                f"HYBRID_SHARD, not with {asked.value}"
-            )
-        elif "device_mesh" in given:
-            _device_mesh(reading, field("device_mesh"), given["device_mesh"])
+    name = "sharding_strategy"
+    strategy = word_of(reading, field(name), given.get(name, "FULL_SHARD"), tables.SHARDING)
+    if strategy is not None:
+        add_fsdp_strategy(reading, field(name), given.get(name), strategy)
+        if "device_mesh" in given:
+            _device_mesh(reading, field("device_mesh"), given["device_mesh"], strategy)
     offload = given.get("cpu_offload")
     if isinstance(offload, Mapping):
         offload = (offload.get("init_args") or offload).get("offload_params")
@@ -114,8 +106,11 @@ def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
         reading.problems.append(f"{field('activation_checkpointing')} and its policy are both given: remove one")
 
 
-def _device_mesh(reading: Reading, field: str, value: Any) -> None:
-    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) for size in value):
+def _device_mesh(reading: Reading, field: str, value: Any, strategy: str) -> None:
+    if "HYBRID" not in strategy:
+        wrong = f"but goes with sharding_strategy HYBRID_SHARD, not with {strategy}"
+        reading.problems.append(f"{field} is {shown(value)}, {wrong}")
+    elif isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) for size in value):
         # Before the strategy's own auto, auto.
         reading.asked = [asked for asked in reading.asked if asked.name != "mesh"]
         reading.ask("mesh", {"replicate": value[0], "shard": value[1]}, field, list(value))
@@ -144,12 +139,9 @@ def _model_parallel(reading: Reading, given: Mapping[str, Any], field: Any) -> N
         note = "configure_model finds the ranks in device_mesh['shard'], not in ['data_parallel']"
         reading.meet(field("tensor_parallel_size"), tensor, note)
     else:
-        reading.lose(
-            field("tensor_parallel_size"),
-            tensor,
-            "the mesh has no tensor-parallel axis" + (", which auto is over a node's devices" * (tensor == "auto")),
-            "shard_fsdp over all devices; or parallelize_module in configure_model over a mesh of one's own",
-        )
+        reason = "the mesh has no tensor-parallel axis" + ", which auto is over a node's devices" * (tensor == "auto")
+        near = "shard_fsdp over all devices; or parallelize_module in configure_model over a mesh of one's own"
+        reading.lose(field("tensor_parallel_size"), tensor, reason, near)
 
 
 def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
@@ -157,9 +149,9 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     if config is not None:
         beside = [name for name in given if name in _BY_CONFIG]
         if beside:
+            fields = ", ".join(map(field, beside))
             reading.problems.append(
-                f"{', '.join(field(name) for name in beside)} beside config, where Lightning does not read them: "
-                "remove them, or config"
+                f"{fields} beside config, where Lightning does not read them: remove them, or config"
             )
         read_deepspeed(reading, content_of(config, field("config")), "config: ")
         return
@@ -170,18 +162,18 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
         reading.ask("shard", LEVELS[stage], field("stage"), given.get("stage"), "" if "stage" in given else "default 2")
     else:
         reading.problems.append(f"{field('stage')} is {shown(stage)!r}, but must be 0, 1, 2 or 3")
-    for switch, device, target in (
-        ("offload_optimizer", "offload_optimizer_device", "offload_optimizer"),
-        ("offload_parameters", "offload_params_device", "offload_parameters"),
+    pin, default = given.get("pin_memory"), "/local_nvme"
+    for group, device in (
+        ("offload_optimizer", "offload_optimizer_device"),
+        ("offload_parameters", "offload_params_device"),
     ):
-        if given.get(switch) is True:
+        if given.get(group) is True:
             where = given.get(device, "cpu")
-            reading.ask(f"{target}.device", where, field(switch), where)
+            reading.ask(f"{group}.device", where, field(group), where)
             if where == "nvme":
-                default = "/local_nvme"
-                reading.ask(f"{target}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
-            if given.get("pin_memory") is not None:
-                reading.ask(f"{target}.pin_memory", given["pin_memory"], field("pin_memory"), given["pin_memory"])
+                reading.ask(f"{group}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
+            if pin is not None:
+                reading.ask(f"{group}.pin_memory", pin, field("pin_memory"), pin)
     kinds = {name: Field(kind="float" if name in ("loss_scale", "min_loss_scale") else "int") for name in SCALE_KEYS}
     read = {name: read_field(reading, field(name), kind, given.get(name)) for name, kind in kinds.items()}
     scale = {name: value for name, value in read.items() if value is not None}

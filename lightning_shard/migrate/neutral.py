@@ -166,6 +166,14 @@ def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any
     return value
 
 
+def word_of(reading: Reading, path: str, value: Any, words: Mapping[Any, Any], kind: str = "word") -> Any:
+    """What one of ``words`` stands for, without asking for it; None: nothing was given, or a problem."""
+    probe = Reading()
+    read_field(probe, path, Field(kind=kind, name=path, words=words), value)
+    reading.problems += probe.problems
+    return probe.value(path)
+
+
 def check_keys(reading: Reading, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
     """A problem for every key of ``content`` that is not known, with the nearest one."""
     for key in content:
