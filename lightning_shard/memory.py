@@ -54,3 +54,14 @@ class MemoryAccount:
         return MemoryAccount(
             device=self.device + other.device, host=self.host + other.host, nvme=self.nvme + other.nvme
         )
+
+
+def most(*accounts: MemoryAccount) -> MemoryAccount:
+    """The greatest of each kind and place, which accounts may have had at different times."""
+    places = (place.name for place in fields(MemoryAccount))
+    return MemoryAccount(
+        **{
+            place: KindBytes(**{kind: max(getattr(getattr(a, place), kind) for a in accounts) for kind in KINDS})
+            for place in places
+        }
+    )

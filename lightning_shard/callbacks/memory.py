@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import module_tensors
-from lightning_shard.memory import MemoryAccount
-from lightning_shard.meters.memory_meter import StepMeter, most
+from lightning_shard.memory import MemoryAccount, most
+from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.meters.memory_table import (
     append_to_message,
     from_numbers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,9 @@ from lightning_shard.meters.throughput import (
     RankWindow,
     Window,
     combine,
-    from_numbers,
     gather_rows,
     peak_bytes,
     summary_table,
-    to_numbers,
     write_csv,
 )
 
@@ -193,10 +192,10 @@ class ThroughputCallback(Callback):
         spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
         self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
         self._window.allocated, self._window.reserved = peak_bytes(device)
-        rows = gather_rows(to_numbers(self._window), dtype=torch.float64, device=device)
+        rows = gather_rows(astuple(self._window), dtype=torch.float64, device=device)
         norm = trainer.callback_metrics.get("grad_norm")
         window = combine(
-            [from_numbers(row) for row in rows],
+            [RankWindow(*row) for row in rows],
             step=trainer.global_step,
             steps=trainer.global_step - self._first_step,
             peak=self._peak,
@@ -274,9 +273,7 @@ class ActionClock:
 
 
 def _action(name: str) -> str | None:
-    if name == CHECKPOINT:
-        return CHECKPOINT
-    return DATA if name.endswith(DATA) else None
+    return next((action for action in (CHECKPOINT, DATA) if name.endswith(action)), None)
 
 
 def log_window(module: LightningModule, window: Window, *, on_cpu: bool) -> None:
@@ -289,14 +286,11 @@ def log_window(module: LightningModule, window: Window, *, on_cpu: bool) -> None
         module.log("padding_share", window.padding_share)
     module.log("samples/s", window.samples_per_second, prog_bar=tokens is None)
     module.log("samples/s/device", window.samples_per_second_per_device)
-    module.log("step_seconds", window.step_seconds)
-    module.log("data_share", window.data_share)
-    module.log("checkpoint_seconds", window.checkpoint_seconds)
+    for name in ("step_seconds", "data_share", "checkpoint_seconds"):
+        module.log(name, getattr(window, name))
     if window.mfu is not None:
         module.log("mfu", window.mfu, prog_bar=True)
     module.log("memory/rank", float(window.largest_rank))
-    if on_cpu:
-        module.log("memory/resident_gib", window.allocated / 2**30)
-    else:
-        module.log("memory/allocated_gib", window.allocated / 2**30)
+    module.log(f"memory/{'resident' if on_cpu else 'allocated'}_gib", window.allocated / 2**30)
+    if not on_cpu:
         module.log("memory/reserved_gib", window.reserved / 2**30)

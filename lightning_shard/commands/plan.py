@@ -19,8 +19,8 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.planning import report
-from lightning_shard.planning.memory_trace import batch_size_of
-from lightning_shard.planning.planner import Candidate, Machines, Planner, resized
+from lightning_shard.planning.memory_trace import batch_size_of, resized
+from lightning_shard.planning.planner import Candidate, Machines, Planner
 from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
 from lightning_shard.planning.report import FORMS, Row, recommend
 from lightning_shard.planning.traffic import Links, Nodes, read_links

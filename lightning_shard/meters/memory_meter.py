@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -15,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import selective
-from lightning_shard.engines.resident import Resident, module_tensors, unsharded
-from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
+from lightning_shard.engines.resident import Resident, unsharded
+from lightning_shard.memory import KINDS, KindBytes, MemoryAccount, most
 from lightning_shard.tensors.tracing import tree_leaves
 
 Storage = tuple[torch.device, int]
@@ -61,45 +63,12 @@ def _untyped(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def most(first: MemoryAccount, second: MemoryAccount) -> MemoryAccount:
-    """The greater of each kind, which two accounts may have had at different times."""
-
-    def greater(a: KindBytes, b: KindBytes) -> KindBytes:
-        return KindBytes(**{kind: max(getattr(a, kind), getattr(b, kind)) for kind in KINDS})
-
-    return MemoryAccount(
-        device=greater(first.device, second.device),
-        host=greater(first.host, second.host),
-        nvme=greater(first.nvme, second.nvme),
-    )
-
-
-def account_of(
-    module: nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-    *,
-    device: torch.device,
-    wrapped: nn.Module | None = None,
-    zero: Any = None,
-) -> MemoryAccount:
-    """What this rank holds now, under any engine, this package's or driven by hand.
-
-    ``module`` is full or sharded; ``wrapped`` is torch's DDP around it, ``zero`` DeepSpeed's ``engine.optimizer`` of
-    stages 1 to 3, if there is one.
-    """
-    if zero is None:
-        return account(module_tensors(module, optimizers, device=device, wrapper=wrapped))
-    from lightning_shard.engines.zero.tensors import zero_tensors
-
-    return account(zero_tensors(zero, module, device=device))
-
-
+@dataclass(frozen=True, eq=False)
 class _Saved:
     """A tensor that forward keeps for backward, for as long as autograd keeps it."""
 
-    def __init__(self, tensor: Tensor, kind: str) -> None:
-        self.tensor = tensor
-        self.kind = kind
+    tensor: Tensor
+    kind: str
 
 
 class StepMeter:
@@ -133,7 +102,7 @@ class StepMeter:
         self.account = MemoryAccount()
         self._module = module
         self._held = held
-        self._gathered = gathered or (lambda: _fsdp_gathered(module, device))
+        self._gathered = gathered or partial(unsharded, module)
         self._saved: WeakSet[_Saved] = WeakSet()
         self._kept: list[_Saved] = []
         """What selective checkpointing keeps, which autograd does not know of."""
@@ -228,7 +197,3 @@ def _gathering(module: nn.Module) -> list[nn.Module]:
 def _is_cut(parameter: nn.Parameter) -> bool:
     """Whether FSDP2 or ZeRO's stage 3 gathers a parameter."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
-
-
-def _fsdp_gathered(module: nn.Module, device: torch.device) -> Iterable[Resident]:
-    return unsharded(module)

@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_shard.meters.peaks import mfu
 from lightning_shard.text import columns
 
 
-@dataclass(kw_only=True)
+@dataclass
 class RankWindow:
     """One rank's window, as numbers that ranks exchange in one collective."""
 
@@ -93,16 +93,6 @@ def combine(
     )
 
 
-def to_numbers(window: RankWindow) -> list[float]:
-    """The fields in their order."""
-    return list(astuple(window))
-
-
-def from_numbers(numbers: Sequence[float]) -> RankWindow:
-    names = [field.name for field in fields(RankWindow)]
-    return RankWindow(**dict(zip(names, numbers, strict=True)))
-
-
 def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
     """Every rank's numbers, as many on each, in the ranks' order; this rank's alone without a process group.
 
@@ -170,14 +160,9 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
         columns(rows, numbers=True),
     ]
     lines.append(f"time blocked in checkpoints: {blocked:.1f} s")
-    lines.append(f"{_memory(last, on_cpu=on_cpu)}, most on rank {last.largest_rank}")
+    memory = "resident" if on_cpu else f"allocated, {size_text(last.reserved)} reserved"
+    lines.append(f"peak memory: {size_text(last.allocated)} {memory}, most on rank {last.largest_rank}")
     return "\n".join(lines)
-
-
-def _memory(window: Window, *, on_cpu: bool) -> str:
-    if on_cpu:
-        return f"peak memory: {size_text(window.allocated)} resident"
-    return f"peak memory: {size_text(window.allocated)} allocated, {size_text(window.reserved)} reserved"
 
 
 def size_text(size: float) -> str:

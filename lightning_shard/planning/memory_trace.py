@@ -70,7 +70,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
     Raises:
         TraceError: the step depends on data, has an operation without a fake implementation, or fails.
     """
-    batch, size = scaled(step.batch, scale)
+    size = batch_size_of(step.batch) * scale
+    batch = resized(step.batch, size)
     with ExitStack() as stack:
         stack.callback(restoring(root))
         cast_parameters(root, policy.compute)
@@ -80,7 +81,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             stack.callback(checkpoint_forward(module, step.checkpointing))
         live, flops = LiveBytes([*root.parameters(), *root.buffers()]), flop_counter()
         hooks = _UnitHooks(root, step.units, live)
-        stack.callback(hooks.remove)
+        for handle in hooks.handles:
+            stack.callback(handle.remove)
         root.train()
         try:
             with mode:
@@ -99,12 +101,8 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             raise TraceError(explained(error, live.last_operation)) from error
         finally:
             root.zero_grad(set_to_none=True)
-    return Trace(
-        segments=tuple(live.segments),
-        batch_size=size,
-        forward_flops=forward,
-        backward_flops=flops.get_total_flops() - forward,
-    )
+    backward = flops.get_total_flops() - forward
+    return Trace(segments=tuple(live.segments), batch_size=size, forward_flops=forward, backward_flops=backward)
 
 
 def _loss(output: Any) -> Tensor:
@@ -132,17 +130,11 @@ class _UnitHooks:
                 ]
         self.missing: dict[str, set[int]] = {}
         self.parameters: dict[str, list[Tensor]] = {}
-        for parameter in root.parameters():
-            if parameter.requires_grad:
-                name = unit_of.get(id(parameter), "")
-                self.missing.setdefault(name, set()).add(id(parameter))
-                self.parameters.setdefault(name, []).append(parameter)
-                hook = partial(self._accumulated, name)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        for parameter in (p for p in root.parameters() if p.requires_grad):
+            name = unit_of.get(id(parameter), "")
+            self.missing.setdefault(name, set()).add(id(parameter))
+            self.parameters.setdefault(name, []).append(parameter)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _enter(self, unit: str, module: nn.Module, args: Any) -> None:
         if not self.backward:
@@ -189,15 +181,12 @@ def unit_names(units: Sequence[Unit]) -> dict[int, str]:
 
 def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
     """Replace every floating parameter by one of dtype ``compute``; ties stay ties."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for module in root.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if not parameter.is_floating_point() or parameter.dtype == compute:
-                continue
-            if id(parameter) not in made:
-                seen = nn.Parameter(parameter.detach().to(compute), requires_grad=parameter.requires_grad)
-                made[id(parameter)] = (parameter, seen)
-            setattr(module, name, made[id(parameter)][1])
+
+    def cast(tensor: Tensor) -> Tensor:
+        own = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != compute
+        return tensor.detach().to(compute) if own else tensor
+
+    fake.replace_tensors(root, cast)
 
 
 def restoring(root: nn.Module) -> Callable[[], None]:
@@ -219,16 +208,16 @@ def batch_size_of(batch: Any) -> int:
     return sizes[0] if sizes else 1
 
 
-def scaled(batch: Any, scale: int) -> tuple[Any, int]:
-    """A batch repeated ``scale`` times along the samples, and its size."""
-    size = batch_size_of(batch)
+def resized(batch: Any, size: int) -> Any:
+    """A batch of ``size`` samples: repeated, and what is too much left out."""
+    own = batch_size_of(batch)
 
     def repeated(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != size:
+        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != own or size == own:
             return value
-        return value.repeat(scale, *[1] * (value.ndim - 1))
+        return value.repeat(-(-size // own), *[1] * (value.ndim - 1))[:size]
 
-    return (tree_map(repeated, batch) if scale != 1 else batch), size * scale
+    return tree_map(repeated, batch)
 
 
 def error_location(error: BaseException) -> str:
@@ -245,13 +234,11 @@ def explained(error: BaseException, operation: str) -> str:
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
     operation = str(getattr(error, "func", operation))
-    told = f"the step can't be traced without data: operation {operation}{at} ({reason})."
+    told = f"the step can't be traced without data: operation {operation}{at} ({reason})"
     if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
-        return (
-            f"{told} A size or a branch that depends on values does that, and a kernel without a fake implementation "
-            "(torch.library.register_fake)"
-        )
-    return told.rstrip(".")
+        told += ". A size or a branch that depends on values does that, and a kernel without a fake implementation "
+        told += "(torch.library.register_fake)"
+    return told
 
 
 Phase = Literal["forward", "backward"]
@@ -291,8 +278,7 @@ class LiveBytes(NumbersReadAsOne):
     def __init__(self, known: Iterable[Tensor]) -> None:
         """``known``: tensors that do not count, such as parameters and buffers."""
         super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        self._alive: dict[int, tuple[int, Any]] = {}  # Bytes of a storage, and a reference to it.
         self._gradients: set[int] = set()
         self._known = {storage_key(t) for t in known}
         self._has_gradients = False
@@ -325,18 +311,14 @@ class LiveBytes(NumbersReadAsOne):
 
     def track(self, tensors: Any) -> None:
         """Count the storages of ``tensors`` that are new."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key = storage_key(tensor)
-                if key not in self._known and key not in self._sizes:
-                    self._sizes[key] = size = storage.nbytes()
-                    self.activations += size
-                    self._references[key] = weakref.ref(storage, partial(self._forget, key))
+        for tensor in (t for t in tree_leaves(tensors) if isinstance(t, Tensor)):
+            key, storage = storage_key(tensor), tensor.untyped_storage()
+            if key not in self._known and key not in self._alive:
+                self._alive[key] = storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
+                self.activations += storage.nbytes()
 
     def _forget(self, key: int, _: Any) -> None:
-        size = self._sizes.pop(key, 0)
-        del self._references[key]
+        size, _ = self._alive.pop(key)
         if key in self._gradients:
             self._gradients.discard(key)
             self.gradients -= size
@@ -346,10 +328,10 @@ class LiveBytes(NumbersReadAsOne):
     def is_gradient(self, tensor: Tensor) -> None:
         """Count a tensor as a gradient of a parameter from now on."""
         key = storage_key(tensor)
-        if key in self._sizes and key not in self._gradients:
+        if key in self._alive and key not in self._gradients:
             self._gradients.add(key)
-            self.activations -= self._sizes[key]
-            self.gradients += self._sizes[key]
+            self.activations -= self._alive[key][0]
+            self.gradients += self._alive[key][0]
 
     def note(self) -> None:
         """Compare what is alive now with the most so far."""

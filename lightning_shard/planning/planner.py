@@ -14,14 +14,14 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
-from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, scaled, trace_step
+from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, resized, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import POINTS, Point
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime, step_time
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors import fake
-from lightning_shard.tensors.tracing import tree_map
+from lightning_shard.tensors.tracing import tree_map_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,8 @@ class Planner:
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
         """The facts of an engine on the machines of the run, or on others; raises what a run would."""
-        run = candidate.run
-        if nodes is not None:
-            run = replace(run, ranks=nodes.ranks, per_node=nodes.devices)
+        nodes = nodes or self.machines.nodes
+        run = replace(candidate.run, ranks=nodes.ranks, per_node=nodes.devices)
         candidate.engine.check(run)
         return candidate.engine.facts(self.module, run)
 
@@ -118,12 +117,12 @@ class Planner:
         return found
 
     def _trace_twice(self, candidate: Candidate) -> Traces:
-        one = self._trace(candidate, self.batch)
+        one, two = self._trace(candidate, self.batch), None
         try:
-            return Traces(one=one, two=self._trace(candidate, self.batch, scale=2))
+            two = self._trace(candidate, self.batch, scale=2)
         except ConfigurationError as error:
             self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
-            return Traces(one=one)
+        return Traces(one=one, two=two)
 
     def without_activations(self, reason: object) -> None:
         """Trace nothing, and note why."""
@@ -140,7 +139,8 @@ class Planner:
     def _confirmed_batch(self, candidate: Candidate, run: Run, engine: EngineFacts) -> int | None:
         def trace_at(size: int) -> Trace:
             with self.mode:
-                batch = resized(tree_map(self._as_fake, self.batch), size)
+                faked = tree_map_only(Tensor, lambda t: fake.as_fake(t, self.mode), self.batch)
+                batch = resized(faked, size)
             return self._trace(candidate, batch)
 
         try:
@@ -152,9 +152,6 @@ class Planner:
             self.notes.append("a larger batch than the largest that is named may fit: memory grows unevenly with it")
         return largest
 
-    def _as_fake(self, value: Any) -> Any:
-        return fake.as_fake(value, self.mode) if isinstance(value, Tensor) else value
-
     def _time(self, run: Run, sent: Sequence[Collective]) -> StepTime | None:
         machines = self.machines
         if run.traces is None or machines.flops is None:
@@ -164,18 +161,9 @@ class Planner:
         return step_time(sent, machines.nodes, flops=flops, peak=machines.flops, inside=inside, between=between)
 
 
-def resized(batch: Any, size: int) -> Any:
-    """A batch of ``size`` samples: repeated, and what is too much left out."""
-    own = batch_size_of(batch)
-    repeats = -(-size // own)
-    larger, _ = scaled(batch, repeats)
-    return tree_map(
-        lambda t: t[:size] if isinstance(t, Tensor) and t.ndim and t.shape[0] == own * repeats else t, larger
-    )
-
-
 LARGEST_BATCH = 2**20
 MOST_NODES = 4096
+MOST_TRACES = 8  # That are made to confirm a batch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,15 +247,10 @@ def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:
     def fits(batch: int) -> bool:
         return run.peak(engine, batch).device.total <= memory
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
+    low, high = 0, 1
     while high < LARGEST_BATCH and fits(high):
         low, high = high, 2 * high
     return _last(low, high, fits)
-
-
-MOST_TRACES = 8  # That are made to confirm a batch.
 
 
 def confirmed_batch(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_shard.memory import KINDS, KindBytes, MemoryAccount
+from lightning_shard.memory import KindBytes, MemoryAccount, most
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
 from lightning_shard.planning.memory_trace import Segment, Trace
 
@@ -39,14 +39,7 @@ class StepMemory:
     @property
     def largest(self) -> MemoryAccount:
         """Each kind at the point where there is most of it."""
-        at_points = [getattr(self, point) for point in POINTS]
-        devices = {
-            device.name: KindBytes(
-                **{kind: max(getattr(getattr(account, device.name), kind) for account in at_points) for kind in KINDS}
-            )
-            for device in fields(MemoryAccount)
-        }
-        return MemoryAccount(**devices)
+        return most(*(getattr(self, point) for point in POINTS))
 
 
 def on_device(resident: KindBytes, **kinds: int) -> MemoryAccount:

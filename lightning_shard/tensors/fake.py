@@ -81,7 +81,7 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
     """Replace every parameter and buffer of ``root`` by a fake one on the CPU; ties stay ties."""
-    _replace_tensors(root, lambda tensor: as_fake(tensor, mode))
+    replace_tensors(root, lambda tensor: as_fake(tensor, mode))
 
 
 def meta_copy(module: M) -> M:
@@ -98,10 +98,11 @@ def meta_copy(module: M) -> M:
 
 def put_on_device(module: nn.Module, device: torch.device) -> None:
     """Inside of `fake_operations`, give a `meta_copy` parameters and buffers on ``device``, which take no memory."""
-    _replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))
+    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device=device))
 
 
-def _replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+def replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Replace parameters and buffers by what ``make`` gives for each; ties stay ties."""
     # With the replaced tensors, whose ids must stay theirs.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
@@ -116,4 +117,5 @@ def _replace_tensors(root: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 
 def _of_its_class(tensor: Tensor, made: Tensor) -> Tensor:
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    is_parameter = isinstance(tensor, nn.Parameter) and made is not tensor
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made

@@ -21,7 +21,7 @@ from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.resident import Resident, module_tensors
 from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.meters.memory_meter import StepMeter, account, account_of
+from lightning_shard.meters.memory_meter import StepMeter, account
 from tests.compiled import NVME, need
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -274,7 +274,7 @@ def test_zero_in_files(request: pytest.FixtureRequest) -> None:
 
 def test_a_module_that_is_driven_by_hand() -> None:
     net = nn.Linear(3, 2)
-    assert account_of(net, device=CPU).device == KindBytes(parameters=4 * 8)
+    assert account(module_tensors(net, [], device=CPU)).device == KindBytes(parameters=4 * 8)
 
 
 def left_of_a_run(name: str) -> tuple[list[bool], int]:
