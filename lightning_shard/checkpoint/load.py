@@ -160,6 +160,7 @@ def load_training_state(
             unexpected=matched.unexpected + plan.unexpected,
             problems=plan.problems,
         ).judge(checkpoint.path, strict)
+        report = replace(report, overridden=tuple(plan.overridden))
         return names, [(source, live[key]) for key, source in matched.sources.items()], plan, report
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)

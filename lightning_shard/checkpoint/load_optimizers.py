@@ -20,7 +20,15 @@ from lightning_shard.checkpoint.files.layout import (
     torch_dtype,
 )
 from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
-from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values, groups_of, hyperparameters, unshardable
+from lightning_shard.checkpoint.optimizer_state import (
+    Group,
+    Stepped,
+    Values,
+    groups_of,
+    hyperparameters,
+    kind_of,
+    unshardable,
+)
 from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, torch_optimizer
 from lightning_shard.tensors.names import Names
@@ -85,6 +93,9 @@ class OptimizerPlan:
     problems: list[str] = field(default_factory=list)
     """What can't be loaded even in part."""
 
+    overridden: list[str] = field(default_factory=list)
+    """Hyperparameters that are another value in the checkpoint, which wins."""
+
 
 @dataclass(frozen=True)
 class _Saved:
@@ -143,14 +154,27 @@ def plan_optimizers(
         source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, other_names)
         scalars = source.scalars()
         taken: set[str] = set()
-        for position, group in enumerate(groups_of(index, optimizer, names)):
+        live = groups_of(index, optimizer, names)
+        if (problem := _other_kind(plan.optimizers[index], live, described)) is not None:
+            plan.problems.append(f"optimizer {index} {problem}")
+            continue
+        origins: dict[int, int] = {}
+        for position, group in enumerate(live):
             stored = {fqn: source.name_of(fqn) for fqn in group.names}
             found = {fqn: name for fqn, name in stored.items() if name is not None}
             plan.missing.extend(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None)
             taken.update(found.values())
             for part in group.stepped:
                 _plan_slots(plan, part, group, found, source, scalars)
-            _plan_group(plan, index, position, group.settings, [by_name[name] for name in found.values()])
+            sources = {id(by_name[name]): by_name[name] for name in found.values()}
+            _plan_group(plan, index, position, group.settings, list(sources.values()))
+            for source_id in sources:
+                first = origins.setdefault(source_id, position)
+                if differing := _differing(live[first].settings, group.settings):
+                    plan.problems.append(
+                        f"groups {first} and {position} of optimizer {index} were one group, but have different "
+                        f"{', '.join(differing)} here: give both the same, or the groups that were saved"
+                    )
         plan.unexpected.extend(sorted(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
     return plan
 
@@ -240,8 +264,48 @@ def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
     return None
 
 
+_KERNELS = {name: {"Adam", "AdamW"} for name in ("DeepSpeedCPUAdam", "FusedAdam")}
+"""Names in older checkpoints, which do not say which of two classes in torch computes the same."""
+
+_RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
+"""Hyperparameters by which kinds of optimizers differ."""
+
+_UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "step"}
+"""Hyperparameters that change no numbers, or that are the state of schedulers and of optimizers."""
+
+
+def _other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
+    """Why the state is that of another kind of optimizer than the live one; None if it is not, as far as is known."""
+    saved, here = described["class"].rpartition(".")[2], kind_of(optimizer)
+    if saved == "unknown":  # of another library's checkpoint
+        groups = (described["groups"], [group.settings for group in live])
+        then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)
+        if then == now or not described["groups"]:
+            return None
+        saved = f"one with {', '.join(then) or 'neither betas nor momentum'}"
+    else:
+        mro = [cls.__name__ for cls in type(optimizer).__mro__]
+        # A class of the user's may stand for the one of torch that it is made from.
+        torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
+        if {saved, *_KERNELS.get(saved, ())} & {here, *mro[: torchs + 1]}:
+            return None
+    return (
+        f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "
+        "(load_from_checkpoint)"
+    )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Hyperparameters of both groups with different values. What a scheduler changes is compared as it began."""
+    compared = (one.keys() & other.keys()) - _UNCOMPARED - {"params", "param_names"}
+    began = {"lr": "initial_lr"} if "initial_lr" in one and "initial_lr" in other else {}
+    if "base_momentum" in one or "base_momentum" in other:
+        compared -= {"momentum", "betas"}
+    return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
+
+
 def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str, Any], sources: list[Values]) -> None:
-    values = [hyperparameters(source) for source in {id(source): source for source in sources}.values()]
+    values = [hyperparameters(source) for source in sources]
     for other in values[1:]:
         differing = [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]
         if differing:
@@ -252,16 +316,24 @@ def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str,
             return
     if values:
         plan.groups.append((group, values[0]))
+        plan.overridden.extend(
+            f"{name} of group {position} of optimizer {index} is {_shown(values[0][name])}, not {_shown(group[name])}"
+            for name in _differing(group, values[0])
+        )
 
 
 def _equal(one: Any, other: Any) -> bool:
+    one, other = _shown(one), _shown(other)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return bool(one == other)
 
 
 def _shown(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    """A scalar tensor as a number, and a list, which JSON makes of a tuple, as a tuple."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
 def shared_scalars(plan: OptimizerPlan) -> dict[str, Tensor]:

@@ -16,13 +16,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """Keys that a load with ``strict=False`` left alone; both empty after a strict one."""
+    """What a load left alone, which is nothing after a strict one, and what it replaced."""
 
     missing: tuple[str, ...] = ()
     """Asked for, not in the checkpoint: these tensors kept their values."""
 
     unexpected: tuple[str, ...] = ()
     """In the checkpoint, not asked for."""
+
+    overridden: tuple[str, ...] = ()
+    """Hyperparameters of optimizers that had another value here, with both: the checkpoint's win."""
 
 
 @dataclass(frozen=True, kw_only=True)

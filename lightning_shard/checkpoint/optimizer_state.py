@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.trainer_state import has_a
@@ -188,7 +189,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
             {"params": group.names, **{k: _plain(v) for k, v in hyperparameters(group.settings).items()}}
             for group in groups
         ]
-        found.described.append({"class": type(live).__qualname__, "groups": described, "slots": plain})
+        found.described.append({"class": kind_of(live), "groups": described, "slots": plain})
     return found
 
 
@@ -223,6 +224,13 @@ def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...
         f"{name.key} has shape {slot}, its sharded parameter {parameter}: a slot that is neither a scalar nor of its "
         "parameter's shape can't be sharded; use another optimizer, or replicate (DDP)"
     )
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The class of an optimizer; of DeepSpeed's kernels the class in torch that computes the same."""
+    if hasattr(optimizer, "adam_w_mode"):
+        return "AdamW" if optimizer.adam_w_mode else "Adam"
+    return type(optimizer).__qualname__
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Values:

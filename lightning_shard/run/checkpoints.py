@@ -254,7 +254,7 @@ class Checkpoints(CheckpointIO):
         self.synchronize()
         tensors = self._engine.tensors
         try:
-            load_training_state(
+            report = load_training_state(
                 self._loading,
                 module=self._module,
                 optimizers=tensors.optimizers() if optimizers else [],
@@ -264,6 +264,8 @@ class Checkpoints(CheckpointIO):
         finally:
             self._loading = None
             self.remove_converted()
+        if report.overridden:
+            rank_zero_warn(f"The checkpoint's hyperparameters win: {'; '.join(report.overridden)} as configured.")
         self._engine.publish()
         if optimizers:
             self._engine.resumed()

@@ -12,6 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
+from lightning_shard.checkpoint.matching import LoadReport
+from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
@@ -214,3 +218,72 @@ def test_state_is_found_by_the_map_and_not_by_its_key(tmp_path):
     state = optimizers[1].state[other.weight]
     assert state.keys() == {"weight.of", "of", "a.b.c"}
     assert all(torch.equal(state[slot], value) for slot, value in optimizers[0].state[net.weight].items())
+
+
+class Renamed(torch.optim.AdamW):
+    """A user's own, which steps as AdamW does."""
+
+
+def test_another_kind_of_optimizer_is_refused(tmp_path):
+    net = nn.Linear(2, 2)
+    kinds = {
+        "AdamW": torch.optim.AdamW(net.parameters()),
+        "Adam": torch.optim.Adam(net.parameters()),
+        "SGD": torch.optim.SGD(net.parameters(), lr=0.1),
+        "RMSprop": torch.optim.RMSprop(net.parameters()),
+        "Renamed": Renamed(net.parameters()),
+    }
+    for name, optimizer in kinds.items():
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        save_module(tmp_path / name, module=net, optimizers=[optimizer])
+    for saved in kinds:
+        for name, optimizer in kinds.items():
+            before = {**optimizer.param_groups[0]}
+            if name == saved or (saved, name) == ("AdamW", "Renamed"):
+                load_module(tmp_path / saved, module=net, optimizers=[optimizer], strict=False)
+                continue
+            with pytest.raises(
+                CheckpointMismatchError, match=rf"optimizer 0 was {saved} and is {name} here: build the"
+            ):
+                load_module(tmp_path / saved, module=net, optimizers=[optimizer], strict=False)
+            assert optimizer.param_groups[0] == before
+
+
+def test_another_kind_of_optimizer_in_a_stock_file_is_refused_by_its_hyperparameters(tmp_path):
+    net = nn.Linear(2, 2)
+    sgd, adam = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.AdamW(net.parameters())
+    stock = {"state_dict": net.state_dict(), "optimizer_states": [sgd.state_dict()]}
+    torch.save(stock, tmp_path / "stock.ckpt")
+    write_portable(tmp_path / "a.ckpt", open_any(tmp_path / "stock.ckpt", lambda: ModuleNames.of(net, [sgd])))
+    with pytest.raises(CheckpointMismatchError, match="was one with momentum and is AdamW here"):
+        load_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
+    load_module(tmp_path / "a.ckpt", module=net, optimizers=[sgd])
+
+
+def test_hyperparameters_that_the_checkpoint_replaces_are_said(tmp_path):
+    net = Net()
+    adam = torch.optim.AdamW(net.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
+    trained(net, [adam])
+    schedule.step()
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[adam])
+    again = torch.optim.AdamW(net.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.ExponentialLR(again, 0.9)
+    assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[again])[1] == LoadReport()
+    other = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.3)
+    torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
+    assert load_module(tmp_path / "a.ckpt", module=net, optimizers=[other])[1].overridden == (
+        "lr of group 0 of optimizer 0 is 0.45, not 0.1",
+        "weight_decay of group 0 of optimizer 0 is 0.01, not 0.3",
+    )
+
+
+def test_a_group_is_not_split_into_groups_with_other_hyperparameters(tmp_path):
+    net = Net()
+    one = torch.optim.AdamW(net.parameters())
+    trained(net, [one])
+    save_module(tmp_path / "a.ckpt", module=net, optimizers=[one])
+    groups = [{"params": named(net, "weight")}, {"params": named(net, "bias", "scale"), "weight_decay": 0.0}]
+    with pytest.raises(CheckpointMismatchError, match=r"groups 0 and 1 .* were one group, but .* weight_decay"):
+        load_module(tmp_path / "a.ckpt", module=net, optimizers=[torch.optim.AdamW(groups)])

@@ -62,7 +62,7 @@ def test_what_one_cut_wrote_another_reads_bitwise(tmp_path, writer, writers, rea
         assert_equal(result["values"], written)
         assert result["epoch"] == 3
         assert result["lr"] == 0.1
-        assert result["report"] == LoadReport()
+        assert result["report"] == LoadReport(overridden=("lr of group 0 of optimizer 0 is 0.1, not 0.2",))
         assert result["scratch"].tolist() == [1.0, 1.0], "a buffer that is not persistent is the model's own"
         assert result["tied"]
 
