@@ -10,18 +10,19 @@ over flat tensors its owner says it with a `FlatOptimizer`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files.layout import SlotName
-from lightning_shard.checkpoint.files.trainer_state import has_a
-from lightning_shard.errors import CheckpointError
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, has_a
+from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.tensors.flat import (
     AnyOptimizer,
     FlatMember,
@@ -184,7 +185,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                     if isinstance(value, Tensor):
                         found.tensors[name] = _stored_view(part, name, value)
                     else:
-                        plain.setdefault(fqn, {})[slot] = _checked_value(part, name, value)
+                        plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
         described = [
             {"params": group.names, **{k: _plain(v) for k, v in hyperparameters(group.settings).items()}}
             for group in groups
@@ -199,8 +200,8 @@ def _stored_view(part: Stepped, name: SlotName, value: Tensor) -> LiveTensor:
     return part.view(name.fqn, value)
 
 
-def _checked_value(part: Stepped, name: SlotName, value: Any) -> Any:
-    if part.is_sharded and has_a(value, Tensor):
+def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
+    if is_sharded and has_a(value, Tensor):
         raise CheckpointError(
             f"{name.key} is a {type(value).__name__} of tensors; of a sharded parameter only scalars and tensors of "
             "its shape can be saved: use an optimizer without it"
@@ -224,6 +225,56 @@ def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...
         f"{name.key} has shape {slot}, its sharded parameter {parameter}: a slot that is neither a scalar nor of its "
         "parameter's shape can't be sharded; use another optimizer, or replicate (DDP)"
     )
+
+
+def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
+    """Step small parameters with an optimizer of each kind and see whether the state that it then has can be saved.
+
+    An optimizer that can't be made anew from its class and defaults is not judged. No communication; nothing live and
+    no random number changes.
+
+    Raises ConfigurationError for state that a checkpoint could not have, before it is first saved.
+    """
+    for index, optimizer in enumerate(optimizers):
+        live = torch_optimizer(optimizer)
+        kinds = {
+            (part.is_sharded, len(shape) if part.flat is None else 1)
+            for group in groups_of(index, optimizer, names)
+            for part in group.stepped
+            for shape in part.shapes.values()
+        }
+        for is_sharded, ndim in sorted(kinds):
+            small, state = _tried(live, ndim)
+            try:
+                for slot, value in state.items():
+                    name = SlotName(index, "parameter", slot)
+                    if not isinstance(value, Tensor):
+                        encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})
+                    elif is_sharded and value.shape not in ((), small.shape):
+                        raise CheckpointError(unshardable(name, tuple(value.shape), tuple(small.shape)))
+            except CheckpointError as error:
+                raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
+
+
+def _tried(optimizer: Optimizer, ndim: int) -> tuple[Tensor, Mapping[str, Any]]:
+    """A small parameter, and the state that a new optimizer of the same class has of it after a step; {} if unknown."""
+    small = nn.Parameter(torch.full(tuple(range(2, 2 + ndim)), 0.5))
+
+    def closure() -> float:
+        small.grad = torch.ones_like(small)
+        return float(small.detach().sum())
+
+    if type(optimizer).__module__.startswith("deepspeed"):
+        return small, {}  # its kernels' state is known, and making one allocates
+    try:
+        accepted = inspect.signature(type(optimizer)).parameters
+        with torch.random.fork_rng(devices=[]):
+            new = type(optimizer)([small], **{k: v for k, v in optimizer.defaults.items() if k in accepted})
+            closure()
+            new.step(closure)
+        return small, new.state.get(small, {})
+    except Exception:  # a user's own class, that is made or stepped in another way
+        return small, {}
 
 
 def kind_of(optimizer: Optimizer) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -19,6 +20,7 @@ from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
@@ -58,6 +60,11 @@ class Checkpoints(CheckpointIO):
         self._policy = policy
         self._ledger = ledger
         self._root = root
+
+    def check_optimizers(self, trainer: Trainer) -> None:
+        """Refuse optimizers whose state no checkpoint can have, with a ConfigurationError, where there will be some."""
+        if trainer.checkpoint_callbacks:
+            check_savable(self._engine.tensors.optimizers(), fqns(self._module))
 
     @property
     def saver(self) -> Saver:

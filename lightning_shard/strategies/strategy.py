@@ -260,6 +260,7 @@ class ShardStrategy(ParallelStrategy):
             self.optimizers = engaged.optimizers
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
+        self.checkpoints.check_optimizers(trainer)
         _lightning.count_sharded_parameters(self._replacements, trainer)
         warn_of_upcast(engine.upcast(), self.policy)
         self._ledger.start_of_fit(self.optimizers)

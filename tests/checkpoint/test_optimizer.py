@@ -15,11 +15,14 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.matching import LoadReport
+from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import write_portable
-from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
+from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import live, load_module, save_module
 from tests.checkpoint.wrapped import Net, named, trained
 from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
 
 
 def test_groups_and_parameters_are_found_by_name_in_any_order(tmp_path):
@@ -287,3 +290,64 @@ def test_a_group_is_not_split_into_groups_with_other_hyperparameters(tmp_path):
     groups = [{"params": named(net, "weight")}, {"params": named(net, "bias", "scale"), "weight_decay": 0.0}]
     with pytest.raises(CheckpointMismatchError, match=r"groups 0 and 1 .* were one group, but .* weight_decay"):
         load_module(tmp_path / "a.ckpt", module=net, optimizers=[torch.optim.AdamW(groups)])
+
+
+class Histories(torch.optim.SGD):
+    """Keeps an object of its own for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = Histories
+
+
+def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
+    net, _ = sharded(None) if dist.get_world_size() > 1 else (nn.Linear(4, 4), None)
+    optimizer, before = kind(net.parameters(), **kwargs), torch.get_rng_state()
+    slots = {key: dict(value) for key, value in optimizer.state.items()}
+    try:
+        check_savable([optimizer], fqns(net))
+    except ConfigurationError as error:
+        return str(error)
+    assert optimizer.state == slots
+    assert torch.equal(torch.get_rng_state(), before)
+    return "can be saved"
+
+
+def check_all() -> dict[str, str]:
+    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
+    del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
+    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories}.items()}
+
+
+def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
+    for ranks in (1, 2):
+        (found, *_) = run_distributed(check_all, ranks)
+        refused = {name: said for name, said in found.items() if said != "can be saved"}
+        assert refused.keys() == ({"Histories"} if ranks == 1 else {"Histories", "LBFGS", "Adafactor"})
+        assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
+        if ranks == 2:
+            assert "the state of LBFGS can't be saved: optimizer.0.parameter." in refused["LBFGS"]
+            assert "row_var has shape (2, 1), its sharded parameter (2, 3)" in refused["Adafactor"]
+
+
+class Unsavable(TinyLM):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def begin_a_fit(folder: str) -> str:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(dirpath=folder)]}
+    module = Unsavable()
+    try:
+        quiet_trainer(strategy="shard_fsdp", max_steps=2, **saves).fit(module, loader())
+    except ConfigurationError as error:
+        return f"{len(module.losses)} steps: {error}"
+    return "fitted"
+
+
+def test_a_fit_does_not_begin_with_an_optimizer_that_can_not_be_saved(tmp_path):
+    for said in run_distributed(begin_a_fit, 2, str(tmp_path)):
+        assert said.startswith("0 steps: the state of Adafactor can't be saved: optimizer.0.parameter.row_var has")
