@@ -12,14 +12,15 @@ import lightning
 import torch
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lightning_shard import __version__, commands
+from lightning_shard._lightning.cli import ConfiguredCLI
 from lightning_shard.commands import failures, fit
 from lightning_shard.commands.parser import ShardArgumentParser, UsageError
 
 
-class ShardCLI(LightningCLI):
+class ShardCLI(ConfiguredCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` with this package's strategies, commands and messages.
 
     Takes what LightningCLI takes. Without ``model_class`` and ``datamodule_class`` any LightningModule and

@@ -42,7 +42,7 @@ def load_into(path: Path, tensors: Mapping[str, Any], *, strict: bool = True) ->
         for owner in owners:
             part._modules.setdefault(owner, nn.Module())
             part = part._modules[owner]
-        part.register_buffer(name, tensor if isinstance(tensor, Tensor) else torch.empty(0))
+        part._buffers[name] = tensor if isinstance(tensor, Tensor) else torch.empty(0)
         if not isinstance(tensor, Tensor):
             masters[key.removeprefix("model.")] = tensor
     return load_training_state(open_checkpoint(path), module=module, masters=masters, strict=strict)

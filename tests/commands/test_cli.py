@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -376,3 +377,22 @@ def test_fp16_by_flag_and_by_plugin_is_refused(
     with pytest.raises(SystemExit):
         command("fit", "--config", "base.yaml", "--config", _overlay("fp16.yaml", {"trainer": settings}))
     assert "Received multiple values for Precision flags" in capsys.readouterr().err
+
+
+class Named(BoringModel):
+    """What a checkpoint names as the class to make."""
+
+    made = 0
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        Named.made += 1
+
+
+def test_a_checkpoint_names_no_class_to_make(command: Callable[..., ShardCLI]) -> None:
+    """Stock Lightning would make it, and in place of the class that the user named."""
+    hyper_parameters = {"_class_path": f"{__name__}.Named", "any": 1}
+    command("fit", "--config", "base.yaml").trainer.save_checkpoint("a.ckpt")
+    torch.save({**torch.load("a.ckpt"), "hyper_parameters": hyper_parameters}, "hostile.ckpt")
+    cli = command("validate", "--config", "base.yaml", "--ckpt_path", "hostile.ckpt")
+    assert (type(cli.model), Named.made) == (BoringModel, 0)
