@@ -13,7 +13,7 @@ from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
 from lightning_shard.run.fit import (
-    TrainerFit,
+    Fit,
     before_sharding,
     compared_settings,
     drops_gradients,
@@ -21,7 +21,7 @@ from lightning_shard.run.fit import (
 )
 from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
-from lightning_shard.run.ledger import FitLedger, NoLedger, RunLedger
+from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,58 +22,8 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.run import state
 
 
-class Fit(Protocol):
-    """A fit, wherever it is."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        ...
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a further step, or the end of training, is to come."""
-        ...
-
-    def accumulates(self) -> bool:
-        """Whether this batch's gradients are only added up, with no optimizer step after it."""
-        ...
-
-    def validation_follows(self, fetcher: Any) -> bool:
-        """Whether validation is run after the batch that has just ended."""
-        ...
-
-    def nothing_follows(self) -> bool:
-        """Whether the epoch, or the training, ends with the batch that has just ended."""
-        ...
-
-    def go_on_after_batch(self) -> None:
-        """Make what is saved now go on with the next batch."""
-        ...
-
-    def go_on_before_validation(self) -> None:
-        """Make what is saved now go on with the whole validation after the batch that has just ended."""
-        ...
-
-    def changed_by_validation(self) -> dict[str, Any]:
-        """The parts of this rank's state that validation changes, copied."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Save a checkpoint. All ranks call it."""
-        ...
-
-    def save_loggers(self) -> None:
-        """Have the loggers write what they have."""
-        ...
-
-    def leave_processes(self) -> None:
-        """Keep the launcher from killing this process when those that it started end with an exit code."""
-        ...
-
-
-class TrainerFit:
-    """See `Fit`: that of a Trainer."""
+class Fit:
+    """What the parts of a run ask of a Trainer in a fit, wherever that is."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Look at ``trainer``."""
@@ -81,39 +31,50 @@ class TrainerFit:
 
     @property
     def step(self) -> int:
+        """Optimizer steps so far."""
         return self._trainer.global_step
 
     @property
     def is_running(self) -> bool:
+        """Whether a further step, or the end of training, is to come."""
         state = self._trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     def accumulates(self) -> bool:
+        """Whether this batch's gradients are only added up, with no optimizer step after it."""
         return _lightning.should_accumulate(self._trainer)
 
     def validation_follows(self, fetcher: Any) -> bool:
+        """Whether validation is run after the batch that has just ended."""
         return _lightning.validation_follows(self._trainer, fetcher)
 
     def nothing_follows(self) -> bool:
+        """Whether the epoch, or the training, ends with the batch that has just ended."""
         return _lightning.nothing_follows(self._trainer)
 
     def go_on_after_batch(self) -> None:
+        """Make what is saved now go on with the next batch."""
         _lightning.mark_after_batch(self._trainer)
 
     def go_on_before_validation(self) -> None:
+        """Make what is saved now go on with the whole validation after the batch that has just ended."""
         _lightning.mark_before_validation(self._trainer)
 
     def changed_by_validation(self) -> dict[str, Any]:
+        """The parts of this rank's state that validation changes, copied."""
         return state.before_validation(self._trainer)
 
     def save(self, path: Path) -> None:
+        """Save a checkpoint. All ranks call it."""
         self._trainer.save_checkpoint(path)
 
     def save_loggers(self) -> None:
+        """Have the loggers write what they have."""
         for logger in self._trainer.loggers:
             logger.save()
 
     def leave_processes(self) -> None:
+        """Keep the launcher from killing this process when those that it started end with an exit code."""
         _lightning.let_children_end(self._trainer.strategy)  # type: ignore[arg-type]
 
 

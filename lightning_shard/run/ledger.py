@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.precision.ledger import Ledger, Recorder, contract_error, violations
@@ -16,79 +17,52 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 
 
-class RunLedger(Protocol):
-    """What a strategy and its checkpoints ask of a ledger."""
+class RunLedger:
+    """What a strategy and its checkpoints ask of a ledger; this one, of a run that steps nothing, measures nothing."""
 
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Read what the engine left and what the optimizers hold. All ranks call it."""
-        ...
+        """Read what the engine left and what the optimizers hold. All ranks call it.
+
+        Raises:
+            PrecisionContractError: under ``aligned``, on every rank.
+        """
 
     def start_of_training(self) -> None:
         """Install the hooks for the first step."""
-        ...
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Note the dtype of ``loss``, and watch the collectives of its backward pass."""
-        ...
+        return nullcontext()
 
     def after_backward(self, *, accumulates: bool) -> None:
         """Note the gradients that wait for those of further micro-batches."""
-        ...
 
     def reduction(self) -> AbstractContextManager[None]:
         """Watch collectives that reduce gradients outside of a backward pass."""
-        ...
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Step, and after the first time complete the ledger and check it. All ranks call it."""
-        ...
-
-    def stop(self) -> None:
-        """Leave no hook behind."""
-        ...
-
-    def measured(self) -> Ledger | None:
-        """What was measured, complete after the first optimizer step; None where nothing was fitted."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """The same in plain JSON values."""
-        ...
-
-
-class NoLedger:
-    """See `RunLedger`: that of a run that steps nothing."""
-
-    def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Nothing is read."""
-
-    def start_of_training(self) -> None:
-        """No hooks."""
-
-    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def after_backward(self, *, accumulates: bool) -> None:
-        """Nothing is noted."""
-
-    def reduction(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Step, and after the first time complete the ledger and check it. All ranks call it.
+
+        Raises:
+            PrecisionContractError: under ``aligned``, on every rank.
+        """
         return step(closure)
 
     def stop(self) -> None:
-        """No hooks."""
+        """Leave no hook behind."""
 
     def measured(self) -> Ledger | None:
+        """What was measured, complete after the first optimizer step; None where nothing was fitted."""
         return None
 
     def to_json(self) -> dict[str, Any]:
+        """The same in plain JSON values."""
         return {}
 
 
-class FitLedger:
-    """See `RunLedger`: that of a fit."""
+class FitLedger(RunLedger):
+    """The ledger of a fit."""
 
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
         """Read what was loaded, before ``engine`` prepares ``module``.
@@ -105,12 +79,8 @@ class FitLedger:
         self._recorder = Recorder(module, stepped=lambda optimizer: engine.tensors.stepped(optimizer))
         self._recorder.tensors("loaded")
 
+    @override
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
-        """See `RunLedger`.
-
-        Raises:
-            PrecisionContractError: under ``aligned``, on every rank.
-        """
         self._recorder.groups(optimizers)
         self._recorder.tensors("prepared")
         self._hold_contract("at the start of the fit")
@@ -125,25 +95,25 @@ class FitLedger:
             self.stop()
             raise contract_error(found, when)
 
+    @override
     def start_of_training(self) -> None:
         self._recorder.start()
 
+    @override
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         return self._recorder.backward(loss) if self._recorder.recording else nullcontext()
 
+    @override
     def after_backward(self, *, accumulates: bool) -> None:
         if self._recorder.recording and accumulates:
             self._recorder.held(self._engine.tensors.unreduced_gradients())
 
+    @override
     def reduction(self) -> AbstractContextManager[None]:
         return self._recorder.collectives()
 
+    @override
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """See `RunLedger`.
-
-        Raises:
-            PrecisionContractError: under ``aligned``, on every rank.
-        """
         recorder = self._recorder
         if not recorder.recording:
             return step(closure)
@@ -171,11 +141,14 @@ class FitLedger:
                 rank_zero_info(recorder.ledger().table())
         return result
 
+    @override
     def stop(self) -> None:
         self._recorder.stop()
 
+    @override
     def measured(self) -> Ledger | None:
         return self._recorder.ledger()
 
+    @override
     def to_json(self) -> dict[str, Any]:
         return self._recorder.ledger().to_json()

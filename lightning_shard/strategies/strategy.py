@@ -65,7 +65,7 @@ class ShardStrategy(ParallelStrategy):
         self._data = parts.Data()
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
-        self._ledger: parts.RunLedger = parts.NoLedger()
+        self._ledger = parts.RunLedger()
         self._identity = parts.RunIdentity()
         self._replacements = _lightning.Replacements()
         self._engine: Engine | None = None
@@ -242,7 +242,7 @@ class ShardStrategy(ParallelStrategy):
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
         module, planned = self._module, self._own_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
-        self._engine, self._ledger = engine, parts.NoLedger()
+        self._engine, self._ledger = engine, parts.RunLedger()
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
@@ -302,7 +302,7 @@ class ShardStrategy(ParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:
-            self._preemption.in_validation(parts.TrainerFit(self._module.trainer))
+            self._preemption.in_validation(parts.Fit(self._module.trainer))
         return self._evaluate(self.precision_plugin.val_step_context(), self._module.validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ class ShardStrategy(ParallelStrategy):
             _lightning.let_checkpoints_wait(self._replacements, trainer, is_writing=writing, link=link)
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
-        after_batch = partial(self._preemption.after_batch, parts.TrainerFit(trainer))
+        after_batch = partial(self._preemption.after_batch, parts.Fit(trainer))
         _lightning.after_each_batch(self._replacements, trainer, after_batch)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer)
@@ -424,7 +424,7 @@ class ShardStrategy(ParallelStrategy):
         trainer, checkpoint = self._module.trainer, dict(checkpoint)
         if OPTIMIZER_STATES in checkpoint:
             checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
-        background = self.async_save and parts.TrainerFit(trainer).is_running and not self._preemption.is_stopping
+        background = self.async_save and parts.Fit(trainer).is_running and not self._preemption.is_stopping
         facts = self._identity.facts(trainer.global_step)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
         self._preemption.saved()

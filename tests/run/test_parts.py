@@ -34,11 +34,11 @@ from lightning_shard.run import (
     FitLedger,
     Freezing,
     Memory,
-    NoLedger,
     Predictions,
     Preemption,
     Processes,
     RunIdentity,
+    RunLedger,
     RunWatch,
 )
 from lightning_shard.run.data import checked
@@ -89,7 +89,7 @@ def _saved_and_loaded(folder: str) -> tuple[list[bool], list[bool]]:
     full = []
     for engine, module in zip(engines, (first, second), strict=True):
         checkpoints = Checkpoints()
-        checkpoints.attach(module, engine, policy_from("32-true", aligned=True), NoLedger(), root=folder)
+        checkpoints.attach(module, engine, policy_from("32-true", aligned=True), RunLedger(), root=folder)
         full.append((checkpoints, FullTensors(module, engine, checkpoints, device=CPU)))
     writer, reader = full
     names = [name for name, _ in net().named_parameters()]
