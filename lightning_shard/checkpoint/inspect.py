@@ -24,6 +24,13 @@ _BLOCK = 1 << 22
 
 def describe(path: str | os.PathLike[str], stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
+    try:
+        return _described(path, stored)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path} has a state of another form: {type(error).__name__}: {error}") from error
+
+
+def _described(path: str | os.PathLike[str], stored: Contents) -> str:
     state, facts = stored.trainer_state, stored.facts
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
     lines = {

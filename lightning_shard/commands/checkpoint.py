@@ -1,4 +1,4 @@
-"""``lightning-shard checkpoint inspect|verify|convert|export``: each command and its arguments."""
+"""``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ _HELP = {
     "inspect": "Print what is in a checkpoint of any form.",
     "verify": "Check that a checkpoint is whole: every file against its checksum.",
     "convert": "Write a checkpoint in the other form: a portable directory, or one stock Lightning .ckpt file.",
+    "clean": "List what interrupted saves and removals left in a folder, or remove it.",
     "export": "Write the weights as safetensors files with a Hugging Face index.",
 }
 
 
 def parser() -> ShardArgumentParser:
-    """Of the four commands below ``checkpoint``."""
+    """Of the commands below ``checkpoint``."""
     parser = ShardArgumentParser(prog="lightning-shard [options] checkpoint", description=COMMANDS["checkpoint"])
     commands = parser.add_subcommands(dest="command")
     for name, text in _HELP.items():
         command = ShardArgumentParser(description=text)
         add = command.add_argument
-        add("path", type=str, help="a checkpoint: a directory or a file")
+        add("path", type=str, help="a folder" if name == "clean" else "a checkpoint: a directory or a file")
+        if name == "clean":
+            add("--remove", type=bool, default=False, help="remove it")
         if name == "convert":
             add("target", type=str, help="where to write the other form")
             add(
@@ -105,7 +108,15 @@ def _export(arguments: Mapping[str, Any]) -> str:
     return "\n".join(str(file) for file in files)
 
 
-_RUN = {"inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export}
+def _clean(arguments: Mapping[str, Any]) -> str:
+    from lightning_shard.checkpoint.files.commit import clean
+
+    found = clean(arguments["path"], remove=arguments["remove"])
+    done = "removed" if arguments["remove"] else "left behind (--remove true removes it)"
+    return "\n".join(f"{path} {done}" for path in found) or f"nothing is left behind in {arguments['path']}"
+
+
+_RUN = {"clean": _clean, "inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export}
 
 
 def _bytes(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -386,3 +388,42 @@ def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, background):
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_a_hundred_times(tmp_path, background):
     kill(tmp_path, 100, background)
+
+
+def test_what_interrupted_removals_and_files_left_is_removed_by_the_next_save_or_by_hand(tmp_path):
+    save_number(tmp_path / "top.ckpt", 1.0)
+    left = [
+        ".top.ckpt.tmp-0123456789ab",
+        "..a.full.ckpt.tmp-0123456789ab.tmp-ab0123456789",
+        ".b.full.ckpt.tmp-0123456789ab",
+    ]
+    for clean in (lambda: commit.clean(tmp_path, remove=True), lambda: save_number(tmp_path / "new.ckpt", 2.0)):
+        for name in left[:2]:
+            shutil.copytree(tmp_path / "top.ckpt", tmp_path / name)
+        (tmp_path / left[2]).write_text("half")
+        (tmp_path / "..hidden.tmp-of-a-user").touch()
+        assert commit.clean(tmp_path, remove=False) == sorted(tmp_path / name for name in left)
+        with read_by_another(tmp_path / left[0]):
+            assert commit.clean(tmp_path, remove=False) == sorted(tmp_path / name for name in left[1:])
+        clean()
+        assert {*os.listdir(tmp_path)} - {"new.ckpt"} == {"top.ckpt", "..hidden.tmp-of-a-user"}
+
+
+@contextlib.contextmanager
+def read_by_another(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    assert try_lock(descriptor, fcntl.LOCK_SH)
+    yield
+    os.close(descriptor)
+
+
+def test_a_file_that_a_user_put_into_a_checkpoint_stays(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+    (path / "notes.txt").write_text("mine")
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    assert (path / "notes.txt").read_text() == "mine"
+    commit.remove(path)
+    assert os.listdir(path) == ["notes.txt"]
+    assert os.listdir(tmp_path) == ["a.ckpt"]

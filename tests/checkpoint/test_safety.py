@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -22,14 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard.checkpoint.files import commit, directory
 from lightning_shard.checkpoint.files.layout import FileEntry, SlotName, check_relative
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, is_checkpoint, read_manifest
 from lightning_shard.checkpoint.files.tensor_files import read_full
-from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import load_into, save_tensors, trainer_state
@@ -379,42 +375,6 @@ def test_all_ranks_refuse_alike(path):
     assert results[0] == results[1]
     assert results[0].startswith("CheckpointNotFoundError: ")
     assert "half-written" in results[0]
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ({"callbacks": {"Mine": {"foo": Path("/x")}}}, r"callbacks/Mine/foo: pathlib\.PosixPath"),
-        ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.checkpoint\.hostile\.Hostile"),
-        pytest.param({"f": lambda: 0}, r"f: builtins\.function", id="lambda"),
-        ({"a": {Path("/x"): 1}}, r"a: key PosixPath\('/x'\) of type pathlib\.PosixPath"),
-    ],
-)
-def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, said):
-    with pytest.raises(CheckpointError, match=said):
-        encode_trainer_state(state)
-    with pytest.raises(CheckpointError, match=said):
-        save_tensors(tmp_path / "a.ckpt", {}, trainer_state=state)
-    assert os.listdir(tmp_path) == []
-
-
-def sharded_state_error() -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    try:
-        encode_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
-    except CheckpointError as error:
-        return str(error)
-    return "passed"
-
-
-def test_a_part_of_a_sharded_tensor_is_no_state():
-    for result in run_distributed(sharded_state_error, 2):
-        assert "ema/w: torch.distributed.tensor.DTensor" in result
-
-
-def test_state_that_loads():
-    state = {"int": 1, "none": None, "tensor": torch.ones(2, dtype=torch.bfloat16), "tuple": (1, "a"), "b": b"x"}
-    encode_trainer_state(state | {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -64,6 +64,10 @@ def test_commands(command: Any, trained: Path) -> None:
         assert (code, output) == (2, "")
         assert error.count("error: ") == 1
         assert said in error
+    Path(".x.ckpt.tmp-0123456789ab").mkdir()
+    assert command("clean", ".")[:2] == (0, ".x.ckpt.tmp-0123456789ab left behind (--remove true removes it)\n")
+    assert command("clean", ".", "--remove", "true")[:2] == (0, ".x.ckpt.tmp-0123456789ab removed\n")
+    assert command("clean", ".")[:2] == (0, "nothing is left behind in .\n")
     (trained / "trainer.pt").write_bytes(b"")
     code, _, error = command("verify", "trained.ckpt")
     assert code == 2

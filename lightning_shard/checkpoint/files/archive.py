@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
+from lightning_shard.checkpoint.files.trainer_state import refuse_compressed
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
 
@@ -86,12 +87,12 @@ class _Pickler(pickle.Pickler):
 def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
     """Write ``tree`` as ``torch.save`` would, with a `StoredTensor` wherever a tensor is to stand; synced to the disk.
 
-    One object in several places becomes one tensor. At most one tensor is in memory at a time. ``path`` is new.
+    One object in several places becomes one tensor. At most one tensor is in memory at a time.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(dict(tree))
-    with open(path, "xb") as stream:
+    with open(path, "wb") as stream:
         with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             _write_record(archive, "data.pkl", [pickled.getvalue()])
             _write_record(archive, "byteorder", [sys.byteorder.encode()])
@@ -161,13 +162,8 @@ class _Archive:
             )
         try:
             self._identity = _identity(os.stat(path))
+            records = refuse_compressed(path, path)
             with zipfile.ZipFile(path) as archive:
-                records = archive.infolist()
-                if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
-                    raise CheckpointError(
-                        f"{path} is compressed ({packed[0].filename}), which torch.save never does, and its tensors "
-                        "can't be read one at a time: unpack it and zip it again without compression (zip -0)"
-                    )
                 orders = [archive.read(info) for info in records if re.fullmatch("[^/]*/byteorder", info.filename)]
             self._records = sorted(records, key=lambda info: info.header_offset)
         except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:

@@ -19,8 +19,10 @@ from pathlib import Path
 from lightning_shard.checkpoint.files.directory import try_lock
 from lightning_shard.checkpoint.files.layout import (
     aside_sibling,
-    holds_only_checkpoint_files,
+    current,
+    foreign_entries,
     leftovers,
+    leftovers_in,
     new_token,
     temporary_sibling,
 )
@@ -33,7 +35,7 @@ def check_replaceable(path: Path) -> None:
 
     A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
     """
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and not holds_only_checkpoint_files(path):
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and foreign_entries(path):
         raise CheckpointError(
             f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
             "another path"
@@ -62,8 +64,11 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     """
     sync_directory(temporary)
     _replace(temporary, path, token)
+    has_locks = temporary in _locked
     unlock(temporary)
     _delete_leftovers(path)
+    if has_locks:
+        clean(path.parent, remove=True)  # of checkpoints that are not saved again
 
 
 def _replace(temporary: Path, path: Path, token: str) -> None:
@@ -128,17 +133,49 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path) -> None:
-    """Delete what saves to ``path`` left, but not what is locked: written by another job, or still being read."""
+    """Delete what saves to ``path`` left, but not what is locked: written by another job, or still being read.
+
+    Files that a user put into a checkpoint stay at the path.
+    """
     for leftover in leftovers(path):
-        try:
-            descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            delete_tree(leftover)  # a link
-            continue
-        try:
-            if try_lock(descriptor, fcntl.LOCK_EX):
-                delete_tree(leftover)
-        finally:
+        _delete_unless_locked(leftover, path)
+
+
+def clean(folder: str | os.PathLike[str], *, remove: bool) -> list[Path]:
+    """What interrupted saves and removals left in ``folder``; with ``remove`` it is deleted.
+
+    What another process writes or reads is not among it, nor what a checkpoint is read from until its next save. On a
+    filesystem without locks nobody may be saving there.
+    """
+    found = []
+    for leftover in leftovers_in(Path(folder)):
+        path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
+        if current(path) != leftover and _delete_unless_locked(leftover, path, really=remove):
+            found.append(leftover)
+    return found
+
+
+def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) -> bool:
+    """Delete what a save to ``path`` left; False if it is locked. Not ``really``: only look."""
+    try:
+        descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        descriptor = None  # a link
+    try:
+        if descriptor is not None and not try_lock(descriptor, fcntl.LOCK_EX):
+            return False
+        if really:
+            foreign = foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
+            if foreign and path.is_file():
+                return False  # they have no place there
+            for entry in foreign:
+                path.mkdir(exist_ok=True)
+                if not (path / entry.name).exists():
+                    os.rename(entry, path / entry.name)
+            delete_tree(leftover)
+        return True
+    finally:
+        if descriptor is not None:
             os.close(descriptor)
 
 
@@ -196,7 +233,7 @@ _locked: dict[Path, int] = {}
 
 
 def lock(directory: Path) -> None:
-    """Lock a directory for as long as this process writes it; the lock ends with the process, however it ends."""
+    """Lock a directory or a file while this process writes it; the lock ends with the process, however it ends."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

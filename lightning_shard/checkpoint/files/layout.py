@@ -11,6 +11,7 @@ kind stands for is in the manifest (`SlotName`) and is not read from the key.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -94,10 +95,10 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
     return (", ".join(names[:most]) or "nothing") + more
 
 
-def holds_only_checkpoint_files(directory: Path) -> bool:
-    """Whether every entry of ``directory`` has a name that a save gives; True for an empty one."""
+def foreign_entries(directory: Path) -> list[Path]:
+    """What in ``directory`` has a name that no save gives."""
     ours = {MANIFEST, TRAINER_STATE, METADATA}
-    return all(entry.name in ours or entry.name.endswith(DATA_SUFFIX) for entry in directory.iterdir())
+    return [entry for entry in directory.iterdir() if entry.name not in ours and entry.suffix != DATA_SUFFIX]
 
 
 # Beside a checkpoint
@@ -125,6 +126,12 @@ def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> l
         return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def leftovers_in(folder: Path) -> list[Path]:
+    """What unfinished saves and removals of any ``.ckpt`` in ``folder`` have, or left behind."""
+    pattern = re.compile(rf"\..+\.ckpt(\..+)?\.({_TEMPORARY}|{_ASIDE})-[0-9a-f]{{12}}")
+    return sorted(entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)) if folder.is_dir() else []
 
 
 def current(path: Path) -> Path:

@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files.layout import (
     FileEntry,
     SlotName,
     check_relative,
-    holds_only_checkpoint_files,
+    foreign_entries,
     listed,
     torch_dtype,
 )
@@ -130,12 +130,14 @@ class Manifest:
                 )
             tensors = {k: _tensor_entry(v) for k, v in _typed(fields, "tensors", dict).items()}
             aliases = _typed(fields, "aliases", dict)
+            if lost := sorted(map(str, {key for key in aliases.values() if key not in tensors})):
+                raise ValueError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors")
             return Manifest(
                 facts=Facts(
                     engine=_typed(fields, "engine", str),
                     policy=_typed(fields, "policy", str),
                     ledger=_typed(fields, "ledger", dict),
-                    run=_typed({"run": {}, **fields}, "run", dict),
+                    run=_run(_typed({"run": {}, **fields}, "run", dict)),
                     world_size=_typed(fields, "world_size", int),
                     versions=_typed(fields, "versions", dict),
                 ),
@@ -165,6 +167,13 @@ def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
     return value
+
+
+def _run(fields: dict[str, Any]) -> dict[str, Any]:
+    for name, kind in ("name", str), ("step", int), ("time", int | float):
+        if fields and not isinstance(fields[name], kind):
+            raise ValueError(f"{name} of the run is {fields[name]!r}")
+    return fields
 
 
 def _tensor_entry(value: Any) -> TensorEntry:
@@ -252,7 +261,7 @@ def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manif
 
 def _why_not_found(directory: Path) -> str:
     if directory.is_dir():
-        if holds_only_checkpoint_files(directory) and any(directory.iterdir()):
+        if not foreign_entries(directory) and any(directory.iterdir()):
             return (
                 f"{directory} is half-written: it has checkpoint files but no {MANIFEST}, which is written last. "
                 "The save was interrupted; use an older checkpoint. The next save to this path removes it."

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from reprlib import repr as shown  # values that share their parts have texts without end
 from typing import Any
 
 import torch
@@ -163,8 +164,12 @@ def _convert(records: Any, manifest: Manifest) -> Metadata:
 def _complete(entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any]) -> Metadata:
     for key, entry in entries.items():
         for chunk in entry.chunks:
-            if MetadataIndex(key, chunk.offsets) not in stored:
+            place = stored.get(MetadataIndex(key, chunk.offsets))
+            if place is None:
                 raise CheckpointCorruptError(f"{key} has a part at {tuple(chunk.offsets)} that no file holds")
+            # So that what is read takes no more memory than the files have bytes.
+            if math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
+                raise CheckpointCorruptError(f"{key} has a part of {tuple(chunk.sizes)} in {place.length} bytes")
     return Metadata(state_dict_metadata=dict(entries), storage_data=stored, storage_meta=StorageMeta())
 
 
@@ -172,7 +177,7 @@ def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(key) is not str or not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
-        raise CheckpointCorruptError(f"{key!r} is not described as a tensor")
+        raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
     dtype = properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError(f"{key} has no dtype")
@@ -193,14 +198,14 @@ def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
 
 def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or not all(type(length) is int and length >= 0 for length in value):
-        raise CheckpointCorruptError(f"{value!r} is no shape")
+        raise CheckpointCorruptError(f"{shown(value)} is no shape")
     return torch.Size(value)
 
 
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     if type(fields["fqn"]) is not str:
-        raise CheckpointCorruptError(f"{fields['fqn']!r} is no key")
+        raise CheckpointCorruptError(f"{shown(fields['fqn'])} is no key")
     return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
 
 
@@ -208,7 +213,7 @@ def _location(record: Any, files: Mapping[str, FileEntry]) -> StorageInfo:
     fields = _fields(record, "_StorageInfo")
     name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(name) is not str or check_relative(name) not in files:
-        raise CheckpointCorruptError(f"it points at {name!r}, which the manifest does not list")
+        raise CheckpointCorruptError(f"it points at {shown(name)}, which the manifest does not list")
     if fields.get("transform_descriptors"):
         raise CheckpointCorruptError("it asks for a stream transform")
     size = files[name].size

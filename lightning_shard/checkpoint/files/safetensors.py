@@ -74,6 +74,8 @@ class SafetensorsReader:
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
+            if not file.is_file():
+                raise CheckpointCorruptError(f"{file} is no regular file")
             try:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:

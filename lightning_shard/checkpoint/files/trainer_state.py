@@ -7,8 +7,10 @@ would not is found when it is written, not when it is needed.
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -45,12 +47,30 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     try:
+        refuse_compressed(io.BytesIO(data), where)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointCorruptError:
+        raise
     except Exception as error:
         raise CheckpointCorruptError(f"{where} was refused, nothing in it ran: {_reason(error)}") from error
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
     return state
+
+
+def refuse_compressed(file: Path | BinaryIO, where: Path) -> list[zipfile.ZipInfo]:
+    """The records of a file of ``torch.save``, of which none is larger in memory than on the disk.
+
+    Raises CheckpointCorruptError where one is compressed.
+    """
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+    if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
+        raise CheckpointCorruptError(
+            f"{where} is compressed ({packed[0].filename}), which torch.save never does, and its tensors can't be read "
+            "one at a time: unpack it and zip it again without compression (zip -0)"
+        )
+    return records
 
 
 def _encode(value: Any) -> tuple[bytes, str | None]:

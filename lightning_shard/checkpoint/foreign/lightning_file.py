@@ -48,6 +48,8 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
     try:
+        temporary.touch()
+        commit.lock(temporary)
         write_archive(temporary, _stock_checkpoint(stored))
         commit.publish(temporary, target, token)
     except BaseException:

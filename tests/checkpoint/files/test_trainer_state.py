@@ -1,0 +1,67 @@
+"""``trainer.pt``: what would not load is named when it is saved; what is packed to burst is not unpacked."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from tests.checkpoint.calls import save_tensors, trainer_state
+from tests.checkpoint.hostile import Hostile
+from tests.checkpoint.test_safety import forge
+from tests.harness import run_distributed
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"callbacks": {"Mine": {"foo": Path("/x")}}}, r"callbacks/Mine/foo: pathlib\.PosixPath"),
+        ({"a": [1, {"b": Hostile()}]}, r"a/1/b: tests\.checkpoint\.hostile\.Hostile"),
+        pytest.param({"f": lambda: 0}, r"f: builtins\.function", id="lambda"),
+        ({"a": {Path("/x"): 1}}, r"a: key PosixPath\('/x'\) of type pathlib\.PosixPath"),
+    ],
+)
+def test_state_that_would_not_load_is_named_when_it_is_saved(tmp_path, state, said):
+    with pytest.raises(CheckpointError, match=said):
+        encode_trainer_state(state)
+    with pytest.raises(CheckpointError, match=said):
+        save_tensors(tmp_path / "a.ckpt", {}, trainer_state=state)
+    assert os.listdir(tmp_path) == []
+
+
+def sharded_state_error() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        encode_trainer_state({"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}})
+    except CheckpointError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_part_of_a_sharded_tensor_is_no_state():
+    for result in run_distributed(sharded_state_error, 2):
+        assert "ema/w: torch.distributed.tensor.DTensor" in result
+
+
+def test_state_that_loads():
+    state = {"int": 1, "none": None, "tensor": torch.ones(2, dtype=torch.bfloat16), "tuple": (1, "a"), "b": b"x"}
+    encode_trainer_state(state | {"set": {1, 2}, "dtype": torch.float32, "nested": {"k": [1.5, True]}})
+
+
+def test_compressed_state_is_refused(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_tensors(path, {"model.w": torch.ones(2)}, {"large": torch.zeros(10**6)})
+    with zipfile.ZipFile(path / "trainer.pt") as plain, zipfile.ZipFile(tmp_path / "packed", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    forge(path, "trainer.pt", (tmp_path / "packed").read_bytes())
+    with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt is compressed"):
+        trainer_state(path)

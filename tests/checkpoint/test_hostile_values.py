@@ -1,0 +1,115 @@
+"""Values and special files that no save writes: each gives one line at once, whoever opens the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+from lightning_shard.checkpoint.files.safetensors import SafetensorsReader
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import describe, verify
+from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from tests.checkpoint.calls import FACTS, save_tensors, trainer_state
+from tests.checkpoint.test_safety import forge
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "a.ckpt"
+    facts = {"name": "mine", "step": 1, "time": 0.0}
+    save_tensors(path, {"model.w": torch.ones(4, 3)}, facts=type(FACTS)(engine="e", policy="p", run=facts))
+    return path
+
+
+def refused_by_all(path: Path) -> None:
+    """One line and no waiting, by every reader; the search for the newest goes past it."""
+    started = time.monotonic()
+    for read in (open_any, verify, trainer_state, lambda p: describe(p, open_any(p))):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert len(str(caught.value)) < 1000
+    assert find_checkpoints([path.parent], "mine").own == ()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"aliases": 5},
+        {"aliases": {"model.x": "model.y"}},
+        {"aliases": {"model.x": {"a": 1}}},
+        {"run": {"name": "mine", "step": "x", "time": 0.0}},
+        {"run": {"name": "mine", "step": 1}},
+        {"run": {"name": {}, "step": 1, "time": 0.0}},
+        {"tensors": {"model.w": {"shape": ["x"], "dtype": "float32"}}},
+        {"tensors": {"model.w": {"shape": [4, 3], "dtype": "nn"}}},
+        {"tensors": 3},
+        {"files": {"a": {"size": "x", "sha256": 1}}},
+        {"format_version": "x"},
+        {"world_size": []},
+    ],
+    ids=str,
+)
+def test_values_in_a_manifest(path: Path, change: dict[str, Any]) -> None:
+    fields = {**json.loads((path / "manifest.json").read_text()), **change}
+    fields.pop("digest")
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    (path / "manifest.json").write_text(json.dumps({**fields, "digest": hashlib.sha256(text.encode()).hexdigest()}))
+    refused_by_all(path)
+
+
+@pytest.mark.parametrize("size", [2**33, 2**62, 2**70])
+def test_a_tensor_larger_than_its_file(path: Path, size: int) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    shape, origin = torch.Size((size,)) if size < 2**63 else (size,), torch.Size((0,))
+    entry = TensorStorageMetadata(TensorProperties(torch.int8), shape, [ChunkStorageMetadata(origin, shape)])
+    metadata.state_dict_metadata["model.w"] = entry
+    ((_, place),) = metadata.storage_data.items()
+    metadata.storage_data = {type(next(iter(metadata.storage_data)))("model.w", origin): place}
+    forge(path, ".metadata", pickle.dumps(metadata))
+    fields = json.loads((path / "manifest.json").read_text())
+    fields["tensors"]["model.w"] = {"shape": [size], "dtype": "int8"}
+    fields.pop("digest")
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    (path / "manifest.json").write_text(json.dumps({**fields, "digest": hashlib.sha256(text.encode()).hexdigest()}))
+    with pytest.raises(CheckpointCorruptError, match=r"\.metadata"):
+        open_any(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+def test_a_special_file(path: Path, name: str, kind: str) -> None:
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).symlink_to("/dev/zero" if kind == "device" else "/etc/hostname")
+    if name == "__0_0.distcp":
+        with pytest.raises(CheckpointError):
+            open_any(path).tensors["model.w"].read()
+        with pytest.raises(CheckpointError):
+            verify(path)
+    else:
+        refused_by_all(path)
+
+
+def test_special_files_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.ckpt")
+    (tmp_path / "b.ckpt").symlink_to("/dev/zero")
+    for name in ("a.ckpt", "b.ckpt"):
+        refused_by_all(tmp_path / name)
+    os.mkfifo(tmp_path / "part.safetensors")
+    index = {"weight_map": {"w": "part.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with SafetensorsReader() as reader, pytest.raises(CheckpointCorruptError, match="is no regular file"):
+        reader.entries(tmp_path)
