@@ -74,8 +74,11 @@ USES = {
     "engines/selective.py": ("whether an operator is traced; its arguments", "_guards _schema"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
-    "engines/zero/partition.py": ("partitioning", "_convert_to_zero_parameters _enable_mem_efficient_linear"),
-    "engines/zero/process.py": ("groups of an earlier process group", "_release_process_group_references"),
+    "engines/zero/partition.py": ("partitioning", "_convert_to_deepspeed_param _enable_mem_efficient_linear"),
+    "engines/zero/process.py": (
+        "groups of an earlier process group, what DeepSpeed broadcasts",
+        "_broadcast_model _release_process_group_references",
+    ),
     "engines/zero/running.py": (
         "backward and refresh",
         "_backward_prologue _get_norm_groups _partition_all_parameters _reassign_or_swap_out_partitioned_parameters"

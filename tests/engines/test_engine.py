@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import DeepSpeedFields
 from lightning_shard.engines.zero.engine import Zero
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
 from lightning_shard.tensors.full import gather_full
@@ -57,7 +61,39 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _fit(name: str, steps: int, lr: float = 0.1) -> tuple[dict[str, Tensor], list[Tensor]]:
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+class Boxes(nn.Module):
+    """Its output has no ``__dict__``; with ``own`` it has a parameter, and else it is a mapping's only value."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6)) if own else None
+
+    def forward(self, x: Tensor) -> Any:
+        return {("a", 0): Slotted(x)} if self.weight is None else Slotted(x @ self.weight)
+
+
+class Unusual(Net):
+    """Parameters without a dimension, as CLIP's ``logit_scale``, and a module that returns an unusual object."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.boxes = Boxes(own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        boxed = self.boxes(x)
+        boxed = boxed if isinstance(boxed, Slotted) else boxed["a", 0]
+        return super().forward(boxed.x) * self.scale.exp()
+
+
+def _fit(
+    name: str, steps: int, lr: float = 0.1, kind: Callable[[], nn.Module] = Net
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Masters at the end, and this rank's losses."""
     ranks = dist.get_world_size()
     engine = ENGINES[name]()
@@ -67,7 +103,7 @@ def _fit(name: str, steps: int, lr: float = 0.1) -> tuple[dict[str, Tensor], lis
     engine.check(planned)
     shape = (ranks, 1) if name in ("torch_ddp", "replicate") else (1, ranks)
     connection = process.connect(CPU, backend="gloo", local_size=ranks) if name.startswith("zero") else None
-    module = Net()
+    module = kind()
     mesh = build_mesh(shape, device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
     (optimizer,) = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)]).optimizers
@@ -90,21 +126,33 @@ def _fit(name: str, steps: int, lr: float = 0.1) -> tuple[dict[str, Tensor], lis
     return found, losses
 
 
-def _fits(names: list[str], steps: int) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
-    return [_fit(name, steps) for name in names]
+def _fits(names: list[str], steps: int, kind: type[Net]) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    return [_fit(name, steps, kind=kind) for name in names]
 
 
-def test_one_loop_drives_every_engine_to_the_same_bits() -> None:
+@pytest.mark.parametrize("kind", [Net, Unusual])
+def test_one_loop_drives_every_engine_to_the_same_bits(kind: type[Net]) -> None:
     names = list(ENGINES)
-    by_rank = run_distributed(_fits, 2, names, 3)
+    by_rank = run_distributed(_fits, 2, names, 3, kind)
     expected = by_rank[0][0][0]
-    started = Net().state_dict()
+    started = kind().state_dict()
     assert any(not torch.equal(expected[fqn], started[fqn]) for fqn in expected), "nothing was stepped"
     assert not torch.equal(by_rank[0][0][1][0], by_rank[1][0][1][0]), "the ranks saw the same batches"
     for found in by_rank:
         for name, (masters, _) in zip(names, found, strict=True):
             wrong = [fqn for fqn in expected if not torch.equal(masters[fqn], expected[fqn])]
             assert not wrong, f"{name}: {wrong}"
+
+
+def _refused(name: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        _fit(name, 1, kind=partial(Unusual, own=True))
+    return str(caught.value)
+
+
+def test_stage_3_refuses_outputs_that_hide_tensors_of_own_parameters() -> None:
+    for said in run_distributed(_refused, 2, "zero_3"):
+        assert "Boxes has parameters of its own and returns a Slotted" in said
 
 
 def _faulty(steps: int) -> bool:

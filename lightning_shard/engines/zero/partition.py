@@ -80,7 +80,9 @@ def _shard_parameter(
     full = parameter.detach()
     if parameter.is_floating_point():
         parameter.data = parameter.data.to(compute)
-    init._convert_to_zero_parameters([parameter])
+    # Without the broadcast of `Init`, which fails for parameters without a dimension.
+    init._convert_to_deepspeed_param(parameter)
+    parameter.partition()
     if is_rounded(full, compute):
         start, length = layout.own_range(parameter)
         loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].clone(), start)

@@ -78,8 +78,11 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
             _restoring_modules_in_forward(),
             _forget_releases,
             lambda: logger.setLevel(level),
+            _restoring(deepspeed.DeepSpeedEngine, "_broadcast_model"),
         ),
     )
+    # `prepare_replica` made the ranks equal; this fails for parameters without a dimension.
+    deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
     # DeepSpeed tells of every buffer that it makes.
     logger.setLevel(logging.WARNING)
     os.environ["LOCAL_SIZE"] = str(local_size)
@@ -102,8 +105,8 @@ def _require_private_names() -> None:
     from deepspeed.utils import groups
 
     tested = ", ".join(TESTED)
-    require(deepspeed.DeepSpeedEngine, "_backward_prologue _running_engine_backward", tested=tested)
-    require(deepspeed.zero.Init, "_convert_to_zero_parameters _enable_mem_efficient_linear", tested=tested)
+    require(deepspeed.DeepSpeedEngine, "_backward_prologue _broadcast_model _running_engine_backward", tested=tested)
+    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
     require(OpBuilder, "_loaded_ops", tested=tested)
     require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
     require(
