@@ -39,9 +39,11 @@ TOP: Mapping[str, Field] = {
     "debug": unsupported(
         "shapes are not compared before each collective",
         "`lightning-shard doctor`; ranks that come apart end with a message (lost_rank_seconds)", "bool", False,
+        effect="speed",
     ),
     "enable_cpu_affinity": unsupported(
-        "processes are not bound to cores", "srun --cpu-bind, or numactl before the command", "bool", False
+        "processes are not bound to cores", "srun --cpu-bind, or numactl before the command", "bool", False,
+        effect="speed",
     ),
     "use_mps_device": unsupported("the engines run on CPU and CUDA", "", "bool", False),
     **dict.fromkeys(_TPU_FIELDS, _TPU),
@@ -58,6 +60,7 @@ def backward_prefetch(words: Mapping[Any, Any]) -> Field:
     return unsupported(
         "FSDP2 gathers the next unit while one runs backward, as BACKWARD_PRE; only memory and speed differ",
         "nothing to set; backward_prefetch: n gathers n units ahead", "word", "BACKWARD_PRE", 1, words=words,
+        effect="speed",
     )  # fmt: skip
 
 
@@ -82,7 +85,8 @@ FSDP: Mapping[str, Field] = {
     ),
     "fsdp_activation_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
     "fsdp_activation_checkpointing_offload": unsupported(
-        "checkpointed inputs stay on the device", "torch.autograd.graph.save_on_cpu in the model", "bool", False
+        "checkpointed inputs stay on the device", "torch.autograd.graph.save_on_cpu in the model", "bool", False,
+        effect="memory",
     ),
     "fsdp_ignored_modules": unsupported(
         "modules are ignored by their class, not by a pattern of names", "ignored_modules: [ClassName]"
@@ -115,10 +119,10 @@ DEEPSPEED: Mapping[str, Field] = {
         "every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "bool", False
     ),
     "deepspeed_moe_layer_cls_names": setting("stage3.leaf_modules", "names"),
-    "deepspeed_multinode_launcher": unsupported(*_NO_LAUNCHER, "standard", "STANDARD"),
-    "deepspeed_hostfile": unsupported(*_NO_LAUNCHER, ""),
-    "deepspeed_exclusion_filter": unsupported(*_NO_LAUNCHER, ""),
-    "deepspeed_inclusion_filter": unsupported(*_NO_LAUNCHER, ""),
+    "deepspeed_multinode_launcher": unsupported(*_NO_LAUNCHER, "standard", "STANDARD", effect="speed"),
+    "deepspeed_hostfile": unsupported(*_NO_LAUNCHER, "", effect="speed"),
+    "deepspeed_exclusion_filter": unsupported(*_NO_LAUNCHER, "", effect="speed"),
+    "deepspeed_inclusion_filter": unsupported(*_NO_LAUNCHER, "", effect="speed"),
 }  # fmt: skip
 
 REFUSED_BESIDE_A_FILE = (
@@ -148,9 +152,9 @@ _DEFAULT_COMPILE = ("torch.compile is called with its defaults", "compile")
 
 DYNAMO: Mapping[str, Field] = {
     "dynamo_backend": setting("compile", "str", "NO", words={"INDUCTOR": True}, note=_COMPILED),
-    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", "DEFAULT"),
-    "dynamo_use_fullgraph": unsupported(*_DEFAULT_COMPILE, "bool", False),
-    "dynamo_use_dynamic": unsupported(*_DEFAULT_COMPILE, "bool", False),
+    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", "DEFAULT", effect="speed"),
+    "dynamo_use_fullgraph": unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"),
+    "dynamo_use_dynamic": unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"),
     "dynamo_use_regional_compilation": satisfied(_COMPILED, "bool"),
 }
 

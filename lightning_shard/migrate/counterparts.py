@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_shard.migrate.neutral import Engine
+from lightning_shard.migrate.neutral import Effect, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class Unsupported:
 
     reason: str
     nearest: str = ""  # What comes nearest; "": nothing.
+    effect: Effect = "numbers"  # What differs without it.
 
 
 Answer = Same | Holds | Unsupported
@@ -71,16 +72,16 @@ def _everywhere(kind: str) -> Row:
     return Row(kind=kind, ddp=_SAME, fsdp=_SAME, deepspeed=_SAME)
 
 
-def _ddp_only(kind: str, reason: str, nearest: str = "", *idle: Any) -> Row:
+def _ddp_only(kind: str, effect: Effect, reason: str, nearest: str = "", *idle: Any) -> Row:
     """``idle``: values that ask the others for nothing."""
-    others = (Holds(note=_ANYWAY, values=idle), Unsupported(reason=reason, nearest=nearest))
+    others = (Holds(note=_ANYWAY, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
     return Row(kind=kind, ddp=_SAME, fsdp=others, deepspeed=others)
 
 
-def _zero_only(kind: str, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Row:
+def _zero_only(kind: str, effect: Effect, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Row:
     """``idle``: values that ask FSDP and DDP for nothing, with ``note`` as the reason."""
     auto = Holds(note="DeepSpeed's own choice was asked for", values=("auto",))
-    others = (auto, Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest))
+    others = (auto, Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
     return Row(kind=kind, ddp=others, fsdp=others, deepspeed=_SAME)
 
 
@@ -99,14 +100,15 @@ _PREFETCH = _fsdp_only(
     Unsupported(
         reason="ZeRO-3 counts elements to gather ahead, not units",
         nearest="stage3.prefetch_bucket_size, in elements, for both directions",
+        effect="speed",
     ),
 )
 _PINNED = _zero_only(
-    "bool", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
+    "bool", "memory", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
 )
 _BUCKET_DEFAULTS = {"note": "DeepSpeed's, or stock Lightning's, default"}
 _LIVE = _zero_only(
-    "int", "FSDP frees each unit after it has run; there is no limit to set", "units", 1_000_000_000,
+    "int", "memory", "FSDP frees each unit after it has run; there is no limit to set", "units", 1_000_000_000,
     note="DeepSpeed's default",
 )  # fmt: skip
 
@@ -128,6 +130,7 @@ TABLE: Mapping[str, Row] = {
         Unsupported(
             reason="ZeRO-3 gathers parameters module by module, as they are used, and has no units",
             nearest="stage3.module_granularity_threshold; stage3.leaf_modules for mixture-of-experts blocks",
+            effect="memory",
         ),
     ),
     "forward_prefetch": _PREFETCH,
@@ -139,6 +142,7 @@ TABLE: Mapping[str, Row] = {
         Unsupported(
             reason="ZeRO shards every parameter",
             nearest="stage3.param_persistence_threshold: smaller parameters stay gathered",
+            effect="memory",
         ),
     ),
     "forward_methods": _fsdp_only(
@@ -148,67 +152,67 @@ TABLE: Mapping[str, Row] = {
     ),
     # DDP's.
     "find_unused_parameters": _ddp_only(
-        "bool", "ranks that use different parameters in a step would wait for each other's gathers",
+        "bool", "numbers", "ranks that use different parameters in a step would wait for each other's gathers",
         "shard_ddp; parameters that no rank uses in a step need no option", False,
     ),
-    "static_graph": _ddp_only("bool", _PUBLIC_DDP, "nothing is lost but some speed", False),
-    "gradient_as_bucket_view": _ddp_only("bool", "", "", False, True),
+    "static_graph": _ddp_only("bool", "speed", _PUBLIC_DDP, "nothing is lost but some speed", False),
+    "gradient_as_bucket_view": _ddp_only("bool", "memory", "", "", False, True),
     "broadcast_buffers": _ddp_only(
-        "bool", "buffers are not broadcast before each training forward",
+        "bool", "numbers", "buffers are not broadcast before each training forward",
         "SyncBatchNorm; evaluation and checkpoints use rank 0's buffers", False,
     ),
-    "bucket_cap_mb": _ddp_only("float", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
-    "comm_hook": _ddp_only("str", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
-    "comm_state": _ddp_only("any", _PUBLIC_DDP),
-    "start_method": _ddp_only("str", "the other processes run the script again", "popen", "popen"),
+    "bucket_cap_mb": _ddp_only("float", "speed", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
+    "comm_hook": _ddp_only("str", "numbers", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
+    "comm_state": _ddp_only("any", "numbers", _PUBLIC_DDP),
+    "start_method": _ddp_only("str", "speed", "the other processes run the script again", "popen", "popen"),
     # DeepSpeed's.
-    "offload_optimizer.nvme_path": _zero_only("str", "only ZeRO-3 keeps state in files"),
+    "offload_optimizer.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps state in files"),
     "offload_optimizer.pin_memory": _PINNED,
-    "offload_optimizer.buffer_count": _zero_only("int", "only ZeRO-3 keeps state in files", "", 4),
-    "offload_optimizer.fast_init": _zero_only("bool", "only ZeRO-3 keeps state in files", "", False),
-    "offload_optimizer.ratio": _zero_only("float", "FSDP offloads all or nothing", "cpu_offload: true", 1, 1.0),
-    "offload_parameters.nvme_path": _zero_only("str", "only ZeRO-3 keeps parameters in files"),
+    "offload_optimizer.buffer_count": _zero_only("int", "memory", "only ZeRO-3 keeps state in files", "", 4),
+    "offload_optimizer.fast_init": _zero_only("bool", "speed", "only ZeRO-3 keeps state in files", "", False),
+    "offload_optimizer.ratio": _zero_only("float", "memory", "FSDP offloads all or nothing", "", 1, 1.0),
+    "offload_parameters.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps parameters in files"),
     "offload_parameters.pin_memory": _PINNED,
-    "offload_parameters.buffer_count": _zero_only("int", "only ZeRO-3 has files", "", 5),
-    "offload_parameters.buffer_size": _zero_only("int", "only ZeRO-3 has files", "", 100_000_000),
-    "offload_parameters.max_in_cpu": _zero_only("int", "only ZeRO-3 has files", "", 1_000_000_000),
-    "buckets.reduce": _zero_only("any", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
-    "buckets.allgather": _zero_only("int", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
+    "offload_parameters.buffer_count": _zero_only("int", "memory", "only ZeRO-3 has files", "", 5),
+    "offload_parameters.buffer_size": _zero_only("int", "memory", "only ZeRO-3 has files", "", 100_000_000),
+    "offload_parameters.max_in_cpu": _zero_only("int", "memory", "only ZeRO-3 has files", "", 1_000_000_000),
+    "buckets.reduce": _zero_only("any", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
+    "buckets.allgather": _zero_only("int", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
     "buckets.overlap_comm": _zero_only(
-        "bool", "communication always overlaps with compute", "", True, note="it always overlaps"
+        "bool", "speed", "communication always overlaps with compute", "", True, note="it always overlaps"
     ),
     "buckets.contiguous_gradients": _zero_only(
-        "bool", "a unit's gradients are always copied into one buffer", "", True
+        "bool", "memory", "a unit's gradients are always copied into one buffer", "", True
     ),
-    "buckets.reduce_scatter": _zero_only("bool", "a rank is only sent the sums of its own shards", "", True),
-    "buckets.round_robin_gradients": _zero_only("bool", "gradients are sharded as their parameters are", "", False),
+    "buckets.reduce_scatter": _zero_only("bool", "speed", "a rank is only sent the sums of its own shards", "", True),
+    "buckets.round_robin_gradients": _zero_only("bool", "speed", "gradients are sharded as parameters are", "", False),
     "stage3.prefetch_bucket_size": _zero_only(
-        "any", "FSDP counts units to gather ahead, not elements", "forward_prefetch and backward_prefetch",
+        "any", "speed", "FSDP counts units to gather ahead, not elements", "forward_prefetch and backward_prefetch",
         50_000_000, note="DeepSpeed's default; FSDP gathers the next unit ahead",
     ),
     "stage3.param_persistence_threshold": _zero_only(
-        "any", "FSDP shards every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
+        "any", "memory", "FSDP shards every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
         note="DeepSpeed's default, or no parameter; FSDP shards all",
     ),
     "stage3.model_persistence_threshold": _zero_only(
-        "int", "FSDP shards every parameter of a unit", "ignored_modules, by class name"
+        "int", "memory", "FSDP shards every parameter of a unit", "ignored_modules, by class name"
     ),
     "stage3.max_live_parameters": _LIVE,
     "stage3.max_reuse_distance": _LIVE,
     "stage3.sub_group_size": _zero_only(
-        "int", "the optimizer steps all of a rank's shards at a time", "", 1_000_000_000, 1_000_000_000_000,
+        "int", "memory", "the optimizer steps all of a rank's shards at a time", "", 1_000_000_000, 1_000_000_000_000,
         **_BUCKET_DEFAULTS,
     ),
-    "stage3.module_granularity_threshold": _zero_only("int", "FSDP gathers by unit", _FSDP_UNITS, 0),
-    "stage3.leaf_modules": _zero_only("names", "FSDP gathers by unit", "units with these classes"),
+    "stage3.module_granularity_threshold": _zero_only("int", "speed", "FSDP gathers by unit", _FSDP_UNITS, 0),
+    "stage3.leaf_modules": _zero_only("names", "speed", "FSDP gathers by unit", "units with these classes"),
     "zero_plus_plus.quantized_weights": _zero_only(
-        "bool", "parameters are gathered in the compute dtype", "", False
+        "bool", "numbers", "parameters are gathered in the compute dtype", "", False
     ),
     "zero_plus_plus.quantized_nontrainable_weights": _zero_only(
-        "bool", "frozen parameters keep their dtype", "", False
+        "bool", "numbers", "frozen parameters keep their dtype", "", False
     ),
     "zero_plus_plus.quantized_gradients": _zero_only(
-        "bool", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
+        "bool", "numbers", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
     ),
     # The Trainer's, on all engines.
     "trainer.gradient_clip_val": _everywhere("any"),
@@ -225,48 +229,51 @@ _CHECKPOINTING = (
     Unsupported(
         reason="the strategy does not call deepspeed.checkpointing.configure",
         nearest="activation_checkpointing: units; or that call in configure_model",
+        effect="memory",
     ),
 )
 _LOGS = (Holds(note="DeepSpeed's own prints; the Trainer logs by log_every_n_steps"),)
-_BATCH_SIZE = _zero_only("any", "the batch size is the dataloader's", "data: batch_size")
-_ANY_OPTIMIZER = _zero_only("any", "any optimizer runs", "", True, False)
+_BATCH_SIZE = (Holds(note="the batch size is the dataloader's: give it there"),)
+_ANY_OPTIMIZER = _zero_only("any", "speed", "any optimizer runs", "", True, False)
 
 CONFIG: Mapping[str, Row] = {
-    "optimizer": _zero_only(
-        "any", "the optimizer comes from configure_optimizers, or `optimizer:` in the YAML",
-        "optimizer: {class_path: torch.optim.AdamW, ...}",
-    ),
-    "scheduler": _zero_only("any", "the schedule comes from configure_optimizers, or `lr_scheduler:` in the YAML"),
     "activation_checkpointing": Row(ddp=_CHECKPOINTING, fsdp=_CHECKPOINTING, deepspeed=_CHECKPOINTING),
-    "fp16": _zero_only("any", "a loss scale goes with precision 16-mixed", "ShardPrecision(loss_scale=...)"),
-    "train_batch_size": _BATCH_SIZE,
-    "train_micro_batch_size_per_gpu": _BATCH_SIZE,
+    "fp16": _zero_only("any", "numbers", "a loss scale goes with precision 16-mixed", "ShardPrecision(loss_scale=...)"),
+    "train_batch_size": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE, deepspeed=_SAME),
+    "train_micro_batch_size_per_gpu": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE, deepspeed=_SAME),
     "steps_per_print": Row(ddp=_LOGS, fsdp=_LOGS, deepspeed=_SAME),
     "zero_allow_untested_optimizer": _ANY_OPTIMIZER,
     "zero_force_ds_cpu_optimizer": _ANY_OPTIMIZER,
-    "zero_optimization.allgather_partitions": _zero_only("any", "parameters are gathered by unit", "", True),
-    "zero_optimization.load_from_fp32_weights": _zero_only("any", "masters are always in the checkpoint", "", True),
+    "zero_optimization.allgather_partitions": _zero_only("any", "speed", "parameters are gathered by unit", "", True),
+    "zero_optimization.load_from_fp32_weights": _zero_only("any", "numbers", "checkpoints have masters", "", True),
     "zero_optimization.ignore_unused_parameters": _zero_only(
-        "any", "parameters without a gradient are always left alone", "", True
+        "any", "speed", "parameters without a gradient are always left alone", "", True
     ),
     "zero_optimization.elastic_checkpoint": _zero_only(
-        "any", "checkpoints load at any number of processes", "", True, False
+        "any", "speed", "checkpoints load at any number of processes", "", True, False
     ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": Row(ddp=_EXPORT, fsdp=_EXPORT, deepspeed=_EXPORT),
     "data_types.grad_accum_dtype": _zero_only(
-        "any", "gradients are summed in the precision's own dtype", "precision, or an _aligned name",
+        "any", "numbers", "gradients are summed in the precision's own dtype", "precision, or an _aligned name",
         "fp32", "float32", "torch.float32", note="fp32 in every mixed precision",
     ),
 }  # fmt: skip
 """Keys that stay in ``config`` under DeepSpeed and have an answer of their own elsewhere."""
 
-_OTHER = _zero_only("any", "only DeepSpeed has it", "", False, note="it is off")
+_OTHER = _zero_only("any", "speed", "only DeepSpeed has it", "", False, note="it is off")
+# Sections and keys without a row that change numbers; others are of speed, of memory or of what is printed.
+_OF_NUMBERS = _zero_only("any", "numbers", "only DeepSpeed has it", "", False, note="it is off")
+_NUMBERS = (
+    "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "torch_autocast", "data_types",
+    "zero_optimization.zenflow", "bf16.", "fp16.",
+)  # fmt: skip
 
 
 def _config_row(name: str) -> Row:
     """The row of ``config.KEY``: DeepSpeed keeps the key in ``config``."""
     key = name.removeprefix("config.")
-    row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or _OTHER
+    other = _OF_NUMBERS if key.startswith(_NUMBERS) else _OTHER
+    row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or other
     if not isinstance(row.deepspeed[0], Same):
         return row
     return replace(row, deepspeed=(Same(path=name),))

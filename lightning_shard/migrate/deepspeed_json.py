@@ -1,13 +1,14 @@
-"""DeepSpeed files, read into the neutral form; what a key means is ``engines/deepspeed_config``'s."""
+"""DeepSpeed files, read into the neutral form; what a key means is ``engines/zero/config``'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from lightning_shard.engines.zero.config import DeepSpeedFields
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS, TRAINER_OWNED, check_fields, loss_scaling_of
-from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO
+from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, TOP_LEVEL, Section, known_keys
 from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
 from lightning_shard.errors import ConfigurationError
@@ -30,14 +31,52 @@ _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_pers
 """Typed fields for which "auto" is a value of this package's too."""
 
 
-def read_deepspeed(reading: Reading, content: Mapping[str, Any], prefix: str = "") -> None:
+@cache
+def library_defaults() -> Mapping[str, Any]:
+    """What DeepSpeed takes where a file says nothing, by key with dots, from the installed library's own classes."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    own = DeepSpeedConfig({"train_batch_size": 1})
+    found = {key: getattr(own, key) for key in TOP_LEVEL if hasattr(own, key) and not key.startswith("train_")}
+    for name, keys in (
+        ("activation_checkpointing", vars(own.activation_checkpointing_config)),
+        ("aio", own.aio_config),
+        ("flops_profiler", vars(own.flops_profiler_config)),
+    ):
+        found |= {f"{name}.{key}": value for key, value in keys.items()}
+    return found | dict(_model_defaults(known_keys(), ""))
+
+
+def _model_defaults(section: Section, path: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in section.keys.items():
+        if isinstance(inner, Section):
+            yield from _model_defaults(inner, f"{path}{key}.")
+    for name, info in section.model.model_fields.items() if section.model is not None else ():
+        yield f"{path}{info.alias or name}", info.get_default(call_default_factory=True)
+
+
+def read_deepspeed(
+    reading: Reading, content: Mapping[str, Any], prefix: str = "", *, stage: int | None = None, clips: bool = True
+) -> None:
     """Add to ``reading`` what the content of a DeepSpeed file asks for, in any of its spellings, and what is wrong.
 
-    ``prefix`` stands before the fields' names, such as the file's name.
+    ``prefix`` stands before the fields' names, such as the file's name. Where the content says nothing, DeepSpeed's
+    own defaults hold: its stage, unless ``stage`` is that of whoever reads the file, and its clipping if it ``clips``.
     """
     if reading.engine is None:
         reading.engine = "deepspeed"
     content = _without_lost(reading, dict(content), prefix)
+    if ZERO not in content:
+        content[ZERO] = {"stage": library_defaults()[f"{ZERO}.stage"] if stage is None else stage}
+        given = None
+    else:
+        given = get(content, f"{ZERO}.stage") if isinstance(content[ZERO], Mapping) else content[ZERO]
+        if given is None and stage is None and isinstance(content[ZERO], Mapping):
+            content[ZERO] = {**content[ZERO], "stage": library_defaults()[f"{ZERO}.stage"]}
+    if clips and content.get("gradient_clipping") is None:
+        default = library_defaults()["gradient_clipping"]
+        note = f"DeepSpeed's default; {CLIP_NOTE}"
+        reading.ask("trainer.gradient_clip_val", default, f"{prefix}gradient_clipping", None, note)
     problems: list[str] = []
     merged = merge(DeepSpeedFields(config=content), problems)
     if not problems:
@@ -48,9 +87,8 @@ def read_deepspeed(reading: Reading, content: Mapping[str, Any], prefix: str = "
     reading.problems += [f"{prefix}{problem}" for problem in problems]
     if problems:
         return
-    stage = merged[ZERO]["stage"]
-    given = get(content, f"{ZERO}.stage") if isinstance(content.get(ZERO), Mapping) else content.get(ZERO)
-    reading.ask("shard", LEVELS[stage], f"{prefix}{ZERO}.stage", given, "" if given is not None else "as stock")
+    note = "" if given is not None else "the default"
+    reading.ask("shard", LEVELS[merged[ZERO]["stage"]], f"{prefix}{ZERO}.stage", given, note)
     _typed(reading, merged, prefix)
     _trainers(reading, merged, prefix)
     _rest(reading, merged, prefix)
@@ -158,9 +196,11 @@ def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     scale = {key: fp16[key] for key in SCALE_KEYS if key in fp16 and fp16[key] != AUTO}
     if scale and fp16.get("enabled") is True:
         reading.ask("loss_scale", scale_of(scale), f"{prefix}fp16", scale, _OWN_SCALE_NOTE)
-    elif scale and fp16.get("enabled") is not False:
+    elif scale and fp16.get("enabled") == AUTO:
         # The precision is the Trainer's: the scale goes with it where it is fp16.
-        reading.ask("config.fp16", scale, f"{prefix}fp16", scale)
+        own = all(_is_default(f"fp16.{key}", value) for key, value in scale.items())
+        near = "" if own else f": ShardPrecision(loss_scale={scale_of(scale)})"
+        reading.meet(f"{prefix}fp16", scale, f"it goes with precision 16-mixed{near}; {SCALE_NOTE}")
     elif fp16.get("enabled") is True:
         reading.meet(f"{prefix}fp16.loss_scale", fp16.get("loss_scale"), SCALE_NOTE)
 
@@ -197,27 +237,26 @@ def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             flat |= {f"{key}.{inner}": item for inner, item in value.items()}
         else:
             flat[key] = value
+    for section in ("offload_optimizer", "offload_param"):
+        flat |= {f"{ZERO}.{section}.{key}": value for key, value in merged[ZERO].get(section, {}).items()}
     for path, value in flat.items():
-        if path in _HANDLED or path in _TRAINERS or path.startswith(_OFFLOADS):
+        if path in _HANDLED or path in _TRAINERS or path in _OFFLOADS:
             continue
         if value == AUTO:
             reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice, or the Trainer's")
-        elif _is_idle(value):
+        elif _is_default(path, value):
             reading.rest(f"{prefix}{path}", value)
         else:
             reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
-    for section in ("offload_optimizer", "offload_param"):
-        for key, value in merged[ZERO].get(section, {}).items():
-            path = f"{ZERO}.{section}.{key}"
-            if path not in KEYS.values():
-                reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
 
 
 _OFFLOADS = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module")
 
 
-def _is_idle(value: Any) -> bool:
-    """Whether a key asks for nothing: it is off, or a section all of whose keys are."""
-    if isinstance(value, Mapping) and value and "enabled" not in value:
-        return all(item in (None, False) for item in value.values())
-    return is_off(value) if isinstance(value, Mapping) else value in (None, False)
+def _is_default(path: str, value: Any) -> bool:
+    """Whether DeepSpeed does the same without a key: its default, or a section that is off or has defaults."""
+    known = library_defaults()
+    if isinstance(value, Mapping):
+        enabled = value.get("enabled", known.get(f"{path}.enabled"))
+        return enabled is False or all(_is_default(f"{path}.{key}", item) for key, item in value.items())
+    return value is None or (path in known and bool(known[path] == value))

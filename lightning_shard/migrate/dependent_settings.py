@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Engine, Reading
+from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Effect, Engine, Reading
 
 CLASSES: Mapping[Engine, str] = {
     "ddp": "lightning_shard.ShardDDPStrategy",
@@ -25,9 +25,9 @@ class Target:
     told: bool  # Whether the user gave the strategy's name, whose arguments hold whatever the sources ask for.
     reading: Reading
     trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
+    top: dict[str, Any] = field(default_factory=dict)  # Keys beside ``trainer``.
     fixed: frozenset[str] = field(init=False)  # Arguments of a name that the user gave.
     rows: list[Became] = field(default_factory=list)
-    lost: list[Became] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class Target:
         """A line for what needs no setting."""
         self.note(asked, "", None, note)
 
-    def lose(self, asked: Asked, reason: str, nearest: str = "") -> None:
-        self.lost.append(Became(asked.field, asked.given, reason, nearest=nearest))
+    def lose(self, asked: Asked, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
+        self.reading.lose(asked.field, asked.given, reason, nearest, effect)
 
 
 def level_of(engine: Engine, arguments: Mapping[str, Any]) -> str:
@@ -77,7 +77,9 @@ _AS_TOLD = "as --to says"
 
 
 def _engine(target: Target, asked: Asked) -> None:
-    target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2])
+    other = not target.told and target.engine != target.reading.engine
+    note = "DeepSpeed stage 0 would reduce gradients in 16 bits, which is refused here" * other
+    target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2], note)
 
 
 def _shard(target: Target, asked: Asked) -> None:
@@ -94,7 +96,7 @@ def _shard(target: Target, asked: Asked) -> None:
     elif asked.value == "gradients":
         target.set(asked, "strategy.reshard_after_forward", False)
     elif asked.value == "optimizer":
-        target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op")
+        target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op", "memory")
     else:
         target.note(asked, "strategy.reshard_after_forward", "the default")
 
@@ -114,12 +116,8 @@ def _mesh(target: Target, asked: Asked) -> None:
     elif copies == 1:
         target.hold(asked, "DeepSpeed shards over all processes")
     else:
-        target.lose(
-            asked,
-            "DeepSpeed shards over all processes: 0.19 removed MiCS, and ZeRO++ hpZ only keeps a second copy of the "
-            "parameters",
-            "--to shard_fsdp_hybrid",
-        )
+        reason = "DeepSpeed shards over all processes: 0.19 removed MiCS, and ZeRO++ hpZ only keeps a second copy of "
+        target.lose(asked, f"{reason}the parameters", "--to shard_fsdp_hybrid", "speed")
 
 
 def _reshard_ranks(target: Target, asked: Asked) -> None:
@@ -143,16 +141,17 @@ def _cpu_offload(target: Target, asked: Asked) -> None:
     elif target.engine == "fsdp":
         target.set(asked, "strategy.cpu_offload", True)
     elif target.engine == "ddp":
-        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
+        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
     elif target.stage == 0:
-        target.lose(asked, "stage 0 shards nothing, and offloads nothing", "--to shard_deepspeed_stage_3_offload")
+        near = "--to shard_deepspeed_stage_3_offload"
+        target.lose(asked, "stage 0 shards nothing, and offloads nothing", near, "memory")
     else:
         _device(target, asked, "offload_optimizer", "cpu")
         if target.stage == 3:
             _device(target, asked, "offload_parameters", "cpu")
         else:
             near = "--to shard_deepspeed_stage_3_offload"
-            target.lose(asked, f"stage {target.stage} keeps full parameters on the device", near)
+            target.lose(asked, f"stage {target.stage} keeps full parameters on the device", near, "memory")
 
 
 def _device(target: Target, asked: Asked, group: str, device: str) -> None:
@@ -169,11 +168,11 @@ def _offload(target: Target, asked: Asked) -> None:
     if target.engine == "deepspeed":
         _zero_offload(target, asked, group, device)
     elif target.engine == "ddp":
-        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload")
+        target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
     elif device == "nvme" and "cpu_offload" in target.fixed:
         target.note(asked, "strategy.cpu_offload", True, f"in host memory, {_AS_TOLD}")
     elif device == "nvme":
-        target.lose(asked, "FSDP keeps nothing in files", "--to shard_fsdp_offload, in host memory")
+        target.lose(asked, "FSDP keeps nothing in files", "--to shard_fsdp_offload, in host memory", "memory")
     else:
         other = "offload_parameters" if group == "offload_optimizer" else "offload_optimizer"
         both = target.reading.value(f"{other}.device") == "cpu"
@@ -181,7 +180,7 @@ def _offload(target: Target, asked: Asked) -> None:
             note = "" if both else "parameters, gradients and optimizer state together"
             target.set(asked, "strategy.cpu_offload", True, note)
         else:
-            target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all")
+            target.lose(asked, _TOGETHER, "--to shard_fsdp_offload, which offloads all", "memory")
 
 
 def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None:
@@ -189,7 +188,7 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None
     if target.stage < least and target.told:
         what = "parameters" if group == "offload_parameters" else "state"
         near = "--to shard_deepspeed_stage_3_offload" + "_nvme" * (device == "nvme")
-        target.lose(asked, f"stage {target.stage} can't keep {what} there; that needs stage {least}", near)
+        target.lose(asked, f"stage {target.stage} can't keep {what} there; that needs stage {least}", near, "memory")
     else:
         _device(target, asked, group, device)
 
@@ -207,7 +206,8 @@ def _activation_checkpointing(target: Target, asked: Asked) -> None:
 def _compile(target: Target, asked: Asked) -> None:
     if target.engine == "deepspeed" and target.stage == 3 and asked.value:
         near = "--to shard_fsdp, or shard_deepspeed_stage_2"
-        target.lose(asked, "stage 3 gathers inside of the blocks, and a graph would end at every layer", near)
+        reason = "stage 3 gathers inside of the blocks, and a graph would end at every layer"
+        target.lose(asked, reason, near, "speed")
     else:
         others = target.engine != "fsdp" and asked.value and target.reading.value("units", "auto") != "auto"
         target.set(asked, "strategy.compile", asked.value, "every repeated block, as there are no units" * others)
@@ -308,6 +308,38 @@ def _full_names(callbacks: Any) -> list[Any]:
     return result
 
 
+_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_SGD: Mapping[str, Any] = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adam": ("AdamW", _ADAM),
+    "adamw": ("AdamW", _ADAM),
+    "sgd": ("SGD", _SGD),
+}
+"""DeepSpeed's ``type`` to torch's optimizer, with DeepSpeed's defaults; its Adam decays weights as AdamW does."""
+
+
+def _built_by_deepspeed(target: Target, asked: Asked) -> None:
+    """``optimizer`` and ``scheduler`` of a DeepSpeed file, which other engines take from the module or the YAML."""
+    name = asked.name.partition(".")[2]
+    kind, given = str(asked.value.get("type")).lower(), dict(asked.value.get("params") or {})
+    if target.engine == "deepspeed":
+        target.set(asked, f"strategy.{asked.name}", asked.value)
+        return
+    decoupled = given.pop("adam_w_mode", True) or kind == "adamw"
+    given.pop("torch_adam", None)
+    known, defaults = _OPTIMIZERS.get(kind if name == "optimizer" and decoupled else "", ("", {}))
+    if "auto" in given.values() or (not given and name == "scheduler"):
+        target.hold(asked, f"its values are the script's: configure_optimizers, or `{name}:` in the YAML")
+    elif not known or given.keys() - defaults.keys():
+        key = "optimizer" if name == "optimizer" else "lr_scheduler"
+        target.lose(
+            asked, f"it comes from configure_optimizers, or `{key}:` in the YAML", f"{key}: {{class_path: ...}}"
+        )
+    else:
+        target.top[name] = {"class_path": f"torch.optim.{known}", "init_args": {**defaults, **given}}
+        target.note(asked, name, target.top[name]["class_path"], "in the YAML, which LightningCLI gives to the module")
+
+
 SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "engine": _engine,
     "shard": _shard,
@@ -325,6 +357,8 @@ SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "output": _override,
     "loss_scale": _override,
     "checkpoint_form": _checkpoint_form,
+    "config.optimizer": _built_by_deepspeed,
+    "config.scheduler": _built_by_deepspeed,
 }
 """Setting to the function that adds it to a target; the rest go by the table of counterparts."""
 

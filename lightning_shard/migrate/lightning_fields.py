@@ -167,12 +167,14 @@ DEEPSPEED: Mapping[str, Field] = {
     "zero_allow_untested_optimizer": setting("config.zero_allow_untested_optimizer", "bool", True),
     "logging_batch_size_per_gpu": setting("config.train_micro_batch_size_per_gpu", "int", "auto"),
     "logging_level": unsupported(
-        "DeepSpeed's logger is left alone", "logging.getLogger('DeepSpeed')", "any", 30, "WARN", "WARNING"
+        "DeepSpeed's logger is left alone", "logging.getLogger('DeepSpeed')", "any", 30, "WARN", "WARNING",
+        effect="speed",
     ),
     **{name: setting(f"config.activation_checkpointing.{name}", "bool", False) for name in _CHECKPOINTING},
     "load_full_weights": satisfied("ckpt_path reads every form of checkpoint", "bool", False),
     "exclude_frozen_parameters": unsupported(
-        "a checkpoint holds every parameter", "`lightning-shard checkpoint export --module NAME`", "bool", False
+        "a checkpoint holds every parameter", "`lightning-shard checkpoint export --module NAME`", "bool", False,
+        effect="memory",
     ),
 }  # fmt: skip
 

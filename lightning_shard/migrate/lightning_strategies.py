@@ -153,7 +153,7 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
             reading.problems.append(
                 f"{fields} beside config, where Lightning does not read them: remove them, or config"
             )
-        read_deepspeed(reading, content_of(config, field("config")), "config: ")
+        read_deepspeed(reading, content_of(config, field("config")), "config: ", clips=False)
         return
     stage = given.get("stage", 2)
     if given.get("zero_optimization") is False:

@@ -41,7 +41,9 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migra
     if reading.problems or reading.engine is None:
         raise ConfigurationError(report.mistakes(reading.problems))
     if to is None:
-        target = build(reading, reading.engine, None)
+        sixteen_bits = reading.value("precision", "32-true") != "32-true"
+        replicates = reading.engine == "deepspeed" and reading.value("shard") == "none" and sixteen_bits
+        target = build(reading, "ddp" if replicates else reading.engine, None)
     else:
         class_path, arguments = known.presets[to]
         target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
@@ -51,7 +53,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migra
         content=_content(reading, target, _name(target, known)),
         rows=target.rows,
         idle=reading.idle,
-        lost=target.lost,
+        lost=reading.lost,
         launch=reading.launch,
     )
 
@@ -95,7 +97,7 @@ def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
     first: dict[str, Any] = {key: target.trainer.pop(key) for key in ("precision", "plugins") if key in target.trainer}
     kept = {key: value for key, value in trainer.items() if key not in first}
     head = {key: carried.pop(key) for key in ("seed_everything",) if key in carried}
-    return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **carried}
+    return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **target.top, **carried}
 
 
 Format = Literal["accelerate", "deepspeed", "lightning"]
@@ -147,7 +149,6 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
             _by_table(target, asked)
     dependent_settings.finish(target)
     target.rows += reading.met
-    target.lost += reading.lost
     return target
 
 
@@ -193,7 +194,7 @@ def _by_table(target: Target, asked: Asked) -> None:
     elif isinstance(answer, Holds):
         target.hold(asked, answer.note)
     elif not isinstance(answer, Same):
-        target.lose(asked, answer.reason, answer.nearest)
+        target.lose(asked, answer.reason, answer.nearest, answer.effect)
     elif asked.name.startswith("trainer."):
         target.set(asked, asked.name, asked.value)
     elif group.startswith("offload_") and group not in target.arguments:

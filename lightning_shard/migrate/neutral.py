@@ -29,6 +29,9 @@ class Asked(NamedTuple):
     note: str = ""  # What differs in numbers, or why.
 
 
+Effect = Literal["numbers", "memory", "speed"]  # What a field without a counterpart would have changed.
+
+
 class Became(NamedTuple):
     """What became of a field: a line of the table."""
 
@@ -62,9 +65,12 @@ class Reading:
         """Add a field that needs no setting."""
         self.met.append(Became(field, given, note))
 
-    def lose(self, field: str, given: Any, reason: str, nearest: str = "") -> None:
-        """Add a field without a counterpart."""
-        self.lost.append(Became(field, given, reason, nearest=nearest))
+    def lose(self, field: str, given: Any, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
+        """Add a field without a counterpart; one that changes no number is a line of the table, and no loss."""
+        if effect == "numbers":
+            self.lost.append(Became(field, given, reason, nearest=nearest))
+        else:
+            self.meet(field, given, f"{effect} alone: {reason}" + f"; nearest: {nearest}" * bool(nearest))
 
     def rest(self, field: str, given: Any) -> None:
         """Add a field that asks for nothing."""
@@ -102,6 +108,7 @@ class Field:
     met: str = ""  # Why other values hold without a setting; "": they do not.
     reason: str = ""  # Why other values have no counterpart.
     nearest: str = ""  # What comes nearest to those.
+    effect: Effect = "numbers"  # What those change.
     note: str = ""  # What differs in numbers once it has become the setting.
 
 
@@ -119,10 +126,15 @@ def satisfied(met: str, kind: str, *idle: Any) -> Field:
 
 
 def unsupported(
-    reason: str, nearest: str = "", kind: str = "any", *idle: Any, words: Mapping[Any, Any] | None = None
+    reason: str,
+    nearest: str = "",
+    kind: str = "any",
+    *idle: Any,
+    words: Mapping[Any, Any] | None = None,
+    effect: Effect = "numbers",
 ) -> Field:
     """A field without a counterpart, and what comes nearest; ``idle``: values that ask for nothing."""
-    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {})
+    return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {}, effect=effect)
 
 
 def read_fields(reading: Reading, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
@@ -159,7 +171,7 @@ def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any
     elif described.met:
         reading.meet(path, value, described.met)
     elif described.reason:
-        reading.lose(path, value, described.reason, described.nearest)
+        reading.lose(path, value, described.reason, described.nearest, described.effect)
     elif described.name:
         became = described.words[found] if described.words else value
         reading.ask(described.name, became, path, value, described.note)

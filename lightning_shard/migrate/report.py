@@ -20,8 +20,13 @@ def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Became]) -
         value = shown(row.value) if row.target else ""
         lines.append((row.field, shown(row.given), "->", row.target or "(no setting)", value, row.note))
     lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in lost]
-    cut = [[*(c if len(c) <= _WIDEST else f"{c[: _WIDEST - 3]}..." for c in line[:-1]), line[-1]] for line in lines]
+    # Values may be long; two fields that differ in their last letters are not to look the same.
+    cut = [[*line[:1], _cut(line[1]), *line[2:4], _cut(line[4]), line[5]] for line in lines]
     return "\n".join([columns(cut), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
 
 
 def _why(item: Became) -> str:

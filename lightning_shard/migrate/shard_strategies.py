@@ -62,7 +62,7 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
     check_keys(reading, path, flat, known, "the strategy")
     if flat.get("config") is not None:
-        read_deepspeed(reading, content_of(flat["config"], f"{path}.config"), "config: ")
+        read_deepspeed(reading, content_of(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
     read_fields(reading, path, known, flat)
     if "mesh.replicate" in flat or "mesh.shard" in flat:
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_shard import registry
+from lightning_shard.migrate import deepspeed_json
 from tests.harness import ROOT
-from tests.migrate.support import FILES, arguments
+from tests.migrate.support import FILES, arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -89,9 +91,52 @@ def test_deepspeed_mistakes_and_removed_features(refused: Callable[..., str]) ->
     assert "Nearest: shard_fsdp_hybrid" in message
 
 
-def test_only_what_differs_from_a_default_is_lost(refused: Callable[..., str]) -> None:
+def test_only_what_differs_from_a_default_is_noted(noted: Callable[..., str]) -> None:
     defaults = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
     both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
-    message = refused({"zero_optimization": {**defaults, **both, "reduce_bucket_size": 7}}, "--to", "shard_fsdp")
-    assert message.count("\n  - ") == 1
-    assert "reduce_bucket_size: 7" in message
+    message = noted({"zero_optimization": {**defaults, **both, "reduce_bucket_size": 7}}, "--to", "shard_fsdp")
+    assert message.count("\n") == 0
+    assert re.search(r"zero_optimization.reduce_bucket_size +7 ", message)
+
+
+def deepspeed(folder: Path, content: dict[str, Any]) -> Path:
+    """A DeepSpeed file that may lack ``zero_optimization``."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_file_that_says_nothing_of_zero_is_stage_0_and_clips_as_deepspeed_does(
+    tmp_path: Path, migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = migrated(deepspeed(tmp_path, {"train_micro_batch_size_per_gpu": 4}))
+    assert arguments(result)["stage"] == 0
+    assert result["trainer"]["gradient_clip_val"] == deepspeed_json.library_defaults()["gradient_clipping"] == 1.0
+    # Its gradients would be reduced in 16 bits, which only DeepSpeed does.
+    half = migrated(deepspeed(tmp_path, {"bf16": {"enabled": True}, "gradient_clipping": 0}))
+    assert half["trainer"]["strategy"] == "shard_ddp"
+    assert "gradient_clip_val" not in half["trainer"]
+    assert "DeepSpeed stage 0 would reduce gradients in 16 bits" in capsys.readouterr().out
+    # What reads the file itself fills these in.
+    own = trainer("lightning_shard.ShardDeepSpeedStrategy", {"config": {"train_micro_batch_size_per_gpu": 4}})
+    assert arguments(migrated(own))["stage"] == 2
+    assert "gradient_clip_val" not in migrated(own)["trainer"]
+
+
+@pytest.mark.parametrize(
+    "key", ["allgather_partitions", "ignore_unused_parameters", "use_multi_rank_bucket_allreduce",
+            "load_from_fp32_weights", "memory_efficient_linear"],
+)  # fmt: skip
+def test_false_is_kept_where_deepspeeds_default_is_true(key: str, migrated: Callable[..., dict[str, Any]]) -> None:
+    content = migrated({"zero_optimization": {"stage": 2, key: False}})
+    assert arguments(content)["config"] == {"zero_optimization": {key: False}}
+    assert "config" not in arguments(migrated({"zero_optimization": {"stage": 2, key: True}}))
+
+
+def test_an_optimizer_of_deepspeeds_is_torchs_elsewhere(migrated: Callable[..., dict[str, Any]]) -> None:
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {"lr": 2e-5}}}
+    assert migrated(content, "--to", "shard_fsdp")["optimizer"] == {
+        "class_path": "torch.optim.AdamW",
+        "init_args": {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    }
+    assert arguments(migrated(content))["config"]["optimizer"] == content["optimizer"]

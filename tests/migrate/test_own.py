@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +38,13 @@ EVERYTHING = {
 }
 
 
-def test_from_fsdp_to_deepspeed(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+def test_from_fsdp_to_deepspeed(migrated: Callable[..., dict[str, Any]], noted: Callable[..., str]) -> None:
     content = trainer("lightning_shard.ShardFSDPStrategy", EVERYTHING, precision="bf16-mixed")
-    message = refused(content, "--to", "shard_deepspeed_stage_3")
-    assert message.count("\n  - ") == 2
-    assert "units: [Block]" in message
-    assert "forward_prefetch: 2" in message
-    result = migrated(content, "--to", "shard_deepspeed_stage_3", "--lossy")
+    message = noted(content, "--to", "shard_deepspeed_stage_3")
+    assert message.count("\n") == 1
+    assert re.search(r"units +\[Block\] .*memory alone: ", message)
+    assert re.search(r"forward_prefetch +2 .*speed alone: ", message)
+    result = migrated(content, "--to", "shard_deepspeed_stage_3")
     assert arguments(result) == {
         "stage": 3,
         "aligned": True,
@@ -56,10 +57,10 @@ def test_from_fsdp_to_deepspeed(migrated: Callable[..., dict[str, Any]], refused
     }
     assert result["trainer"]["precision"] == "bf16-mixed"
     # Nothing is gathered in stage 2, and parameters stay on the device.
-    assert refused(content, "--to", "shard_deepspeed_stage_2").count("\n  - ") == 1
+    assert "stage 2 keeps full parameters on the device" in noted(content, "--to", "shard_deepspeed_stage_2")
 
 
-def test_from_deepspeed_to_fsdp(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+def test_from_deepspeed_to_fsdp(migrated: Callable[..., dict[str, Any]], noted: Callable[..., str]) -> None:
     own = "lightning_shard.ShardDeepSpeedStrategy"
     arguments_given = {
         "stage": 3,
@@ -79,14 +80,14 @@ def test_from_deepspeed_to_fsdp(migrated: Callable[..., dict[str, Any]], refused
     [plugin] = result["trainer"]["plugins"]
     assert plugin["init_args"] == {"precision": "bf16-mixed", "reduce": "bf16"}
     half = trainer(own, {"stage": 2, "offload_optimizer": {"device": "cpu"}})
-    assert "together, or nothing" in refused(half, "--to", "shard_fsdp")
+    assert "together, or nothing" in noted(half, "--to", "shard_fsdp")
     assert migrated(half, "--to", "shard_fsdp_offload")["trainer"]["strategy"] == "shard_fsdp_offload"
 
 
-def test_hybrid_is_never_lost_unseen(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+def test_hybrid_is_never_lost_unseen(migrated: Callable[..., dict[str, Any]], noted: Callable[..., str]) -> None:
     content = trainer("shard_fsdp_hybrid_aligned")
     for name in ("shard_deepspeed_stage_3", "shard_deepspeed_stage_1"):
-        assert "0.19 removed MiCS" in refused(content, "--to", name)
+        assert "speed alone: DeepSpeed shards over all processes: 0.19 removed MiCS" in noted(content, "--to", name)
     # What the name leaves open is the source's.
     assert migrated(content, "--to", "shard_fsdp")["trainer"]["strategy"] == "shard_fsdp_hybrid_aligned"
 
@@ -143,12 +144,12 @@ def test_every_setting_of_the_tables_has_an_answer() -> None:
 
 
 def test_what_runs_forward_goes_to_every_engine_but_compiling_to_stage_3(
-    migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]
+    migrated: Callable[..., dict[str, Any]], noted: Callable[..., str]
 ) -> None:
     asked = {"compile": True, "activation_checkpointing": "selective"}
     content = trainer("lightning_shard.ShardFSDPStrategy", asked)
     assert arguments(migrated(content, "--to", "shard_ddp")) == asked
     assert arguments(migrated(content, "--to", "shard_deepspeed_stage_2")) == {"stage": 2, **asked}
-    message = refused(content, "--to", "shard_deepspeed_stage_3")
-    assert message.count("\n  - ") == 1
-    assert "compile: true. Stage 3 gathers inside of the blocks" in message
+    message = noted(content, "--to", "shard_deepspeed_stage_3")
+    assert message.count("\n") == 0
+    assert re.search(r"compile +true .*speed alone: stage 3 gathers inside of the blocks", message)
