@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ class PreemptionConfig:
     """Signals that mean it. None of them ends the process by itself any more while a fit runs; an empty list leaves
     the Trainer's own handlers in place."""
 
-    requeue: bool = True
-    """In a SLURM batch job: put it back into the queue (``scontrol requeue``) once the checkpoint is whole."""
+    requeue: Literal["auto", "always", "never"] = "auto"
+    """In a SLURM batch job: put it back into the queue (``scontrol requeue``) once the checkpoint is whole. "auto" does
+    so unless the job is being cancelled (``scancel``)."""
 
     exit_code: int = 75
     """How the processes end after the save: not 0, so that what follows in a batch script can tell (75 is
@@ -60,6 +61,10 @@ class PreemptionConfig:
                     f"preemption.signals has {name!r}, but a signal's name is needed that a process can handle, such "
                     "as SIGUSR1, SIGUSR2 or SIGTERM."
                 )
+        if self.requeue not in ("auto", "always", "never"):
+            raise ConfigurationError(
+                f"preemption.requeue is {self.requeue!r}, but must be 'auto', 'always' or 'never'."
+            )
         for field, least in (("save_seconds", 1), ("every_n_steps", 1), ("seconds_before_limit", 0)):
             value = getattr(self, field)
             if value is not None and value < least:

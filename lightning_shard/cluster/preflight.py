@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_shard.cluster.store import multi_get, wait_for
 from lightning_shard.errors import ConfigurationError
 
 CLOCK_SECONDS = 30.0
 """How far clocks may be apart before it is said: the newest of two checkpoints is told by them."""
+
+_CONNECTIONS = 2  # of each rank to the store: the process group's, and that of the ranks' watch
+_OWN_FILES = 1000  # of rank 0 itself
 
 _FOLDER_SECONDS = 5.0  # how long a network file system may take to show a new file on another node
 
@@ -57,6 +62,8 @@ def connect(place: Place, seconds: float) -> Store:
         ConfigurationError: on this rank: the address has no host, the port is taken, or nobody answers in time.
     """
     where = f"{place.address}:{place.port}"
+    if not 0 < place.port < 65536:
+        raise ConfigurationError(f"MASTER_PORT is {place.port}, but must be from 1 to 65535.")
     try:
         socket.getaddrinfo(place.address, place.port)
     except OSError as error:
@@ -65,6 +72,8 @@ def connect(place: Place, seconds: float) -> Store:
             f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
         ) from error
     keeps = place.rank == 0 and place.agent is None
+    if keeps:
+        _allow_connections(place.world_size)
     try:
         store: Store = TCPStore(
             place.address,
@@ -88,6 +97,20 @@ def connect(place: Place, seconds: float) -> Store:
     return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
 
 
+def _allow_connections(ranks: int) -> None:
+    """Raise this process' limit of open files, if that is needed and may be done."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _CONNECTIONS * ranks + _OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"rank 0 on {_node()} keeps connections of {ranks} ranks, {_CONNECTIONS} of each, and may have {hard} "
+            f"files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that starts processes)."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Path | None = None) -> list[str]:
     """Tell the others, and see that all are alike. All ranks call it; returns warnings, on rank 0.
 
@@ -102,7 +125,8 @@ def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Pa
         ConfigurationError: on every rank alike, the first thing that differs, with the ranks and both values.
     """
     store = PrefixStore("preflight", store)
-    store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
+    # One text for all nodes, so that equal ones are read once.
+    store.set(f"facts/{place.rank}", f"{facts.node}\n{json.dumps(asdict(replace(facts, node='')))}")
     warnings: list[str] = []
     if place.rank == 0:
         try:
@@ -115,11 +139,11 @@ def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Pa
         # Rank 0 waits for the late for as long as this, and its answer takes a moment.
         _answer_questions(store, place.rank, 2 * seconds + 2 * _FOLDER_SECONDS)
     verdict = store.get("verdict").decode()
-    store.set(f"read/{place.rank}", "")
     if verdict:
+        store.set(f"read/{place.rank}", "")
         if place.rank == 0:
             # It keeps the store: the others have to read the verdict before it ends.
-            _wait(store, [f"read/{rank}" for rank in range(place.world_size)], 5.0)
+            wait_for(store, [f"read/{rank}" for rank in range(place.world_size)], 5.0)
         raise ConfigurationError(verdict)
     return warnings
 
@@ -127,7 +151,7 @@ def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Pa
 def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> tuple[str, list[str]]:
     """On rank 0: what is wrong, "" for nothing, and what is only worth a warning."""
     world = range(place.world_size)
-    missing = _wait(store, [f"facts/{rank}" for rank in world], seconds)
+    missing = wait_for(store, [f"facts/{rank}" for rank in world], seconds)
     question: dict[str, Any] = {}
     if not missing and folder is not None:
         question["probe"] = _make_probe(folder)
@@ -135,15 +159,16 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     if missing:
         ranks = [int(key.partition("/")[2]) for key in missing]
         return _missing_message(ranks, place.world_size, seconds), []
-    facts = [json.loads(store.get(f"facts/{rank}")) for rank in world]
+    facts = _read_facts(multi_get(store, [f"facts/{rank}" for rank in world]))
     if different := _difference(facts):
         return different, []
     start = time.time()
-    lost = _wait(store, [f"answer/{rank}" for rank in world[1:]], _FOLDER_SECONDS + seconds)
+    keys = [f"answer/{rank}" for rank in world[1:]]
+    lost = wait_for(store, keys, _FOLDER_SECONDS + seconds)
     if lost:
         return f"{len(lost)} of {place.world_size} ranks were lost while they compared themselves", []
     took = time.time() - start
-    answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in world[1:]}
+    answers = dict(zip(world[1:], map(json.loads, multi_get(store, keys)), strict=True))
     probe = question.get("probe")
     if probe is not None:
         Path(probe).unlink(missing_ok=True)
@@ -160,15 +185,27 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
 
 
 def _answer_questions(store: Store, rank: int, seconds: float) -> None:
-    if _wait(store, ["question"], seconds):
+    if wait_for(store, ["question"], seconds):
         return
     probe = json.loads(store.get("question")).get("probe")
     answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
     store.set(f"answer/{rank}", json.dumps(answer))
 
 
+def _read_facts(told: Sequence[bytes]) -> list[Mapping[str, Any]]:
+    read: dict[bytes, Mapping[str, Any]] = {}
+    facts: list[Mapping[str, Any]] = []
+    for node, _, rest in (one.partition(b"\n") for one in told):
+        if rest not in read:
+            read[rest] = json.loads(rest)
+        facts.append({**read[rest], "node": node.decode()})
+    return facts
+
+
 def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
     """The first thing in which ranks differ from rank 0."""
+    if all(fact["versions"] is facts[0]["versions"] and fact["settings"] is facts[0]["settings"] for fact in facts):
+        return ""
     for kind, advice in (
         ("versions", "Install the same versions on all nodes."),
         ("settings", "All ranks need the same configuration: look for values that depend on the rank or the node."),
@@ -196,18 +233,6 @@ def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:
     named = [f"{rank} ({facts[rank]['node']})" for rank in ranks[:4]]
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}{more}"
-
-
-def _wait(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Wait for all keys to be there; those that are not in time."""
-    deadline = time.monotonic() + seconds
-    waiting = list(keys)
-    while waiting and time.monotonic() < deadline:
-        if store.check([waiting[0]]):
-            waiting.pop(0)
-        else:
-            time.sleep(0.01)
-    return [key for key in waiting if not store.check([key])]
 
 
 def _make_probe(folder: Path) -> str | None:

@@ -141,6 +141,21 @@ def time_left(job: SlurmJob) -> float | None:
     return parse_time_left(lines[0]) if code == 0 and lines else None
 
 
+def is_cancelled(job: SlurmJob) -> bool:
+    """Whether SLURM is ending the job though its time is not up: for ``scancel``, or to requeue it by itself."""
+    code, output = _run("scontrol", "show", "job", "--oneliner", job.label)
+    return code == 0 and shows_cancelled(output)
+
+
+def shows_cancelled(text: str) -> bool:
+    """See `is_cancelled`; of what ``scontrol show job`` prints. A job that ends is COMPLETING, whatever ends it."""
+    shown = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    if shown.get("JobState") not in ("COMPLETING", "CANCELLED"):
+        return False
+    limit, run = parse_time_left(shown.get("TimeLimit", "")), parse_time_left(shown.get("RunTime", ""))
+    return limit is None or run is None or run < limit
+
+
 def requeue(job: SlurmJob) -> str | None:
     """Put the job back into the queue, upon which SLURM ends its processes; None, or why SLURM refused."""
     code, output = _run("scontrol", "requeue", job.label)

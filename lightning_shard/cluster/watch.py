@@ -1,13 +1,20 @@
 """A rank that fails brings the others down with its own words, instead of leaving them in a collective.
 
-Every rank has a thread that says over the store of the process group that it lives, and looks whether another has
-failed. A rank that raises says why; a rank that was killed falls silent. The others print the cause and their stacks,
-and end, wherever their main threads are.
+Two threads on every rank. The *speaker* alone uses the store of the process group: it says that the rank lives, and
+asks whether another has failed; rank 0's also counts who is silent, and rank 1's whether rank 0 is. The *guard* ends
+the process once there is a cause, or once the store has not answered for too long: a call of the store may never
+return (its host was stopped, or a network was cut), so that the guard makes none.
+
+One rank *owns* a failure, the first to say it. The others print one line each and wait a moment; the owner's traceback
+and the cause come last.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
+import json
 import os
 import socket
 import sys
@@ -21,20 +28,26 @@ from torch.distributed import PrefixStore, TCPStore
 
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.store import multi_get, multi_set
 
 INTERVAL_SECONDS = 1.0
-"""Between two signs of life; longer with more than 200 ranks, which all speak to one process."""
+"""Between two signs of life; longer with more than 4,096 ranks, which all speak to one process."""
 
-GRACE_SECONDS = 15.0
-"""More than a backend takes to tell the main thread that a connection is lost."""
+GRACE_SECONDS = 5.0
+"""How long a main thread has to end by itself once the cause is known."""
 
-_STORE_SECONDS = 10.0  # how long a call of the store waits for an answer
+_FAREWELL_SECONDS = 3.0  # how long ranks wait for each other's last words
 
-_FAREWELL_SECONDS = 5.0  # how long rank 0, which keeps the store, waits for the others to have read
+_STORE_SECONDS = 10.0  # how long the store may take to give what is there
+
+_KEEPER_LOST = (
+    "rank 0 was lost, or the network to it: {}, which it (or its torchrun) keeps. It was killed or stopped, or a node "
+    "is gone."
+)
 
 
 class Watch:
-    """The thread of one rank, from `start` to `end`."""
+    """The threads of one rank, from `start` to `end` or `close`."""
 
     def __init__(
         self,
@@ -46,7 +59,7 @@ class Watch:
         grace_seconds: float = GRACE_SECONDS,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """Connect to the store of the process group, over a connection of the thread's own.
+        """Connect to the store of the process group, over a connection of the speaker's own.
 
         Args:
             place: where the store is, and which rank this is.
@@ -56,160 +69,253 @@ class Watch:
             grace_seconds: how long the main thread may take to end by itself once the cause is known.
             exit_process: what ends this process.
         """
-        store = TCPStore(
-            place.address,
-            place.port,
-            None,
-            is_master=False,
-            timeout=timedelta(seconds=_STORE_SECONDS),
-            wait_for_workers=False,
-        )
+        timeout = timedelta(seconds=_STORE_SECONDS)
+        store = TCPStore(place.address, place.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
         self._store = PrefixStore(f"watch/{place.agent or 0}/{run}", store)
         self._rank, self._size = place.rank, place.world_size
+        self._name = f"rank {place.rank} on {socket.gethostname()}"
+        self._store.set(f"name/{self._rank}", self._name)
+        self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 4096)
         self._lost_seconds = lost_seconds
-        self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 200)
-        self._folder = folder
-        self._grace_seconds = grace_seconds
-        self._exit = exit_process
-        self._ending = threading.Event()
-        self._lock = threading.Lock()  # of the connection, which the main thread uses too
-        self._beats: dict[int, tuple[int, float]] = {}
-        self._thread = threading.Thread(target=self._run, name="lightning_shard-watch", daemon=True)
-        self._store.set(f"node/{self._rank}", socket.gethostname())
+        self._folder, self._grace_seconds, self._exit = folder, grace_seconds, exit_process
+        # What the main thread has the speaker say.
+        self._word: str | None = None  # the failure of this rank
+        self._suspects = self._ended = self._finished = False
+        # What the speaker knows.
+        self._cause: tuple[int, str] | None = None  # the owner (-1: none), and what happened
+        self._known = threading.Event()  # of the cause, or that nobody is silent
+        self._all_told = self._all_ended = self._all_gone = self._over = False
+        self._told: set[str] = set()  # counters to which this rank has added
+        self._beats = 0
+        self._counter = _Counter(self._store, self._rank, self._size, self._interval, lost_seconds)
+        self._answered = time.monotonic()
+        self._line_printed = False
+        # Something is to be said; the main thread ends by itself; the threads are to end.
+        self._wake, self._leaving, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._speaker = threading.Thread(target=self._speak, name="lightning_shard-watch", daemon=True)
+        self._guard = threading.Thread(target=self._look, name="lightning_shard-guard", daemon=True)
+
+    # The main thread
 
     def start(self) -> None:
         """Begin to watch and to be watched."""
-        self._thread.start()
-        # For a process that ends without `end` or `failed`.
-        atexit.register(self._stop)
+        self._speaker.start()
+        self._guard.start()
+        # For a process that ends without `end` or `failed`, and for the last words of one that failed.
+        atexit.register(self.close)
 
     def end(self) -> None:
         """The run has ended well on this rank; rank 0, which keeps the store, waits a moment for the others."""
-        self._ending.set()
-        try:
-            with self._lock:
-                self._store.set(f"ended/{self._rank}", "")
-            if self._rank == 0:
-                self._until(lambda: self._store.check([f"ended/{rank}" for rank in range(self._size)]))
-        except RuntimeError:
-            pass  # the store is gone, and with it whoever would care
-        self._stop()
+        self._leaving.set()
+        self._ended = True
+        self._until(lambda: self._all_ended if self._rank == 0 else "ended" in self._told)
+        self.close()
 
     def failed(self, error: BaseException) -> str | None:
         """This rank raises ``error``: tell the others, unless it is the outcome of another's failure.
 
-        Returns what another rank has failed of, which is the cause of this error, or None.
+        Returns what another rank has failed of, which is the cause of this error, or None. The owner's last words are
+        said by `close`, at the latest when the interpreter ends.
         """
-        self._ending.set()
+        self._leaving.set()
+        written = None
         if _is_lost_connection(error):
             # The collective that failed, or did not end in time, is the last one of each rank's record.
-            self._write_traces()
-        try:
-            with self._lock:
-                own = failure = f"{self._name(self._rank)} failed: {type(error).__name__}: {error}"
-                if _is_lost_connection(error) and (lost := self._silent_ranks()):
-                    own = self._lost_message(lost)
-                cause = self._store.compare_set("failed", "", own).decode()
-                self._store.set(f"told/{self._rank}", "")
-            if self._rank == 0:
-                # With this process the store ends.
-                self._until(lambda: self._store.check([f"told/{rank}" for rank in range(self._size)]))
-        except RuntimeError:
-            return f"rank 0 was lost: the store that it keeps is gone ({type(error).__name__}: {error})"
-        finally:
-            self._stop()
-        return None if cause == failure else cause
+            written = self._write_traces()
+            self._suspects = True
+            self._wake.set()
+            # Whoever is silent is named by then.
+            self._known.wait(_SUSPICION * self._interval + _FAREWELL_SECONDS)
+        if self._cause is None:
+            self._word = f"{self._name} failed: {type(error).__name__}: {error}"
+            self._until(lambda: self._cause is not None)
+        owner, cause = self._cause or (-1, _KEEPER_LOST.format("nothing is heard of the store"))
+        if owner == self._rank:
+            self._until(lambda: self._all_told)
+            return None if cause == self._word else cause
+        self._print_line(cause, written)
+        if owner >= 0:
+            self._until(lambda: self._over)
+        return cause
 
-    def _stop(self) -> None:
-        """Let the thread end: one that comes back from the store while the interpreter ends aborts the process."""
-        atexit.unregister(self._stop)
-        self._ending.set()
-        if self._thread.is_alive():
-            # A call of the store may take that long.
-            self._thread.join(2 * _STORE_SECONDS)
-
-    def _run(self) -> None:
-        while not self._ending.wait(self._interval):
-            try:
-                cause = self._look()
-            except RuntimeError:
-                cause = "rank 0 was lost: the store that it keeps does not answer. It was killed, or its node is gone."
-            if cause and not self._ending.is_set():
-                self._bring_down(cause)
-                return
-
-    def _look(self) -> str | None:
-        """Give a sign of life, and see whether all is well; the cause if not."""
-        with self._lock:
-            self._store.add(f"beat/{self._rank}", 1)
-            if self._store.check(["failed"]):
-                self._store.set(f"told/{self._rank}", "")
-                return self._store.get("failed").decode()
-            if self._rank != 0:
-                return None
-            lost = self._overdue(self._lost_seconds)
-            if not lost:
-                return None
-            return self._store.compare_set("failed", "", self._lost_message(lost)).decode()
-
-    def _overdue(self, seconds: float) -> list[int]:
-        """Ranks that gave no sign of life for this long, by the clock of this process."""
-        now = time.monotonic()
-        overdue = []
-        for rank in range(self._size):
-            beat = int(self._store.add(f"beat/{rank}", 0))
-            if self._beats.get(rank, (-1, 0.0))[0] != beat:
-                self._beats[rank] = (beat, now)
-            elif now - self._beats[rank][1] > seconds and not self._store.check([f"ended/{rank}"]):
-                overdue.append(rank)
-        return overdue
-
-    def _silent_ranks(self) -> list[int]:
-        """Ranks that give no sign of life within a few intervals; asked when a connection was lost."""
-        self._beats.clear()
-        self._overdue(0.0)
-        deadline = time.monotonic() + 4 * self._interval
-        while time.monotonic() < deadline:
-            self._store.add(f"beat/{self._rank}", 1)
-            if self._store.check(["failed"]):
-                return []
-            time.sleep(self._interval / 4)
-        return [rank for rank in self._overdue(3 * self._interval) if rank != self._rank]
-
-    def _bring_down(self, cause: str) -> None:
-        print(f"[{self._name(self._rank)}] {cause}", file=sys.stderr, flush=True)
-        if self._ending.wait(self._grace_seconds):
-            return
-        print(f"[{self._name(self._rank)}] ends while it is here:", file=sys.stderr, flush=True)
-        traces.dump_stacks()
-        self._write_traces()
-        self._exit(1)
-
-    def _write_traces(self) -> None:
-        if self._folder is None:
-            return
-        for path in traces.write(self._folder, self._rank):
-            # Not the node's name: the store may be gone, or in use by the other thread.
-            print(f"[rank {self._rank}] wrote {path}", file=sys.stderr, flush=True)
-
-    def _lost_message(self, ranks: list[int]) -> str:
-        names = ", ".join(self._name(rank) for rank in ranks[:4]) + (" and others" if len(ranks) > 4 else "")
-        return (
-            f"{names} gave no sign of life: killed (by the system, for memory, or by hand), or the node or its network "
-            "is gone"
-        )
-
-    def _name(self, rank: int) -> str:
-        node = self._store.get(f"node/{rank}").decode() if self._store.check([f"node/{rank}"]) else "?"
-        return f"rank {rank} on {node}"
+    def close(self) -> None:
+        """Say the last words, and let the threads end: one in the store while the interpreter ends aborts it."""
+        atexit.unregister(self.close)
+        self._leaving.set()
+        self._say_last_words()
+        if self._over:
+            # Rank 0 keeps the store.
+            self._until(lambda: self._all_gone if self._rank == 0 else "gone" in self._told)
+        self._stopped.set()
+        self._wake.set()
+        for thread in (self._speaker, self._guard):
+            if thread.is_alive():
+                thread.join(_STORE_SECONDS)
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < deadline:
-            with self._lock:
-                if condition():
-                    return
-            time.sleep(0.05)
+        deadline = time.monotonic() + _FAREWELL_SECONDS + self._interval
+        while self._speaker.is_alive() and not condition() and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.05 * self._interval)
+
+    def _say_last_words(self) -> None:
+        if self._cause is not None and self._cause[0] == self._rank and not self._finished:
+            _say(f"[{self._name}] the cause: {self._cause[1]}")
+            self._finished = True
+            self._until(lambda: self._over)
+
+    def _print_line(self, cause: str, written: Path | None = None) -> None:
+        if not self._line_printed:
+            self._line_printed = True
+            _say(f"[{self._name}] ends: {cause}" + (f" What it was in: {written}" if written else ""))
+
+    # The speaker
+
+    def _speak(self) -> None:
+        with contextlib.suppress(Exception):
+            while not self._stopped.is_set():
+                self._exchange()
+                self._answered = time.monotonic()
+                self._wake.wait(self._interval)
+                self._wake.clear()
+            return
+        if self._cause is None:
+            self._cause = (-1, _KEEPER_LOST.format("the connection to the store broke"))
+        self._known.set()
+
+    def _exchange(self) -> None:
+        """Give a sign of life, say and ask; a few requests, whatever the number of ranks."""
+        store = self._store
+        self._beats += 1
+        store.set(f"beat/{self._rank}", _ENDED if self._ended else str(self._beats))
+        if self._suspects and not self._known.is_set():
+            store.set("suspicion", "")
+        if self._cause is None and (verdict := self._verdict()) is not None:
+            self._cause = tuple(json.loads(verdict))
+            self._known.set()
+        if self._ended:
+            self._all_ended = self._add("ended") >= self._size
+        if self._cause is not None and (self._line_printed or self._cause[0] == self._rank):
+            self._all_told = self._add("told") >= self._size
+            if self._finished:
+                store.set("over", "")
+            self._over = store.check(["over"])
+        if self._over and self._leaving.is_set():
+            self._all_gone = self._add("gone") >= self._size
+
+    def _verdict(self) -> bytes | None:
+        """What has failed, and who owns that: what was said first."""
+        if self._word is not None:
+            return self._store.compare_set("failed", "", json.dumps([self._rank, self._word]))
+        if self._store.check(["failed"]):
+            return self._store.get("failed")
+        silent = self._counter.silent()
+        if silent:
+            return self._store.compare_set("failed", "", json.dumps([self._rank, _lost_message(silent, self._store)]))
+        if self._suspects and self._store.check(["nobody is silent"]):
+            self._known.set()
+        return None
+
+    def _add(self, name: str) -> int:
+        """Add this rank to a counter, once; how many there are."""
+        own = int(name not in self._told)
+        count = self._store.add(name, own)
+        self._told.add(name)
+        return count
+
+    # The guard
+
+    def _look(self) -> None:
+        while not self._stopped.wait(min(1.0, self._interval)):
+            if self._cause is None and time.monotonic() - self._answered > self._lost_seconds:
+                self._cause = (-1, _KEEPER_LOST.format(f"for {self._lost_seconds:g} s nothing is heard of the store"))
+                self._known.set()
+            if self._cause is not None and not self._leaving.is_set():
+                self._bring_down(*self._cause)
+                return
+
+    def _bring_down(self, owner: int, cause: str) -> None:
+        with contextlib.suppress(Exception):
+            # Whatever else hangs, and whoever has the interpreter's lock.
+            seconds = self._grace_seconds + 3 * _FAREWELL_SECONDS
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+        if owner != self._rank:
+            self._print_line(cause)
+        self._wake.set()
+        if not self._leaving.wait(self._grace_seconds):
+            written = self._write_traces()
+            _say(f"[{self._name}] ends where it stands" + (f", which is in {written}" if written else ":"))
+            if written is None:
+                traces.dump_stacks()
+            self._say_last_words()
+            self._exit(1)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _write_traces(self) -> Path | None:
+        with contextlib.suppress(Exception):
+            if self._folder is not None and (written := traces.write(self._folder, self._rank)):
+                return written[0]
+        return None
+
+
+_ENDED = "ended"  # in place of a beat
+
+_SUSPICION = 5  # intervals from a lost connection to the name of who is silent
+
+
+class _Counter:
+    """Who gives no sign of life, counted on one rank for all: by rank 0, and by rank 1 whether rank 0 does."""
+
+    def __init__(self, store: PrefixStore, rank: int, size: int, interval: float, lost_seconds: float) -> None:
+        ranks = range(1, size) if rank == 0 else range(min(rank, 1) if rank == 1 else 0)
+        self._counts_all = rank == 0
+        self._store, self._keys, self._interval = store, [f"beat/{other}" for other in ranks], interval
+        # What is seen at one look is known to all after the next of theirs.
+        self._lost_seconds = max(lost_seconds / 2, lost_seconds - 2 * interval)
+        # Nobody waits for a key that is not there yet.
+        multi_set(store, self._keys, "")
+        self._seen: dict[str, tuple[bytes, float]] = {}  # the last beat, and when it was first seen
+        self._looked = time.monotonic()
+        self._suspected: float | None = None
+
+    def silent(self) -> list[int]:
+        """Those who were silent for too long, or since another rank lost a connection."""
+        if not self._keys:
+            return []
+        now = time.monotonic()
+        if now - self._looked > 3 * self._interval:
+            self._seen.clear()  # this process was stopped itself, or is starved
+        self._looked = now
+        for key, beat in zip(self._keys, multi_get(self._store, self._keys), strict=True):
+            if key not in self._seen or self._seen[key][0] != beat:
+                self._seen[key] = beat, now
+        lost = self._since(now - self._lost_seconds)
+        if self._suspected is None and self._store.check(["suspicion"]):
+            self._suspected = now
+        elif not lost and self._suspected is not None and now > self._suspected + 3.5 * self._interval:
+            lost = self._since(now - 3 * self._interval)
+            if not lost and self._counts_all:
+                self._store.set("nobody is silent", "")
+        return lost
+
+    def _since(self, when: float) -> list[int]:
+        silent = [key for key, (beat, since) in self._seen.items() if since < when and beat != _ENDED.encode()]
+        return [int(key.partition("/")[2]) for key in silent]
+
+
+def _lost_message(ranks: list[int], store: PrefixStore) -> str:
+    known = [f"name/{rank}" for rank in ranks[:4] if store.check([f"name/{rank}"])]
+    names = [name.decode() for name in multi_get(store, known)] or [f"rank {ranks[0]}"]
+    shown = ", ".join(names) + (f" and {len(ranks) - len(names)} others" if len(ranks) > len(names) else "")
+    return f"{shown} gave no sign of life: killed (by the system, for memory, or by hand) or stopped, or a node or " + (
+        "its network is gone"
+    )
+
+
+def _say(text: str) -> None:
+    """On stderr, if that is still there."""
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

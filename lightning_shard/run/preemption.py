@@ -189,9 +189,12 @@ class Preemption:
         raise Preempted(self._config.exit_code)
 
     def _requeue(self) -> None:
-        if self._identity.job is None or not self._config.requeue:
+        if self._identity.job is None or self._config.requeue == "never":
             return
         job = f"SLURM job {self._identity.job.label}"
+        if self._config.requeue == "auto" and slurm.is_cancelled(self._identity.job):
+            print(f"{job} is being ended by SLURM, and is not put back into the queue", file=sys.stderr, flush=True)
+            return
         # Said before: SLURM may end this process faster than the command returns.
         print(f"{job} goes back into the queue", file=sys.stderr, flush=True)
         if (refused := slurm.requeue(self._identity.job)) is not None:

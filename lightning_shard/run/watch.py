@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from lightning_shard.cluster import prefix
 from lightning_shard.cluster.preemption import Preempted
@@ -20,13 +21,12 @@ class RunWatch:
         """``lost_rank_seconds``: how long a rank may give no sign of life; None: nobody watches."""
         self._lost_rank_seconds = lost_rank_seconds
         self._watch: Watch | None = None
+        self._failed: Watch | None = None  # has its last words to say
         self._unmark: Callable[[], None] = _nothing
-        self._rank = 0
 
     def mark_messages(self, rank: int, size: int) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
         self._unmark()
-        self._rank = rank
         self._unmark = prefix.install(prefix.rank_prefix(rank, size, socket.gethostname()))
 
     def start(self, met: tuple[Place, int] | None, folder: Path | None) -> None:
@@ -36,21 +36,22 @@ class RunWatch:
             met: where the ranks met, and the number of the run on their process group; None: they did so elsewhere.
             folder: where a rank that is stuck writes its traces; None: nowhere.
         """
-        self._watch = None
+        if self._failed is not None:
+            self._failed.close()
+        self._watch = self._failed = None
         if self._lost_rank_seconds is not None and met is not None:
             place, run = met
             self._watch = Watch(place, self._lost_rank_seconds, run=run, folder=folder)
             self._watch.start()
 
     def failed(self, exception: BaseException) -> None:
-        """Tell the other ranks, or say which rank's failure this is the outcome of."""
+        """Tell the other ranks, or say in one line which rank's failure this is the outcome of."""
         watch = self._watch
         if watch is None or isinstance(exception, Preempted):
             return
-        self._watch = None
-        cause = watch.failed(exception)
-        if cause is not None and not cause.endswith(f"{type(exception).__name__}: {exception}"):
-            print(f"[rank {self._rank}] the cause: {cause}", file=sys.stderr, flush=True)
+        self._watch, self._failed = None, watch
+        if watch.failed(exception) is not None:
+            _say_nothing_of(exception)
 
     def end(self) -> None:
         """End with the run."""
@@ -59,6 +60,20 @@ class RunWatch:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
+
+
+def _say_nothing_of(outcome: BaseException) -> None:
+    """Print no traceback where ``outcome`` ends this process: its cause is on another rank, and was said in a line."""
+    print_traceback = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        link: BaseException | None = error
+        while link is not None and link is not outcome:
+            link = link.__cause__ or link.__context__
+        if link is None:
+            print_traceback(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,20 @@ def test_nobody_answers() -> None:
     told = _alone(_place(free_port(), 1, 2), 1)
     assert "rank 0 did not answer at 127.0.0.1:" in told
     assert "in 1 s (init_timeout_seconds)" in told
+
+
+def test_a_port_that_is_none_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_PORT is 70000, but must be from 1 to 65535"):
+        connect(_place(70000, 1, 2), 1)
+
+
+def test_the_limit_of_open_files_is_raised_or_said() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1500, hard))
+    try:
+        connect(_place(free_port(), 0, 500), 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2000, hard)
+        with pytest.raises(ConfigurationError, match=rf"may have {hard} files open.*ulimit -n"):
+            connect(_place(free_port(), 0, hard), 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_shard.cluster.slurm import expand_counts, expand_nodes, parse_time_left, read_job
+from lightning_shard.cluster.slurm import expand_counts, expand_nodes, parse_time_left, read_job, shows_cancelled
 
 # srun --nodes 2 --ntasks-per-node 2 in a batch job, on its second node.
 STEP = {
@@ -91,3 +91,22 @@ def test_node_lists(text: str, names: list[str]) -> None:
 )
 def test_time_left(text: str, seconds: float | None) -> None:
     assert parse_time_left(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("state", "run", "limit", "cancelled"),
+    [
+        ("RUNNING", "00:00:04", "UNLIMITED", False),  # scancel --signal=TERM, and a preemption's grace time
+        ("COMPLETING", "00:00:04", "365-00:00:00", True),  # scancel, scontrol requeue
+        ("COMPLETING", "00:00:04", "UNLIMITED", True),
+        ("COMPLETING", "00:01:02", "00:01:00", False),  # the time limit
+        ("CANCELLED", "00:00:04", "00:01:00", True),
+    ],
+)
+def test_a_job_that_is_cancelled_is_told_from_one_that_is_stopped(
+    state: str, run: str, limit: str, cancelled: bool
+) -> None:
+    shown = (
+        f"JobId=1 JobName=a b UserId=root(0) JobState={state} Reason=None Requeue=1 RunTime={run} TimeLimit={limit} "
+    )
+    assert shows_cancelled(shown + "TimeMin=N/A Command=/x.sh --a=b") is cancelled

@@ -34,7 +34,7 @@ EVERYTHING = {
     "reshard_after_forward": 2,
     "mesh": {"replicate": 1, "shard": "auto"},
     "timeout_seconds": 60.0,
-    "preemption": {"requeue": False},
+    "preemption": {"requeue": "never"},
 }
 
 
@@ -53,7 +53,7 @@ def test_from_fsdp_to_deepspeed(migrated: Callable[..., dict[str, Any]], noted: 
         "activation_checkpointing": ["Block"],
         "zero_plus_plus": {"hpz_partition_size": 2},
         "timeout_seconds": 60.0,
-        "preemption": {"requeue": False},
+        "preemption": {"requeue": "never"},
     }
     assert result["trainer"]["precision"] == "bf16-mixed"
     # Nothing is gathered in stage 2, and parameters stay on the device.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_shard.cluster.preflight import Place, connect
 from lightning_shard.cluster.watch import Watch
-from tests.harness import free_port, run_distributed
+from tests.harness import free_port, run_distributed, until
 
 
 def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
                 # In time: what the failure of rank 1 makes of its own collective.
                 time.sleep(2)
                 told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
-        told["alive"] = watch._thread.is_alive()
+        watch.close()
+        told["alive"] = watch._speaker.is_alive() or watch._guard.is_alive()
         dist.barrier()
     told |= {"exits": exits, "printed": printed.getvalue()}
     del store
@@ -61,14 +63,20 @@ def test_what_a_rank_raises_ends_the_others() -> None:
     zero, one, two = run_distributed(_watched, 3, "raises")
     assert (one["cause"], one["exits"]) == (None, [])
     assert zero["exits"] == [1]
-    assert "] rank 1 on " in zero["printed"]
-    assert "failed: ValueError: no such token: 7" in zero["printed"]
-    assert "ends while it is here" in zero["printed"]
+    first, second = (line for line in zero["printed"].splitlines() if line.startswith("[rank 0 on "))
+    assert "ends: rank 1 on " in first
+    assert first.endswith("failed: ValueError: no such token: 7")
+    assert "ends where it stands" in second
+    # In time, and in one line; the cause comes once more and last, on the rank whose failure it is.
     assert two["exits"] == []
+    assert "failed: ValueError: no such token: 7" in two["cause"]
+    (line,) = two["printed"].splitlines()
+    assert line.endswith(f"ends: {two['cause']}")
+    (line,) = one["printed"].splitlines()
+    assert line.endswith(f"the cause: {two['cause']}")
     # A thread that is in the store while the interpreter ends aborts the process.
     assert not one["alive"]
     assert not two["alive"]
-    assert "failed: ValueError: no such token: 7" in two["cause"]
 
 
 def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
     # Both were stuck, and wrote what they could before they ended.
     assert {path.name for path in folder.iterdir()} == {"collectives_0", "collectives_1", "rank_0.txt", "rank_1.txt"}
     for rank, told in enumerate((zero, one)):
-        assert f"wrote {folder / f'rank_{rank}.txt'}" in told["printed"]
+        assert f"which is in {folder / f'rank_{rank}.txt'}" in told["printed"]
         collectives, stacks = (folder / f"rank_{rank}.txt").read_text().split("\n\n", 1)
         # The object's size, then the object; and the barrier.
         last = [line for line in collectives.splitlines() if "gloo:" in line][-3:]
@@ -90,6 +98,40 @@ def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
         assert "in _watched" in stacks
         record = pickle.loads((folder / f"collectives_{rank}").read_bytes())
         assert record["entries"][-1]["profiling_name"] == "gloo:barrier"
+
+
+KEEPER = """
+import sys, time
+from lightning_shard.cluster.preflight import Place, connect
+store = connect(Place(address="127.0.0.1", port=int(sys.argv[1]), rank=0, world_size=3), 20)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing answers any more, or no call of the store comes back."""
+    port, exits = free_port(), []
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, str(port)], stdout=subprocess.PIPE, text=True)
+    assert keeper.stdout is not None
+    keeper.stdout.readline()
+    places = [Place(address="127.0.0.1", port=port, rank=rank, world_size=3) for rank in (1, 2)]
+    watches = [Watch(place, 4.0, grace_seconds=0.5, exit_process=exits.append) for place in places]
+    for watch in watches:
+        watch.start()
+    time.sleep(1.2)
+    try:
+        keeper.send_signal(how)
+        until(lambda: exits == [1, 1], seconds=12)
+    finally:
+        keeper.kill()
+        keeper.communicate()
+        for watch in watches:
+            watch.close()
+    printed = capfd.readouterr().err
+    assert "[rank 1 on " in printed
+    assert "] ends: rank 0 was lost, or the network to it: " in printed
 
 
 def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:

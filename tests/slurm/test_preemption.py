@@ -102,6 +102,15 @@ def test_by_the_time_limit_and_by_signals(jobs: Jobs, tmp_path: Path) -> None:
     run.finish()
 
 
+def test_cancelled_it_is_saved_and_stays_cancelled(jobs: Jobs, tmp_path: Path) -> None:
+    run = Stopping(jobs, tmp_path, steps=300)
+    run.wait_for("start")
+    jobs.cluster.command("scancel", run.job)
+    assert jobs.cluster.wait(run.job) == "CANCELLED"
+    until(lambda: "is being ended by SLURM, and is not put back" in jobs.log(run.job), 20)
+    assert len(find_checkpoints([run.root / "preempted"], f"slurm-{run.job}-0").own) == 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero_3"])
 def test_again_and_again(jobs: Jobs, tmp_path: Path, engine: str) -> None:

@@ -1,0 +1,200 @@
+"""What the ranks of a large run say to each other, measured with made-up ranks against one real store.
+
+    python examples/benchmarks/scale.py --ranks 64 256 1024 4096 16384 --csv scale.csv --plot scale.png
+
+A made-up rank runs this package's own code for a rank, over a connection of its own, but many share a process. Each
+step is measured from 64 ranks on, beside its bar: *preflight* is the comparison before the process group; *beats* one
+interval in which all ranks say that they live and one looks at all; *lost rank* the time from a rank's last sign of
+life to the moment at which all others know its name (after ``lost_rank_seconds``, 120); *lost connection* the time in
+which all ranks learn who is silent after each has lost a connection. CPU seconds are those of all processes together,
+the store's among them; descriptors are those of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.watch import Watch
+
+BARS = {"preflight, CPU s": 60.0, "beats, s": None, "lost rank, s": 120.0, "lost connection, s": 30.0}
+LOST_SECONDS = 120.0
+PER_PROCESS = 2048  # made-up ranks
+FACTS = Facts(
+    node="n", versions={f"library{i}": "1.2.3" for i in range(12)}, settings={f"s{i}": "x" * 20 for i in range(60)}
+)
+
+
+class Clock:
+    """CPU seconds of this process since the last call."""
+
+    def __init__(self) -> None:
+        self._last = self._now()
+
+    def __call__(self) -> float:
+        now = self._now()
+        took, self._last = now - self._last, now
+        return took
+
+    @staticmethod
+    def _now() -> float:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+
+def _each(ranks: Sequence[Any], call: Callable[[Any], Any], threads: int = 8) -> list[Any]:
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(call, ranks))
+
+
+def made_up(connection: Connection, port: int, first: int, count: int, size: int) -> None:
+    """In a process of its own: some ranks, told what to do over the pipe; the answer is its CPU seconds."""
+    threading.stack_size(256 * 1024)
+    places = [Place(address="127.0.0.1", port=port, rank=first + i, world_size=size) for i in range(count)]
+    stores: list[Any] = []
+    watches: list[Watch] = []
+    clock = Clock()
+    for order in iter(connection.recv, "end"):
+        clock()
+        if order == "connect":
+            # A connection waits a few times for the other end, and costs little.
+            stores = _each(places, lambda place: connect(place, 300), threads=128)
+        elif order == "compare":
+            pairs = list(zip(stores, places, strict=True))
+            _each(pairs, lambda pair: compare(pair[0], pair[1], FACTS, 300), threads=count)
+            stores = []
+        elif order == "watch":
+            watches = _each(places, lambda place: Watch(place, LOST_SECONDS), threads=128)
+        elif order == "suspect":
+            for watch in watches:
+                watch._suspects = True
+        elif order == "beat":
+            # The last rank of all is the one that is lost.
+            _each([w for w in watches if w._rank < size - 1], lambda watch: watch._exchange())
+        connection.send((clock(), all(watch._cause is not None for watch in watches if watch._rank < size - 1)))
+
+
+class Ranks:
+    """All ranks but 0, which is this process."""
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.zero = Place(address="127.0.0.1", port=port, rank=0, world_size=size)
+        self.store = connect(self.zero, 300)
+        self.pipes: list[Connection] = []
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["lightning_shard.cluster.watch"])
+        for first in range(1, size, PER_PROCESS):
+            here, there = context.Pipe()
+            arguments = (there, port, first, min(PER_PROCESS, size - first), size)
+            context.Process(target=made_up, args=arguments, daemon=True).start()
+            self.pipes.append(here)
+
+    def do(self, order: str, own: Callable[[], Any] = lambda: None) -> tuple[float, float, bool]:
+        """Seconds, CPU seconds of all, and whether all know of a failure."""
+        clock, start = Clock(), time.monotonic()
+        for pipe in self.pipes:
+            pipe.send(order)
+        own()
+        answers = [pipe.recv() for pipe in self.pipes]
+        return time.monotonic() - start, clock() + sum(cpu for cpu, _ in answers), all(known for _, known in answers)
+
+    def rounds(self, watch: Watch) -> float:
+        """Beats at their intervals until all know of a failure; the seconds that took."""
+        start, known = time.monotonic(), False
+        while not known:
+            begin = time.monotonic()
+            known = self.do("beat", watch._exchange)[2]
+            time.sleep(max(0.0, watch._interval - (time.monotonic() - begin)) if not known else 0)
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.send("end")
+
+
+def measure(size: int, *, lost_rank: bool) -> dict[str, Any]:
+    """All steps at this number of ranks."""
+    row: dict[str, Any] = {"ranks": size}
+    ranks = Ranks(size)
+    ranks.do("connect")
+    took = ranks.do("compare", lambda: compare(ranks.store, ranks.zero, FACTS, 300))
+    row |= {"preflight, s": took[0], "preflight, CPU s": took[1]}
+    watch = Watch(ranks.zero, LOST_SECONDS)
+    ranks.do("watch")
+    ranks.do("beat", watch._exchange)
+    took = ranks.do("beat", watch._exchange)
+    row |= {"beats, s": took[0], "beats, CPU s": took[1], "interval, s": watch._interval}
+    row["descriptors"] = len(os.listdir("/proc/self/fd"))
+    if lost_rank:
+        row["lost rank, s"] = ranks.rounds(watch)
+    else:
+        ranks.do("suspect")
+        row["lost connection, s"] = ranks.rounds(watch)
+    ranks.end()
+    return row
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture; needs matplotlib")
+    parser.add_argument(
+        "--skip-lost-rank", action="store_true", help="which takes two minutes for each number of ranks"
+    )
+    options = parser.parse_args(arguments)
+    rows = []
+    for size in options.ranks:
+        row = measure(size, lost_rank=False)
+        if not options.skip_lost_rank:
+            row["lost rank, s"] = measure(size, lost_rank=True)["lost rank, s"]
+        rows.append({name: round(value, 2) for name, value in row.items()})
+        print(
+            ", ".join(f"{name} {value}" for name, value in rows[-1].items()),
+            f"load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+    if options.csv is not None:
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    if options.plot is not None:
+        draw(rows, options.plot)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """A curve for each step, with its bar."""
+    from matplotlib import pyplot
+
+    names = [name for name in BARS if name in rows[0]]
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.2))
+    for axis, name in zip(axes, names, strict=True):
+        axis.loglog([row["ranks"] for row in rows], [row[name] for row in rows], marker="o", base=2)
+        bar = BARS[name]
+        if bar is not None:
+            axis.axhline(bar, linestyle="--", color="grey")
+        axis.set_title(name)
+        axis.set_xlabel("ranks")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
