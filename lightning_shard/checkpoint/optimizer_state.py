@@ -27,8 +27,6 @@ from lightning_shard.tensors.flat import (
     AnyOptimizer,
     FlatMember,
     FlatOptimizer,
-    FlatSlice,
-    FlatTensor,
     LiveTensor,
     torch_optimizer,
 )
@@ -73,9 +71,7 @@ class Stepped:
         """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
         if self.flat is None or slot.ndim == 0:
             return slot
-        member = self.flat[fqn]
-        data = slot.detach()[member.offset : member.offset + member.length]
-        return FlatTensor(member.shape, slot.dtype, [FlatSlice(data, member.start)])
+        return self.flat[fqn].view(slot)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

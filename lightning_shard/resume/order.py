@@ -13,8 +13,6 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from lightning_shard.errors import DataError
-
 
 def share_size(length: int, start: int, world_size: int, *, drop_last: bool) -> int:
     """Samples that each rank gets of what is left of `length` samples from `start` on."""
@@ -39,16 +37,6 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
 def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
     """Batches that BatchSampler makes of `samples`."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
-
-
-def rescale_batches(samples_seen: int, batch_size: int, world_size: int) -> int:
-    """Whole batches per rank that `samples_seen` of the global order are at this batch size and world size."""
-    if samples_seen < 0 or batch_size < 1 or world_size < 1:
-        raise DataError(
-            f"samples_seen={samples_seen}, batch_size={batch_size}, world_size={world_size}: a count of samples"
-            " is 0 or more, the sizes are 1 or more"
-        )
-    return samples_seen // (batch_size * world_size)
 
 
 def global_order(sampler: DistributedSampler[Any]) -> list[int]:

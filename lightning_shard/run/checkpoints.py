@@ -36,7 +36,8 @@ class Checkpoints(CheckpointIO):
 
     def __init__(self) -> None:
         """Nothing can be saved before `attach`."""
-        self._saver: Saver | None = None
+        self.saver = Saver()
+        """What writes the checkpoints of all runs of a strategy, one after the other."""
         self.opened: OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
         self._loading: OpenCheckpoint | None = None
@@ -65,13 +66,6 @@ class Checkpoints(CheckpointIO):
         """Refuse optimizers whose state no checkpoint can have, with a ConfigurationError, where there will be some."""
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
-
-    @property
-    def saver(self) -> Saver:
-        """What writes the checkpoints of all runs of a strategy, one after the other."""
-        if self._saver is None:
-            self._saver = Saver()
-        return self._saver
 
     # Save
 
@@ -187,8 +181,7 @@ class Checkpoints(CheckpointIO):
         Raises:
             CheckpointError: it failed; on every rank and at the same batch.
         """
-        if self._saver is not None:
-            self._saver.look()
+        self.saver.look()
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete. All ranks call it.
@@ -196,13 +189,12 @@ class Checkpoints(CheckpointIO):
         Raises:
             CheckpointError: writing it failed; on every rank.
         """
-        if self._saver is not None:
-            self._saver.finish()
+        self.saver.finish()
 
     def end(self) -> None:
         """Let the save in the background come to its end, in whatever state the run is: no rank communicates here."""
         self._training = False
-        if self._saver is not None and (failure := self._saver.close()) is not None:
+        if (failure := self.saver.close()) is not None:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {failure}")
 
     # Load

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard import _lightning
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume import agreeing, check_lengths, check_some, order_warning
+from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
+from lightning_shard.resume.wrap import order_warning
 from lightning_shard.run import state
 
 Stage = Literal["training", "validation", "predict"]

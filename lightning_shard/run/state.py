@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 
 from lightning_shard import _lightning
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 from lightning_shard.resume.metrics import load_metric_states, metric_states
+from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 
 
 def before_validation(trainer: Trainer) -> dict[str, Any]:

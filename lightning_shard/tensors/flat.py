@@ -160,6 +160,11 @@ class FlatMember:
     stepped: bool = True
     """False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state."""
 
+    def view(self, flat: Tensor) -> FlatTensor:
+        """What of the parameter, or of a slot of its, lies in this rank's flat tensor, in place."""
+        part = flat.detach().narrow(0, self.offset, self.length)
+        return FlatTensor(self.shape, flat.dtype, [FlatSlice(part, self.start)])
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGroup:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatTensor, LiveTensor
 
 
 @torch.no_grad()
@@ -81,8 +81,7 @@ def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | No
                 continue
             value = optimizer.optimizer.state.get(group.flat, {}).get(slot)
             if value is not None and isinstance(value, Tensor) and value.shape == group.flat.shape:
-                part = value.detach().narrow(0, member.offset, member.length)
-                return FlatTensor(member.shape, value.dtype, [FlatSlice(part, member.start)])
+                return member.view(value)
             if value is not None:
                 return torch.as_tensor(value)
     return None

@@ -22,7 +22,6 @@ from lightning_shard.tensors.flat import (
     FlatGroup,
     FlatMember,
     FlatOptimizer,
-    FlatSlice,
     FlatTensor,
     torch_optimizer,
 )
@@ -123,16 +122,7 @@ def build(form: str, seed: int, *, dtype: torch.dtype = torch.float32, lr: float
 
 
 def masters_of(groups: list[FlatGroup]) -> dict[str, Tensor | FlatTensor]:
-    return {
-        member.fqn: FlatTensor(
-            member.shape,
-            group.flat.dtype,
-            [FlatSlice(group.flat.detach()[member.offset : member.offset + member.length], member.start)],
-        )
-        for group in groups
-        for member in group.members
-        if member.stepped
-    }
+    return {member.fqn: member.view(group.flat) for group in groups for member in group.members if member.stepped}
 
 
 Flats = list[tuple[nn.Parameter, tuple[FlatMember, ...]]]

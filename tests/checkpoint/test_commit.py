@@ -401,6 +401,10 @@ def test_what_interrupted_removals_and_files_left_is_removed_by_the_next_save_or
         for name in left[:2]:
             shutil.copytree(tmp_path / "top.ckpt", tmp_path / name)
         (tmp_path / left[2]).write_text("half")
+        save_number(tmp_path / "new.ckpt", 1.0)
+        assert {*left} <= {*os.listdir(tmp_path)}, "they may be a save's that goes on"
+        for name in left:
+            os.utime(tmp_path / name, (0, 0))
         (tmp_path / "..hidden.tmp-of-a-user").touch()
         assert commit.clean(tmp_path, remove=False) == sorted(tmp_path / name for name in left)
         with read_by_another(tmp_path / left[0]):

@@ -16,9 +16,7 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from lightning_shard.resume import (
-    resumable,
-)
+from lightning_shard.resume.wrap import resumable
 
 SIZES = st.integers(1, 60)
 WORLDS = st.integers(1, 5)

@@ -9,10 +9,7 @@ from torch.utils.data import (
     DataLoader,
 )
 
-from lightning_shard.resume import (
-    order_warning,
-    resumable,
-)
+from lightning_shard.resume.wrap import order_warning, resumable
 from tests.resume.support import Numbers, StatefulStream, Stream, ids, through_file
 
 

@@ -22,13 +22,8 @@ from torch.utils.data import (
 )
 
 from lightning_shard.errors import DataError
-from lightning_shard.resume import (
-    order_warning,
-    resumable,
-    rng_state,
-    seed_rng,
-    set_rng_state,
-)
+from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
+from lightning_shard.resume.wrap import order_warning, resumable
 from tests.resume.support import Numbers, distributed_loader, ids, through_file
 
 STOCK = {

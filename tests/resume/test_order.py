@@ -11,11 +11,7 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from lightning_shard.resume import (
-    rank_share,
-    rescale_batches,
-    share_size,
-)
+from lightning_shard.resume.order import rank_share, share_size
 from tests.resume.support import SIZES, WORLDS, Numbers, distributed_loader, flat, ids, through_file
 
 
@@ -95,7 +91,7 @@ def test_worlds_in_turn_cover_the_epoch_once(
         done = loaders[0].batches_done
         left = len(loaders[0]) - done
         position = state["samples"] if state else 0
-        assert done - rescale_batches(position, batch_size, world_size) in (0, 1)
+        assert done - position // (batch_size * world_size) in (0, 1)
         last = turn == len(worlds) - 1
         steps = left if last else data.draw(st.integers(0, max(0, left - 1)))
         taken = [flat(ids(itertools.islice(loader, steps))) for loader in loaders]

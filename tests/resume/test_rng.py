@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume import (
-    derived_rng_seed,
-    rng_state,
-    seed_rng,
-    set_rng_state,
-    states_of_rank,
-)
+from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 from tests.harness import run_distributed
 from tests.resume.support import through_file
 

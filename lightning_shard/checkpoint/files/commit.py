@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from lightning_shard.checkpoint.files.layout import (
 )
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.errors import CheckpointError
+
+# A `.full.ckpt` save has a moment in which its parts are complete, and not read yet.
+_IDLE_SECONDS = 600.0
 
 
 def check_replaceable(path: Path) -> None:
@@ -68,7 +72,7 @@ def publish(temporary: Path, path: Path, token: str) -> None:
     unlock(temporary)
     _delete_leftovers(path)
     if has_locks:
-        clean(path.parent, remove=True)  # of checkpoints that are not saved again
+        clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)  # of checkpoints that are not saved again
 
 
 def _replace(temporary: Path, path: Path, token: str) -> None:
@@ -141,8 +145,8 @@ def _delete_leftovers(path: Path) -> None:
         _delete_unless_locked(leftover, path)
 
 
-def clean(folder: str | os.PathLike[str], *, remove: bool) -> list[Path]:
-    """What interrupted saves and removals left in ``folder``; with ``remove`` it is deleted.
+def clean(folder: str | os.PathLike[str], *, remove: bool, idle_seconds: float = 0.0) -> list[Path]:
+    """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted.
 
     What another process writes or reads is not among it, nor what a checkpoint is read from until its next save. On a
     filesystem without locks nobody may be saving there.
@@ -150,7 +154,8 @@ def clean(folder: str | os.PathLike[str], *, remove: bool) -> list[Path]:
     found = []
     for leftover in leftovers_in(Path(folder)):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
-        if current(path) != leftover and _delete_unless_locked(leftover, path, really=remove):
+        idle = time.time() - os.lstat(leftover).st_mtime
+        if idle >= idle_seconds and current(path) != leftover and _delete_unless_locked(leftover, path, really=remove):
             found.append(leftover)
     return found
 
