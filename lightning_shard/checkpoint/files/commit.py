@@ -154,7 +154,10 @@ def clean(folder: str | os.PathLike[str], *, remove: bool, idle_seconds: float =
     found = []
     for leftover in leftovers_in(Path(folder)):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
-        idle = time.time() - os.lstat(leftover).st_mtime
+        try:
+            idle = time.time() - os.lstat(leftover).st_mtime
+        except FileNotFoundError:
+            continue  # another job's save was faster
         if idle >= idle_seconds and current(path) != leftover and _delete_unless_locked(leftover, path, really=remove):
             found.append(leftover)
     return found
