@@ -91,6 +91,15 @@ def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:
             yield data
 
 
+def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Shard, gathered parameter and the memory that FSDP gathers it into, of ``module``'s unit while it is gathered."""
+    for parameter in _parameters_of(module):
+        full = _unsharded(parameter)
+        outputs = parameter.all_gather_outputs
+        if full is not None and parameter.sharded_state.name == "UNSHARDED" and len(outputs) == 1:
+            yield parameter.sharded_param, full, outputs[0][: full.numel()].view(full.shape)
+
+
 def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
     """The shards of all units below ``root``, whether their parameters are gathered or not."""
     for module in root.modules():

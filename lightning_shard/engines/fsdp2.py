@@ -27,6 +27,7 @@ from lightning_shard.engines.refusals import refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
+from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
 from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -121,10 +122,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         made_for = (run.mesh, run.policy, own)
         # It stays sharded, so that it can be evaluated or fitted again.
         self._closing.callback(forward.reshard, module)
+        self._closing.callback(assign_in_place())
         if earlier is not None:
             _check_adoption(earlier, made_for)
             self._sharded = earlier
             forward.reshard(earlier.root)
+            self._written = WrittenInSteps(module)
             return module
         mp_policy = MixedPrecisionPolicy(
             # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
@@ -143,6 +146,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         )
         module.__dict__[_STATE] = self._sharded
         self._upcast = self._sharded.upcast
+        self._written = WrittenInSteps(module)
         forward.install_runner(module)
         forward.patch_methods(module, self._methods)
         return module
@@ -152,7 +156,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         return ModuleTensors(self._sharded.root, self._optimizers, device=self._run.device)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return forward.run(self._sharded.root, step, *args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            self._written.take_over()
+            return output
+
+        return forward.run(self._sharded.root, run, *args, **kwargs)
 
     evaluate = forward
 

@@ -60,6 +60,9 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
+    def after_step(self) -> None:
+        """What a callback would do."""
+
 
 @dataclass(slots=True)
 class Slotted:
@@ -92,13 +95,13 @@ class Unusual(Net):
 
 
 def _fit(
-    name: str, steps: int, lr: float = 0.1, kind: Callable[[], nn.Module] = Net
+    name: str, steps: int, lr: float = 0.1, kind: Callable[[], Net] = Net, precision: str = "32-true"
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Masters at the end, and this rank's losses."""
     ranks = dist.get_world_size()
     engine = ENGINES[name]()
     planned = PlannedRun(
-        ranks=ranks, per_node=ranks, policy=policy_from("32-true", aligned=True), aligned=True, device_type="cpu"
+        ranks=ranks, per_node=ranks, policy=policy_from(precision, aligned=True), aligned=True, device_type="cpu"
     )
     engine.check(planned)
     shape = (ranks, 1) if name in ("torch_ddp", "replicate") else (1, ranks)
@@ -116,6 +119,7 @@ def _fit(
         engine.finish_gradients()
         engine.step(optimizer, skip=False)
         optimizer.zero_grad()
+        module.after_step()
         losses.append(loss.detach())
     engine.before_reading()
     masters, own = engine.tensors.masters(), fqns(module).tensors

@@ -1,0 +1,83 @@
+"""Writes to parameters that no optimizer makes: as under torch's DDP, or refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError
+from tests.engines.test_engine import Net, _fit
+from tests.harness import run_distributed
+
+
+class Student(Net):
+    """Learns what the moving average of its own parameters says."""
+
+    def __init__(self, idiom: str, inside: bool) -> None:
+        super().__init__()
+        self.teacher = Net().requires_grad_(False)
+        self.idiom, self.inside = idiom, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            self.update()
+        with torch.no_grad():
+            target = self.teacher(x)
+        return super().forward(x) - target
+
+    def after_step(self) -> None:
+        if not self.inside:
+            self.update()
+
+    def update(self) -> None:
+        own = [p for n, p in self.named_parameters() if not n.startswith("teacher")]
+        for p, q in zip(own, self.teacher.parameters(), strict=True):
+            if self.idiom == "set":
+                q.data = 0.9 * q.data + 0.1 * p.data
+            elif self.idiom == "data":
+                q.data.mul_(0.9).add_(0.1 * p.data)
+            else:
+                with torch.no_grad():
+                    q.lerp_(p, 0.1)
+
+
+def _lost(names: list[str]) -> list[str]:
+    """Idioms and engines whose numbers are not DDP's."""
+    lost = []
+    for idiom in ("set", "data", "lerp"):
+        for inside in (False, True):
+            kind = partial(Student, idiom, inside)
+            (expected, _), *others = [_fit(name, 3, kind=kind) for name in names]
+            moved = kind().state_dict()
+            assert not any(torch.equal(expected[fqn], moved[fqn]) for fqn in expected), "nothing was written"
+            for name, (found, _) in zip(names[1:], others, strict=True):
+                if not all(torch.equal(found[fqn], expected[fqn]) for fqn in expected):
+                    lost.append(f"{name}: {idiom}, {'in' if inside else 'outside of'} the step")
+    assert "data" not in vars(DTensor), "torch's class is given back"
+    return lost
+
+
+def test_no_idiom_of_a_moving_average_is_lost() -> None:
+    assert run_distributed(_lost, 2, ["torch_ddp", "replicate", "fully_shard"]) == [[], []]
+
+
+class SetsFull(Net):
+    def after_step(self) -> None:
+        self.head.weight.data = torch.zeros(3, 6)
+
+
+def _refused(precision: str, kind: type[Net]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        _fit("fully_shard", 3, kind=kind, precision=precision)
+    return str(caught.value)
+
+
+def test_values_that_can_not_be_written_are_refused() -> None:
+    for said in run_distributed(_refused, 2, "32-true", SetsFull):
+        assert "parameter.data is set to a Tensor of (3, 6)" in said
+    for said in run_distributed(_refused, 2, "bf16-mixed", partial(Student, "lerp", True)):
+        assert "The step writes to teacher." in said
