@@ -122,10 +122,6 @@ class Ranks:
         self.exchange(doing, lambda: mine.append(step()), lambda values: values)
         return mine[0]
 
-    def all(self, doing: str, step: Callable[[], T]) -> list[T]:
-        """Run ``step`` on every rank and return all results, by rank, on each."""
-        return self.exchange(doing, step, lambda values: [values] * self.size)
-
     def first(self, doing: str, step: Callable[[], R]) -> R:
         """Run ``step`` on rank 0 alone and return its result on every rank."""
         return self.exchange(doing, lambda: None, lambda _: [step()] * self.size)

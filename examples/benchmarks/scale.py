@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.cluster import preflight
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.watch import Watch
 
@@ -60,10 +61,16 @@ def _each(ranks: Sequence[Any], call: Callable[[Any], Any], threads: int = 8) ->
         return list(pool.map(call, ranks))
 
 
+def _compare(stores: Sequence[Any], places: Sequence[Place]) -> None:
+    _each(range(len(places)), lambda i: compare(stores[i], places[i], FACTS, 300), threads=len(places))
+
+
 def made_up(connection: Connection, port: int, first: int, count: int, size: int) -> None:
     """In a process of its own: some ranks, told what to do over the pipe; the answer is its CPU seconds."""
     threading.stack_size(256 * 1024)
-    places = [Place(address="127.0.0.1", port=port, rank=first + i, world_size=size) for i in range(count)]
+    # An address for each process: one has 28,000 ports for connections to another.
+    address = f"127.0.0.{1 + first // PER_PROCESS}"
+    places = [Place(address=address, port=port, rank=first + i, world_size=size) for i in range(count)]
     stores: list[Any] = []
     watches: list[Watch] = []
     clock = Clock()
@@ -73,9 +80,8 @@ def made_up(connection: Connection, port: int, first: int, count: int, size: int
             # A connection waits a few times for the other end, and costs little.
             stores = _each(places, lambda place: connect(place, 300), threads=128)
         elif order == "compare":
-            pairs = list(zip(stores, places, strict=True))
-            _each(pairs, lambda pair: compare(pair[0], pair[1], FACTS, 300), threads=count)
-            stores = []
+            _compare(stores, places)
+            stores.clear()
         elif order == "watch":
             watches = _each(places, lambda place: Watch(place, LOST_SECONDS), threads=128)
         elif order == "suspect":
@@ -151,6 +157,7 @@ def measure(size: int, *, lost_rank: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    preflight._CONNECTIONS = 1  # the made-up ranks close one before they open the next
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
     parser.add_argument("--csv", type=Path)

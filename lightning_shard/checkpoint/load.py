@@ -6,6 +6,7 @@ is compared with its checksum by one rank. What was opened is then loaded; nothi
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,8 +105,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
             "machines share"
         )
     files, mine = opened.manifest.files, _share(opened.manifest, ranks)
-    found = ranks.all(f"verifying {path}", lambda: opened.directory.damaged(mine, files))
-    if damage := {name: text for part in found for name, text in part.items()}:
+
+    def merged(found: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{name: text for part in found for name, text in part.items()}] * ranks.size
+
+    if damage := ranks.exchange(f"verifying {path}", lambda: opened.directory.damaged(mine, files), merged):
         opened.directory.close()
         raise damaged(opened.path, damage)
     return opened
@@ -113,12 +117,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
 
 def _share(found: Manifest, ranks: Ranks) -> list[str]:
     """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
-    load = [0] * ranks.size
+    load = [(0, rank) for rank in range(ranks.size)]
     mine = []
     files = {name: entry for name, entry in found.files.items() if name not in (METADATA, TRAINER_STATE)}
     for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
-        rank = min(range(ranks.size), key=lambda rank: load[rank])
-        load[rank] += entry.size + 1
+        bytes_before, rank = load[0]
+        heapq.heapreplace(load, (bytes_before + entry.size + 1, rank))
         if rank == ranks.rank:
             mine.append(name)
     return mine

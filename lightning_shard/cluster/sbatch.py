@@ -125,6 +125,8 @@ def _launch(job: BatchJob) -> list[str]:
     # torchrun's own agents are what SLURM signals; they pass the signal on.
     signals = f"{_TORCHRUN_SIGNALS},SIG{job.signal.removeprefix('SIG')}"
     return [
+        # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
         f"{srun} {shlex.quote(job.torchrun)} --nnodes={job.nodes} --nproc-per-node={job.devices} \\",

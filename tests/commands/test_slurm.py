@@ -76,6 +76,8 @@ def test_torchrun_is_one_task_on_each_node() -> None:
         "    -m lightning_shard fit",
     ):
         assert line in lines
+    # Else torchrun kills half a minute after the signal, whatever is being saved.
+    assert f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={BatchJob.signal_seconds}" in lines
     assert any(line.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4") for line in lines)
 
 
