@@ -24,7 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place
@@ -174,8 +174,9 @@ class Watch:
     def _speak(self) -> None:
         with contextlib.suppress(Exception):
             while not self._stopped.is_set():
-                self._exchange()
-                self._answered = time.monotonic()
+                with contextlib.suppress(DistStoreError):  # not in time: the store's host is busy
+                    self._exchange()
+                    self._answered = time.monotonic()
                 self._wake.wait(self._interval)
                 self._wake.clear()
             return
