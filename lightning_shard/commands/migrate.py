@@ -81,7 +81,7 @@ def known() -> Known:
 
 def check(content: Mapping[str, Any]) -> None:
     """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check."""
-    trainer = {key: value for key, value in content["trainer"].items() if key not in _CARRIED}
+    trainer = {key: value for key, value in content["trainer"].items() if key.rstrip("+") not in _CARRIED}
     own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]
     trainer["plugins"] = own or None
     parser = ShardArgumentParser()

@@ -32,6 +32,8 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
 
     A ``deepspeed_config_file`` is looked for from the current folder, then beside the file's ``path``.
     """
+    if content.get("distributed_type") is False:  # YAML 1.1 reads an unquoted NO as false
+        content = {**content, "distributed_type": "NO"}
     check_keys(reading, "", content, tables.TOP, "an Accelerate config file")
     if str(content.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
         text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
@@ -48,6 +50,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         read_mesh(reading, sections["parallelism_config"], content)
     if engine == "deepspeed":
         _deepspeed(reading, sections["deepspeed_config"], content, path)
+        read_mesh(reading, sections["parallelism_config"], content)
     _precision(reading, content)
     old = {"dynamo_backend": content["dynamo_backend"]} if "dynamo_backend" in content else {}
     _dynamo(reading, {**sections["dynamo_config"], **old})
@@ -149,16 +152,19 @@ def _launch(reading: Reading, content: Mapping[str, Any]) -> None:
 def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str, Any]]) -> None:
     owners = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
     for name, owner in owners.items():
-        if sections[name] and kind != owner:
+        if sections[name] and kind == "NO":
+            reading.meet(name, sections[name], "Accelerate does not read it with distributed_type NO either")
+            sections[name].clear()
+        elif sections[name] and kind != owner:
             reading.problems.append(
                 f"{name} is given, but distributed_type is {kind}, so that Accelerate does not read it: remove the "
                 f"section, or set distributed_type: {owner}"
             )
     version = with_prefix(sections["fsdp_config"]).get("fsdp_version", 1)
-    if sections["parallelism_config"] and (kind != "FSDP" or str(version) != "2"):
+    if sections["parallelism_config"] and kind != "DEEPSPEED" and (kind != "FSDP" or str(version) != "2"):
         reading.problems.append(
             f"parallelism_config is given with distributed_type {kind} and fsdp_version {version}, but Accelerate "
-            "takes it with FSDP and fsdp_version 2 alone"
+            "takes it with DEEPSPEED, and with FSDP and fsdp_version 2 alone"
         )
 
 
@@ -208,7 +214,8 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         if engine == "deepspeed" and kind == "FP16":
             reading.meet(field, given, SCALE_NOTE)
         note = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}.get(str(engine), "")
-        reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else "")
+        loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
+        reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
@@ -239,7 +246,7 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     if version not in ("1", "2"):
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
-        reading.meet("fsdp_config.fsdp_version", int(version), "the engine is FSDP2 always")
+        reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
     read_fields(reading, "fsdp_config", tables.FSDP, content)
     _sharding(reading, content, version)
     _wrapping(reading, content)

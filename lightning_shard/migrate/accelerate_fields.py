@@ -15,9 +15,7 @@ _TPU_FIELDS = (
     "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
     "commands",
 )  # fmt: skip
-_TPU = unsupported(
-    "there is no engine for TPUs here", "Lightning's own strategy xla", "any", False, "no", "NO", "", [], [""]
-)
+_TPU = satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "NO", "", [], [""])
 
 TOP: Mapping[str, Field] = {
     **dict.fromkeys(

@@ -82,6 +82,10 @@ def _engine(target: Target, asked: Asked) -> None:
     target.note(asked, "strategy", CLASSES[target.engine].rpartition(".")[2], note)
 
 
+def _fsdp_version(target: Target, asked: Asked) -> None:
+    target.hold(asked, "the engine is FSDP2 always" if target.engine == "fsdp" else "FSDP is not the engine")
+
+
 def _shard(target: Target, asked: Asked) -> None:
     level = LEVELS.index(asked.value)
     if target.told:
@@ -281,7 +285,9 @@ def _checkpoint_form(target: Target, asked: Asked) -> None:
         target.hold(asked, "nothing is saved")
     else:
         name = "*.full.ckpt, one stock Lightning file"
-        target.trainer["callbacks"] = _full_names(target.reading.carried.get("trainer", {}).get("callbacks"))
+        carried = target.reading.carried.get("trainer", {})
+        key = "callbacks+" if "callbacks+" in carried else "callbacks"
+        target.trainer[key] = _full_names(carried.get(key))
         note = "without this name: a directory that every engine reads"
         if not target.reading.carried:
             note += ". A list replaces that of another --config: give the Lightning YAML to this command too"
@@ -342,6 +348,7 @@ def _built_by_deepspeed(target: Target, asked: Asked) -> None:
 
 SPECIAL: Mapping[str, Callable[[Target, Asked], None]] = {
     "engine": _engine,
+    "fsdp_version": _fsdp_version,
     "shard": _shard,
     "mesh": _mesh,
     "reshard_ranks": _reshard_ranks,

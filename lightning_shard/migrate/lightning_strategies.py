@@ -124,6 +124,8 @@ def _policy(reading: Reading, field: str, value: Any, setting: str) -> None:
         inner = value.get("init_args") or {}
         value = inner.get("module_classes", value.get("class_path")) if isinstance(inner, Mapping) else None
     classes = [value] if isinstance(value, str) else value
+    if isinstance(classes, list | tuple):
+        classes = [item.get("class_path") if isinstance(item, Mapping) else item for item in classes]
     if isinstance(classes, list | tuple) and classes and all(isinstance(name, str) for name in classes):
         names = [name.rpartition(".")[2] for name in classes]
         if all(name[:1].isupper() for name in names):

@@ -53,7 +53,9 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
         reading.problems.append(f"trainer is {shown(section)!r}, but must be a mapping of keys")
         return
     trainer: dict[str, Any] = copy.deepcopy(dict(section))
-    check_keys(reading, "trainer", trainer, known.trainer_keys, "the Trainer")
+    # With a + a list is added to that of another file.
+    keys = [*known.trainer_keys, *(f"{key}+" for key in known.trainer_keys)]
+    check_keys(reading, "trainer", trainer, keys, "the Trainer")
     strategy = trainer.pop("strategy", None)
     given_before = reading.engine
     if given_before is not None:

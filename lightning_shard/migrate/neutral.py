@@ -299,7 +299,8 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     twice = sorted({str(key) for key in keys if keys.count(key) > 1})
     if twice:
         raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")
-    return dict(pairs)
+    # JSON has no comments, and people write them as keys.
+    return {key: value for key, value in pairs if not str(key).startswith("_comment")}
 
 
 class _Loader(yaml.SafeLoader):
@@ -307,4 +308,4 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
-        return dict(super().construct_mapping(node, deep=True))
+        return _unique(list(super().construct_mapping(node, deep=True).items()))

@@ -257,3 +257,29 @@ def test_beside_a_deepspeed_file_nothing_else_says_its_values(refused: Callable[
     content = {**zero(deepspeed_config_file=file, zero_stage=2, gradient_clipping=1.0), "mixed_precision": "bf16"}
     message = refused(content)
     assert message.count("where Accelerate refuses it") == 3
+
+
+def test_spellings_that_yaml_reads_otherwise_and_sections_that_are_not_read(
+    migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "no.yaml"
+    path.write_text(
+        "distributed_type: NO\nmixed_precision: no\ndowncast_bf16: yes\n_comment: mine\nfsdp_config: {a: 1}\n"
+    )
+    assert migrated(path)["trainer"] == {
+        "strategy": "shard_ddp",
+        "precision": "32-true",
+        "accelerator": "gpu",
+        "devices": 1,
+    }
+    table = capsys.readouterr().out
+    assert "Accelerate does not read it with distributed_type NO either" in table
+    assert "loaded in 16 bits" in table
+    migrated(fsdp(2), "--to", "shard_deepspeed_stage_3")
+    assert "FSDP is not the engine" in capsys.readouterr().out
+
+
+def test_the_axes_of_deepspeed(migrated: Callable[..., dict[str, Any]], refused: Callable[..., str]) -> None:
+    content = zero(zero_stage=3)
+    assert arguments(migrated({**content, "parallelism_config": {"dp_shard_size": 2}}))["stage"] == 3
+    assert "sp_size: 2. The mesh has the axes" in refused({**content, "parallelism_config": {"sp_size": 2}})

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_shard import registry
-from lightning_shard.migrate import deepspeed_json
+from lightning_shard.commands import migrate as migrate_command
+from lightning_shard.migrate import deepspeed_json, migrate
 from tests.harness import ROOT
+from tests.migrate import published
 from tests.migrate.support import FILES, arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -140,3 +142,15 @@ def test_an_optimizer_of_deepspeeds_is_torchs_elsewhere(migrated: Callable[..., 
         "init_args": {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     }
     assert arguments(migrated(content))["config"]["optimizer"] == content["optimizer"]
+
+
+@pytest.mark.parametrize("name", [None, "shard_ddp", "shard_fsdp", "shard_fsdp_offload", "shard_deepspeed_stage_2"])
+def test_files_of_the_published_kinds_need_no_lossy(name: str | None, tmp_path: Path) -> None:
+    lost = {}
+    for kind, content in published.files().items():
+        migration = migrate([deepspeed(tmp_path, content)], migrate_command.known(), name)
+        lost[kind] = [item.field for item in migration.lost]
+    assert len(lost) >= 60
+    # With DeepSpeed its own schedule stays in its configuration.
+    with_deepspeed = name is None or "deepspeed" in name
+    assert {kind for kind in lost if lost[kind]} == (set() if with_deepspeed else {"warmup_in_numbers"})

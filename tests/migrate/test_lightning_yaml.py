@@ -169,3 +169,16 @@ def test_stock_mistakes_in_one_message(refused: Callable[..., str]) -> None:
     assert "the nearest is 'shard_fsdp'" in refused(trainer("shard_fspd"))
     assert "nothing is known here" in refused(trainer("my.OwnStrategy"))
     assert "precision: 64" in refused(trainer("ddp", precision=64))
+
+
+def test_callbacks_that_are_added_and_classes_of_a_policy(migrated: Callable[..., dict[str, Any]]) -> None:
+    policy = {
+        "class_path": "torch.distributed.fsdp.wrap.ModuleWrapPolicy",
+        "init_args": {"module_classes": [{"class_path": "tests.models.Block"}]},
+    }
+    given = {"auto_wrap_policy": policy, "state_dict_type": "full"}
+    added = {"callbacks+": ["lightning.pytorch.callbacks.TQDMProgressBar"]}
+    result = migrated(trainer("lightning.pytorch.strategies.FSDPStrategy", given, **added))
+    assert arguments(result)["units"] == ["Block"]
+    assert "callbacks" not in result["trainer"]
+    assert len(result["trainer"]["callbacks+"]) == 2
