@@ -80,27 +80,36 @@ class BatchJob:
             raise ConfigurationError(f"name is {self.name!r}, which Lightning takes for a shell. Choose another.")
         if self.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", self.time):
             raise ConfigurationError(f"time is {self.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
+        for name in ("name", "array", "logs"):
+            if not (getattr(self, name) or "-").isprintable():
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}, but must be one line without tabs.")
         for option in self.options:
             if not option.startswith("-") or "\n" in option:
                 raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
+        if self.max_restarts and self.launcher != "torchrun":
+            raise ConfigurationError(
+                f"max_restarts is {self.max_restarts}, but only the launcher torchrun starts processes again: choose "
+                "it, or leave restarts to SLURM's queue."
+            )
 
 
 def script(job: BatchJob) -> str:
     """The batch script."""
     tasks = 1 if job.launcher == "torchrun" else job.devices
     options: list[str | None] = [
-        f"--job-name={job.name}",
+        # sbatch reads quotes in these lines as a shell does.
+        f"--job-name={shlex.quote(job.name)}",
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={tasks}",
         f"--gpus-per-node={job.devices}" if job.gpus else None,
         f"--cpus-per-task={_cpus(job)}" if job.cpus_per_task else None,
         f"--time={job.time}" if job.time else None,
-        f"--array={job.array}" if job.array else None,
+        f"--array={shlex.quote(job.array)}" if job.array else None,
         # To the processes, not to this script; the run saves itself and goes back into the queue.
         f"--signal={job.signal}@{job.signal_seconds}",
         "--requeue" if job.requeue else "--no-requeue",
         "--open-mode=append",
-        f"--output={job.logs}/%x-{'%A_%a' if job.array else '%j'}.log",
+        f"--output={shlex.quote(job.logs)}/%x-{'%A_%a' if job.array else '%j'}.log",
         *job.options,
     ]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options if option is not None), ""]

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 
 from lightning_shard import registry
 from lightning_shard.commands.parser import ShardArgumentParser, UsageError, options_parser
+from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import Known, migrate, report
 from lightning_shard.strategies.precision import ShardPrecision
@@ -40,17 +41,15 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
     add("--lossy", action="store_true", help="go on without fields that have no counterpart; they become comments")
-    add("--output", type=Path, metavar="FILE", help="file to write, which must not exist (default: stdout)")
+    add("--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
+    add("--force", action="store_true", help="replace the file that is at --output")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run it; the exit code. After an error nothing was written."""
     options = parser().parse_args(arguments)
-    if options.output is not None and options.output.exists():
-        raise ConfigurationError(f"{options.output} exists: choose another path, or remove it")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ConfigurationError(f"{options.output}: there is no folder {options.output.parent}. Make it first.")
+    refuse_to_replace(options.output, options.force)
     if options.to is not None:
         options.to = registry.find(options.to.lower()).name
     # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.

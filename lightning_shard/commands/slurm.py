@@ -13,6 +13,7 @@ from pathlib import Path
 from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
 
 _DESCRIPTION = """\
 Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
     add("--command", default="fit", choices=["fit", "validate", "test", "predict"], help="what to run (default: fit)")
     add("--output", type=Path, help="file to write the script to (default: stdout)")
+    add("--force", action="store_true", help="replace the file that is at --output")
     add("--submit", action="store_true", help="submit it with sbatch")
     return parser
 
@@ -94,9 +96,47 @@ def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
     )
 
 
+_KEYS = (
+    "config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only",
+    "verbose", "return_predictions", "print_config", "traceback",
+)  # fmt: skip
+"""Options of the command, or what stands before their first dot."""
+
+
+def check_rest(command: str, rest: Sequence[str]) -> None:
+    """Refuse what the job would refuse once it has waited in the queue: unknown options, and files that there are not.
+
+    A script of the user's may have options of its own; what resembles one of this command is a mistake there too.
+    """
+    own = [option[2:] for action in parser()._actions for option in action.option_strings if option.startswith("--")]
+    for word, value in zip(rest, [*rest, ""][1:], strict=True):
+        name, equals, inline = word.partition("=")
+        key = name.removeprefix("--").partition(".")[0].rstrip("+")
+        file = Path(inline if equals else value)
+        if name in ("-c", "--config") and not file.is_file():
+            raise ConfigurationError(f"{name} {file}: there is no such file (from {Path.cwd()}).")
+        near = did_you_mean(key, own)
+        if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
+            raise ConfigurationError(
+                f"{name} is no option of slurm, nor of {command}.{near or did_you_mean(key, _KEYS)}"
+            )
+
+
+def refuse_to_replace(output: Path | None, force: bool) -> None:
+    """Refuse an ``--output`` that exists, unless ``--force`` was given, or that has no folder."""
+    if output is not None and output.exists() and not force:
+        raise ConfigurationError(f"{output} exists: choose another path, remove it, or give --force.")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigurationError(f"{output}: there is no folder {output.parent}. Make it first.")
+
+
+def _is_script() -> bool:
+    return sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py"
+
+
 def _program() -> list[str]:
     """This program or script, so that the job finds it without an activated environment."""
-    if sys.argv[0].endswith(".py") and Path(sys.argv[0]).name != "__main__.py":
+    if _is_script():
         return [sys.executable, sys.argv[0]]
     own = _beside("lightning-shard")
     return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
@@ -110,7 +150,9 @@ def _beside(name: str) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
+    check_rest(options.command, rest)
     text = script(batch_job(options, rest))
+    refuse_to_replace(options.output, options.force)
     if options.output is not None or options.submit:
         # SLURM makes no folders, and a job whose log can't be written fails without a word.
         os.makedirs(options.logs, exist_ok=True)

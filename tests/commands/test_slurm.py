@@ -56,6 +56,45 @@ def test_one_task_for_each_device() -> None:
     assert script(job) == SRUN.replace("'ib0,ib1'", "ib0,ib1")
 
 
+def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
+    lines = script(BatchJob(command=["x"], name="my run; touch a", logs="my logs")).splitlines()
+    assert "#SBATCH --job-name='my run; touch a'" in lines
+    assert "#SBATCH --output='my logs'/%x-%j.log" in lines
+    for field in ("name", "array", "logs"):
+        with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
+            BatchJob(command=["x"], **{field: "a\ntouch b"})
+    with pytest.raises(ConfigurationError, match="max_restarts is 3, but only the launcher torchrun"):
+        BatchJob(command=["x"], max_restarts=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean nodes"),
+        (["--config", "nope.yaml"], r"--config nope.yaml: there is no such file"),
+        (["--config=nope.yaml"], r"--config nope.yaml: there is no such file"),
+        (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean trainer"),
+    ],
+)
+def test_mistakes_are_refused_before_the_queue(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-shard"])
+    with pytest.raises(ConfigurationError, match=expected):
+        slurm.main(arguments)
+
+
+def test_a_script_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "run.sh"
+    output.write_text("mine")
+    with pytest.raises(ConfigurationError, match="give --force"):
+        slurm.main(["--output", str(output)])
+    assert output.read_text() == "mine"
+    assert slurm.main(["--output", str(output), "--force"]) == 0
+    assert output.read_text().startswith("#!/bin/bash")
+
+
 def test_torchrun_is_one_task_on_each_node() -> None:
     job = BatchJob(
         command=["/env/bin/lightning-shard", "fit"],
@@ -146,6 +185,7 @@ def test_the_command_line() -> None:
 
 
 def test_the_program(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("trainer: {max_steps: 1}\n")
     command = [sys.executable, "-m", "lightning_shard", "slurm", "--nodes=2", "--config=x.yaml"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([*command, "--output=job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
