@@ -17,8 +17,10 @@ from lightning_shard import (
     ShardFSDPStrategy,
     registry,
 )
+from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
 from lightning_shard.engines.settings import plain_settings
+from lightning_shard.meters import memory_table
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
@@ -121,3 +123,7 @@ def test_unknown_name(ask: Any) -> None:
     message = str(error.value)
     assert "no strategy 'shard_fsdp_aligend'. Did you mean shard_fsdp_aligned" in message
     assert all(name in message for name in ALL)
+
+
+def test_names_that_are_advised_are_registered() -> None:
+    assert {*memory_table.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)

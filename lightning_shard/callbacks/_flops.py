@@ -12,9 +12,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard import _lightning
 from lightning_shard.meters.flops import FlopCount, count_flops
+from lightning_shard.precision.policy import BITS
 from lightning_shard.tensors.fake import meta_copy, put_on_device
-
-_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
 class StepFlops:
@@ -96,4 +95,4 @@ def compute_dtype(trainer: Trainer) -> torch.dtype:
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
         return policy.products
-    return _DTYPES.get(str(trainer.precision).split("-")[0], torch.float32)
+    return BITS.get(str(trainer.precision).split("-")[0], torch.float32)

@@ -24,6 +24,7 @@ from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
 from lightning_shard.planning.memory_trace import error_location, restoring
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.casting import cast_trainable_parameters
+from lightning_shard.precision.policy import SHORT_FORMS
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.tensors import fake
@@ -134,13 +135,16 @@ def _without_data(build: Callable[[], Any], mode: Any) -> Any:
     return build()
 
 
+NEAREST = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
+"""What the name of a strategy of Lightning's begins with, to the name that is advised in its place."""
+
+
 def _strategy(given: Any) -> tuple[ShardStrategy, str]:
     if isinstance(given, ShardStrategy):
         return given, type(given).__name__
     if isinstance(given, str) and given.lower() in registry.PRESETS:
         return registry.build(given.lower()), given.lower()
-    near = {"ddp": "shard_ddp", "fsdp": "shard_fsdp", "deepspeed": "shard_deepspeed_stage_2"}
-    fit = next((own for other, own in near.items() if str(given).startswith(other)), "shard_fsdp")
+    fit = next((own for other, own in NEAREST.items() if str(given).startswith(other)), "shard_fsdp")
     raise ConfigurationError(
         f"trainer.strategy is {given!r}, whose memory is not known here. Plan with a strategy of lightning_shard: "
         f"--trainer.strategy {fit} (`lightning-shard strategies` lists them)."
@@ -153,7 +157,7 @@ def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
         if isinstance(plugin, ShardPrecision):
             return plugin
     given = str(trainer.get("precision") or "32-true")
-    return ShardPrecision({"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}.get(given, given))  # type: ignore[arg-type]
+    return ShardPrecision(SHORT_FORMS.get(given, given))  # type: ignore[arg-type]
 
 
 def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:

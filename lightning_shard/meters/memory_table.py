@@ -53,7 +53,7 @@ _ALL = _GRADIENTS | {"parameters"}
 _NONE: frozenset[str] = frozenset()
 
 # Preset: the kinds that it shards over all ranks, and those that it offloads to the host.
-_PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "shard_fsdp": (_ALL, _NONE),
     "shard_fsdp_offload": (_ALL, _ALL),
     "shard_deepspeed_stage_1": (_STEPPED, _NONE),
@@ -86,7 +86,7 @@ def suggestions(
 
 def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> Iterator[Suggestion]:
     now = sum(getattr(account.device, kind) for kind in _ALL)
-    for name, (sharded, offloaded) in _PRESETS.items():
+    for name, (sharded, offloaded) in PRESETS.items():
         if not name.startswith(engine.advised_presets):
             continue
         after = 0.0

@@ -11,7 +11,7 @@ from lightning_shard.migrate import lightning_fields as stock
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
 from lightning_shard.migrate.neutral import Reading, check_keys, nearest, shown
 from lightning_shard.migrate.shard_strategies import OWN_ENGINES, read_own
-from lightning_shard.precision.policy import PRECISIONS
+from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +144,12 @@ def _short(strategy: Any) -> Any:
     return strategy["class_path"] if isinstance(strategy, Mapping) else strategy
 
 
-_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-
-
 def _precision(reading: Reading, trainer: dict[str, Any], kind: str | None) -> None:
     given = trainer.pop("precision", None)
     _plugins(reading, trainer, kind)
     if given is None:
         return
-    precision = _ALIASES.get(str(given), str(given))
+    precision = SHORT_FORMS.get(str(given), str(given))
     if precision in PRECISIONS:
         became, note = precision_of(kind, precision)
         reading.ask("precision", became, "trainer.precision", given, note)

@@ -14,6 +14,12 @@ from lightning_shard.precision.loss_scale import LossScaling
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 """The precision strings that run."""
 
+SHORT_FORMS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+"""Lightning's short words for some of its precision strings, one of which does not run here."""
+
+BITS = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+"""What a precision string begins with, to the dtype that is computed in."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes that a policy may name, as they are written in YAML and in logs."""
 
@@ -193,7 +199,7 @@ def policy_from(
             f"{', '.join(repr(p) for p in PRECISIONS)}."
         )
     bits, form = precision.split("-")
-    compute = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[bits]
+    compute = BITS[bits]
     master = torch.float32 if form == "mixed" or aligned else compute
     if aligned and reduce not in (None, torch.float32):
         raise PrecisionError(
