@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.checkpoint.newest import open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
-from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
 AUTO = "auto"
 """The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one."""
@@ -75,6 +75,7 @@ class RunIdentity:
             folders: where the Trainer's checkpoint callbacks save.
 
         Raises:
+            ConfigurationError: ``auto`` in a run that no launcher and no setting named.
             CheckpointNotFoundError: ``auto`` outside a fit, with nothing to find.
             CheckpointError: a checkpoint of another job that Lightning found by itself.
         """
@@ -84,6 +85,11 @@ class RunIdentity:
         if asked != AUTO:
             self._refuse_stock_checkpoint(Path(asked))
             return asked
+        if self.name == NAMELESS:
+            raise ConfigurationError(
+                "ckpt_path is auto, but this run has no name, by which its checkpoints are told from those of other "
+                "runs in these folders: set preemption: {run: NAME} of the strategy, or give a checkpoint's path."
+            )
         looked_in = own + folders
         found = self._newest(looked_in, speak=fitting)
         if found is None and not fitting:

@@ -101,7 +101,8 @@ def _auto() -> dict[str, Any]:
         data.write_bytes(data.read_bytes()[:-1] + b"?")
     torch.distributed.barrier()
     results["broken"] = _fit("auto", 8)
-    module, trainer = TinyLM(), quiet_trainer(strategy="shard_ddp", default_root_dir="empty")
+    strategy = build("shard_ddp", preemption=PreemptionConfig(run="mine"))
+    module, trainer = TinyLM(), quiet_trainer(strategy=strategy, default_root_dir="empty")
     with pytest.raises(CheckpointNotFoundError, match="ckpt_path is auto, but there is no whole checkpoint"):
         trainer.validate(module, loader(), ckpt_path="auto", verbose=False)
     return results

@@ -136,6 +136,8 @@ def test_an_identity_finds_no_checkpoint(tmp_path: Path) -> None:
     assert identity.choose_checkpoint(None, fitting=True, folders=[]) is None
     assert identity.choose_checkpoint("auto", fitting=True, folders=[tmp_path]) is None
     assert identity.choose_checkpoint("a.ckpt", fitting=True, folders=[]) == "a.ckpt"
+    with pytest.raises(ConfigurationError, match=r"this run has no name.*set preemption: \{run: NAME\}"):
+        RunIdentity(root=str(tmp_path)).choose_checkpoint("auto", fitting=True, folders=[tmp_path])
     with pytest.raises(CheckpointNotFoundError, match="run mine"):
         identity.choose_checkpoint("auto", fitting=False, folders=[tmp_path])
     with pytest.raises(CheckpointError, match="Lightning chose"):
