@@ -23,7 +23,7 @@ from lightning_shard.engines._fsdp2 import dtypes_of
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_sharded
+from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
@@ -117,6 +117,9 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._run = run
         earlier: ShardedModule | None = module.__dict__.get(_STATE)
         refuse_sharded(module, self.strategy, by_fsdp=False)
+        if run.fitting:
+            _, ignored = ignored_parameters(module, self._units.ignored_modules)
+            refuse_kinds(module, self.strategy, empty=True, ignored=ignored())
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)

@@ -1,9 +1,12 @@
-"""Refusing modules whose parameters another engine has sharded."""
+"""Refusing modules that another engine has sharded, and kinds of parameters that can't be."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Container
+
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 
 from lightning_shard.errors import ConfigurationError
 
@@ -25,4 +28,33 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
             f"{strategy} needs a module with full parameters, but those of this one were sharded by ZeRO-3, in an "
             "earlier run or by deepspeed.zero.Init. Build a new module, and load the earlier run's checkpoint with "
             "ckpt_path; or use shard_deepspeed_stage_3."
+        )
+
+
+def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Container[Tensor] = ()) -> None:
+    """Refuse parameters of kinds that an engine which shards can't step, all of them named; ``empty`` ones if asked.
+
+    Those that are ``ignored`` may be of any kind.
+
+    Raises:
+        ConfigurationError: with what to use.
+    """
+    sparse = {f"{n}.weight".lstrip(".") for n, m in module.named_modules() if getattr(m, "sparse", False) is True}
+    found: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter in ignored:
+            continue
+        if is_lazy(parameter):
+            found.setdefault("uninitialized (run a batch through the model in configure_model)", []).append(name)
+        elif parameter.is_complex():
+            found.setdefault("complex (use its real view, torch.view_as_real)", []).append(name)
+        elif name in sparse and parameter.requires_grad:
+            found.setdefault("with sparse gradients (set sparse=False)", []).append(name)
+        elif empty and not getattr(parameter, "ds_numel", parameter.numel()):
+            found.setdefault("without elements (register it as a buffer)", []).append(name)
+    if found:
+        lines = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found.items())
+        raise ConfigurationError(
+            f"{strategy} can't step parameters of these kinds: {lines}. Change them as said, or use shard_ddp in "
+            "'32-true'."
         )

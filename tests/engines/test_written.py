@@ -48,10 +48,10 @@ class Student(Net):
 def _lost(names: list[str]) -> list[str]:
     """Idioms and engines whose numbers are not DDP's."""
     lost = []
-    for idiom in ("set", "data", "lerp"):
+    for idiom in ("set", "data"):
         for inside in (False, True):
             kind = partial(Student, idiom, inside)
-            (expected, _), *others = [_fit(name, 3, kind=kind) for name in names]
+            (expected, _), *others = [_fit(name, 2, kind=kind) for name in names]
             moved = kind().state_dict()
             assert not any(torch.equal(expected[fqn], moved[fqn]) for fqn in expected), "nothing was written"
             for name, (found, _) in zip(names[1:], others, strict=True):
@@ -62,7 +62,7 @@ def _lost(names: list[str]) -> list[str]:
 
 
 def test_no_idiom_of_a_moving_average_is_lost() -> None:
-    assert run_distributed(_lost, 2, ["torch_ddp", "replicate", "fully_shard"]) == [[], []]
+    assert run_distributed(_lost, 2, ["torch_ddp", "fully_shard"]) == [[], []]
 
 
 class SetsFull(Net):

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import refuse_sharded
+from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -123,6 +123,8 @@ class Zero:
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
         refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
+        if run.fitting:
+            refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=self._stage == 3)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         self._closing.callback(self._to_host)
