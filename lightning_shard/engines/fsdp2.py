@@ -8,7 +8,7 @@ no graph holds a collective. Both act on ``module.forward``, so that no FQN gain
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParame
 from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.units import Unit, UnitSpec, class_name, find_units
+from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
 from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
@@ -297,35 +297,6 @@ def _preparation(materializer: Materializer, *, device: torch.device) -> Callabl
                 broadcast_from_rank_0([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
     return prepare
-
-
-def ignored_parameters(
-    root: nn.Module, class_names: Iterable[str]
-) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
-    """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
-
-    Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
-    which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
-    is a function because materialisation replaces parameter objects.
-
-    Raises:
-        WrappingError: a class name that matches nothing.
-    """
-    names = set(class_names)
-    present = {class_name(m) for m in root.modules()}
-    if missing := sorted(names - present):
-        raise WrappingError(
-            f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
-            f"Classes that are there: {', '.join(sorted(present))}."
-        )
-    modules = [m for m in root.modules() if class_name(m) in names]
-    tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
-
-    def read() -> dict[nn.Parameter, None]:
-        named = {p for top in tops for p in top.parameters()}
-        return dict.fromkeys(p for p in root.parameters() if p in named or p.ndim == 0)
-
-    return modules, read
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +60,35 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     if with_children:
         chosen.update(_nearest_with_forward(root))
     return _settle_shared(root, {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)})
+
+
+def ignored_parameters(
+    root: nn.Module, class_names: Iterable[str]
+) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
+    """The modules of the named classes, and a function that reads the parameters that FSDP is to leave alone.
+
+    Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
+    which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
+    is a function because materialisation replaces parameter objects.
+
+    Raises:
+        WrappingError: a class name that matches nothing.
+    """
+    names = set(class_names)
+    present = {class_name(m) for m in root.modules()}
+    if missing := sorted(names - present):
+        raise WrappingError(
+            f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
+            f"Classes that are there: {', '.join(sorted(present))}."
+        )
+    modules = [m for m in root.modules() if class_name(m) in names]
+    tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
+
+    def read() -> dict[nn.Parameter, None]:
+        named = {p for top in tops for p in top.parameters()}
+        return dict.fromkeys(p for p in root.parameters() if p in named or p.ndim == 0)
+
+    return modules, read
 
 
 def _children_first(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> dict[str, nn.Module]:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.fsdp2 import ignored_parameters
-from lightning_shard.engines.units import Unit
+from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
 
 
