@@ -199,6 +199,8 @@ def _plan_slots(
     plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved, scalars: set[str]
 ) -> None:
     """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
+    if part.elsewhere:
+        return
     keys: dict[str, dict[str, str]] = {}
     values: dict[str, Values] = {}
     for fqn in part.names:

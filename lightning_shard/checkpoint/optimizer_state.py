@@ -11,7 +11,7 @@ over flat tensors its owner says it with a `FlatOptimizer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,10 @@ from lightning_shard.tensors.flat import (
     AnyOptimizer,
     FlatMember,
     FlatOptimizer,
+    FlatSlice,
+    FlatTensor,
     LiveTensor,
+    OwnedOptimizer,
     torch_optimizer,
 )
 from lightning_shard.tensors.names import Names
@@ -53,6 +56,9 @@ class Stepped:
 
     new_slot: Callable[[str], Tensor] | None = None
     """As `FlatGroup.new_slot`."""
+
+    elsewhere: bool = False
+    """Whether another rank steps the full parameter and has all of its state."""
 
     @property
     def is_sharded(self) -> bool:
@@ -96,6 +102,8 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
     """
     if isinstance(optimizer, FlatOptimizer):
         return _flat_groups(index, optimizer, names)
+    if isinstance(optimizer, OwnedOptimizer):
+        return _owned_groups(index, optimizer, names)
     return [
         Group(
             settings=group,
@@ -123,19 +131,39 @@ def _name_of(index: int, position: int, place: int, parameter: Tensor, names: Na
     return fqn
 
 
+def _owned_groups(index: int, optimizer: OwnedOptimizer, names: Names) -> list[Group]:
+    groups = {id(group): Group(settings=group, stepped=[]) for group in optimizer.optimizer.param_groups}
+    for parameter in optimizer.parameters:
+        fqn = _canonical(index, parameter.fqn, names)
+        tensor = torch.empty(0) if parameter.tensor is None else parameter.tensor
+        stepped = Stepped(
+            tensor=tensor,
+            names=(fqn,),
+            shapes={fqn: tuple(parameter.shape)},
+            flat=None,
+            elsewhere=parameter.tensor is None,
+        )
+        groups[id(parameter.group)].stepped.append(stepped)
+    return list(groups.values())
+
+
+def _canonical(index: int, given: str, names: Names) -> str:
+    fqn = names.aliases.get(given, given)
+    if fqn not in names.tensors:
+        raise CheckpointError(
+            f"optimizer {index} steps a part of {given}, but the module has no parameter of that name: name the "
+            "parameters as the unwrapped module does"
+        )
+    return fqn
+
+
 def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Group]:
     groups: dict[int, Group] = {}
     for flat_group in optimizer.groups:
         group = groups.setdefault(id(flat_group.group), Group(settings=flat_group.group, stepped=[]))
         members: dict[str, FlatMember] = {}
         for member in flat_group.members:
-            fqn = names.aliases.get(member.fqn, member.fqn)
-            if fqn not in names.tensors:
-                raise CheckpointError(
-                    f"optimizer {index} steps a part of {member.fqn}, but the module has no parameter of that name: "
-                    "name the parameters as the unwrapped module does"
-                )
-            members[fqn] = member
+            members[_canonical(index, member.fqn, names)] = member
         stepped = {fqn: member for fqn, member in members.items() if member.stepped}
         group.stepped.append(
             Stepped(
@@ -173,7 +201,13 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
         live = torch_optimizer(optimizer)
         groups = groups_of(index, optimizer, names)
         plain: dict[str, Values] = {}
-        for part in (part for group in groups for part in group.stepped if part.tensor in live.state):
+        if isinstance(optimizer, OwnedOptimizer):
+            found.tensors.update(_owned_slots(index, optimizer, names))
+            plain = {names.aliases.get(fqn, fqn): dict(values) for fqn, values in optimizer.values.items()}
+            groups_with_state: list[Group] = []
+        else:
+            groups_with_state = groups
+        for part in (p for group in groups_with_state for p in group.stepped if p.tensor in live.state):
             slots = live.state[part.tensor]
             for slot, value in (slots if part.flat is None else _with_tensor_step(slots)).items():
                 for fqn in part.shapes:
@@ -188,6 +222,15 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
         ]
         found.described.append({"class": kind_of(live), "groups": described, "slots": plain})
     return found
+
+
+def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterator[tuple[SlotName, LiveTensor]]:
+    for parameter in optimizer.parameters:
+        for name, slot in optimizer.slots.get(parameter.fqn, {}).items():
+            own = [] if parameter.tensor is None else [optimizer.optimizer.state[parameter.tensor][name]]
+            slices = [FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in own]
+            fqn = names.aliases.get(parameter.fqn, parameter.fqn)
+            yield SlotName(index, fqn, name), FlatTensor(slot.shape, slot.dtype, slices)
 
 
 def _stored_view(part: Stepped, name: SlotName, value: Tensor) -> LiveTensor:

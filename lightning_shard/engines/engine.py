@@ -249,6 +249,9 @@ class Engine(Protocol):
     def before_reading(self) -> None:
         """Put what is stepped into the module, where forward left gathered parameters; no communication."""
 
+    def before_saving(self) -> None:
+        """Let every rank know which optimizer state there is on others."""
+
     def publish(self) -> None:
         """Let the next forward see what was written into `tensors`."""
 

@@ -16,19 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines import forward
+from lightning_shard.engines import earlier_parameters, forward
 from lightning_shard.engines._fsdp2 import dtypes_of
-from lightning_shard.engines.engine import Run
+from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
+from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_parameters
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
+from lightning_shard.mesh import SHARD
 from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
 from lightning_shard.precision.policy import PrecisionPolicy
 
@@ -116,6 +119,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._run = run
         earlier: ShardedModule | None = module.__dict__.get(_STATE)
+        earlier_parameters.remember(module)
         refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
@@ -156,7 +160,16 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     @property
     def tensors(self) -> ModuleTensors:
-        return ModuleTensors(self._sharded.root, self._optimizers, device=self._run.device)
+        return ModuleTensors(self._sharded.root, self._optimizers, device=self._run.device, whole=self._whole)
+
+    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        earlier_parameters.follow(optimizers, self._sharded.root)
+        self._whole = {}
+        for optimizer in optimizers:
+            if needs_full_parameters(optimizer, self._run):
+                self._whole[id(optimizer)] = _whole_steps(optimizer, self._sharded.root, self._run)
+        self.steps_itself = bool(self._whole)
+        return super().engage(optimizers)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -189,6 +202,34 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     def before_reading(self) -> None:
         forward.reshard(self._sharded.root)
+
+
+def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
+    names: dict[Tensor, str] = {p: fqn for fqn, p in root.named_parameters()}
+    stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return WholeSteps(
+        optimizer,
+        [_shard_of(names[p], p, group) for p, group in stepped if isinstance(p, DTensor)],
+        replicated=[(names[p], p, group) for p, group in stepped if not isinstance(p, DTensor)],
+        step=optimizer.step,
+        group=run.mesh[SHARD].get_group(),
+        device=run.device,
+    )
+
+
+def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
+    def gradient() -> Tensor | None:
+        found: Any = parameter.grad
+        return found.to_local().view(-1) if isinstance(found, DTensor) else None
+
+    return Shard(
+        fqn=fqn,
+        shape=parameter.shape,
+        value=lambda: parameter.to_local().detach().view(-1),
+        gradient=gradient,
+        group=group,
+        tensor=parameter,
+    )
 
 
 def _check_adoption(earlier: ShardedModule, made_for: tuple[Any, ...]) -> None:

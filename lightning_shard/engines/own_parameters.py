@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines._fsdp2 import unreduced_gradients
 from lightning_shard.engines.engine import Engaged
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
+from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -27,6 +28,7 @@ class StepsOwnParameters:
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Optimizer] = ()
+        self._whole: dict[int, WholeSteps] = {}
         self._upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
@@ -52,7 +54,12 @@ class StepsOwnParameters:
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         if not skip:
-            optimizer.step(**kwargs)
+            whole = self._whole.get(id(optimizer))
+            (optimizer.step if whole is None else whole.step)(**kwargs)
+
+    def before_saving(self) -> None:
+        for whole in self._whole.values():
+            whole.share_state()
 
     def free_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -83,22 +90,33 @@ class ModuleTensors:
         device: torch.device,
         wrapper: nn.Module | None = None,
         masters: Mapping[str, LiveTensor] | None = None,
+        whole: Mapping[int, WholeSteps] | None = None,
     ) -> None:
-        """``wrapper`` is torch's DDP around ``module``; ``masters`` has what stands for the module's own tensors."""
+        """Look at the tensors of ``module``.
+
+        Args:
+            module: the LightningModule.
+            optimizers: of a fit, over the module's parameters.
+            device: where this rank computes.
+            wrapper: torch's DDP around ``module``.
+            masters: FQN to what stands for the module's own tensor.
+            whole: by the ``id`` of their optimizer, those that step full parameters.
+        """
         self._module = module
         self._optimizers = optimizers
         self._device = device
         self._wrapper = wrapper
         self._masters = masters or {}
+        self._whole = whole or {}
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self._masters
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        return self._optimizers
+        return [self._whole[id(o)].owned() if id(o) in self._whole else o for o in self._optimizers]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        return None
+        return self._whole[id(optimizer)].stepped() if id(optimizer) in self._whole else None
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         return parameter.grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines import _ddp
-from lightning_shard.engines.engine import PlannedRun, Run
+from lightning_shard.engines import _ddp, earlier_parameters
+from lightning_shard.engines.engine import Engaged, PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
@@ -92,6 +93,7 @@ class TorchDDP(StepsOwnParameters):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")
         self._module, self._run = module, run
+        earlier_parameters.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
         # Where Lightning's DDP leaves it.
         self._closing.callback(module.cpu)
@@ -102,6 +104,10 @@ class TorchDDP(StepsOwnParameters):
         if run.fitting:
             self._wrap()
         return module if self._wrapped is None else self._wrapped
+
+    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        earlier_parameters.follow(optimizers, self._module)
+        return super().engage(optimizers)
 
     def _wrap(self) -> None:
         self._delayed_static_graph = False

@@ -112,6 +112,8 @@ class Checkpoints(CheckpointIO):
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
+        if with_optimizers:
+            self._engine.before_saving()
 
         def collect() -> Contents:
             tensors = self._engine.tensors

@@ -51,4 +51,5 @@ class FullTensors:
             return tensors.masters().get(name, names.tensors[name])
         if kind == "gradient":
             return tensors.gradient(name, names.tensors[name])
+        self._engine.before_saving()
         return optimizer_slot(tensors.optimizers(), names.tensors[name], name, kind)

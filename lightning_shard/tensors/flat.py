@@ -9,7 +9,7 @@ tensor: checkpoints read and write it in place, without gathering or copying.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,10 +213,52 @@ class FlatOptimizer:
     """In the order of the parameter groups."""
 
 
-AnyOptimizer = Optimizer | FlatOptimizer
-"""An optimizer that steps a module's parameters (plain, or DTensors), or flat tensors with slices of them."""
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A tensor of an optimizer's state, of any shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedParameter:
+    """A sharded parameter that one rank steps in full."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    """The full parameter's."""
+
+    group: dict[str, Any]
+    """The live parameter group with the hyperparameters."""
+
+    tensor: Tensor | None
+    """On the owner what the optimizer's ``state`` is keyed by."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedOptimizer:
+    """An optimizer that steps full parameters, each on its owner. Its ``param_groups[i]["params"]`` are other tensors.
+
+    Every rank has all ``parameters``, ``slots`` and ``values``.
+    """
+
+    optimizer: Optimizer
+    parameters: Sequence[OwnedParameter]
+    """In the order of the parameter groups."""
+
+    slots: Mapping[str, Mapping[str, Slot]]
+    """FQN to the tensors of its state that there are on its owner."""
+
+    values: Mapping[str, Mapping[str, Any]]
+    """FQN to the state that is in no tensor."""
+
+
+AnyOptimizer = Optimizer | FlatOptimizer | OwnedOptimizer
+"""An optimizer that steps a module's parameters (plain, or DTensors), flat tensors with slices of them, or full ones
+of other ranks' shards."""
 
 
 def torch_optimizer(optimizer: AnyOptimizer) -> Optimizer:
     """The optimizer that has the state."""
-    return optimizer.optimizer if isinstance(optimizer, FlatOptimizer) else optimizer
+    return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatTensor, LiveTensor
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor, LiveTensor, OwnedOptimizer
 
 
 @torch.no_grad()
@@ -66,12 +67,24 @@ def _boxes(live: FlatTensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
 def optimizer_slot(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: str, slot: str) -> LiveTensor | None:
     """The state that an optimizer keeps of a parameter in ``slot`` ("exp_avg"); None where no optimizer has it."""
     for optimizer in optimizers:
-        found = _flat_slot(optimizer, fqn, slot) if isinstance(optimizer, FlatOptimizer) else None
+        found: Any = None
+        if isinstance(optimizer, FlatOptimizer):
+            found = _flat_slot(optimizer, fqn, slot)
+        elif isinstance(optimizer, OwnedOptimizer):
+            found = _owned_slot(optimizer, fqn, slot)
         if isinstance(optimizer, Optimizer) and parameter in optimizer.state:
             found = optimizer.state[parameter].get(slot)
         if found is not None:
             return found if isinstance(found, Tensor | FlatTensor) else torch.as_tensor(found)
     return None
+
+
+def _owned_slot(optimizer: OwnedOptimizer, fqn: str, slot: str) -> Any:
+    for parameter in optimizer.parameters:
+        if parameter.fqn == fqn and (facts := optimizer.slots.get(fqn, {}).get(slot)) is not None:
+            state = {} if parameter.tensor is None else optimizer.optimizer.state[parameter.tensor]
+            return FlatTensor(facts.shape, facts.dtype, [FlatSlice(state[slot].reshape(-1), 0)] if state else [])
+    return optimizer.values.get(fqn, {}).get(slot)
 
 
 def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | None:

@@ -191,15 +191,13 @@ def test_the_fp16_form_is_warned_of_eps() -> None:
 
 
 def _fit_output(name: str) -> list[Any]:
-    narrow, wide = (fit(name, ShardPrecision("bf16-mixed", output=output)) for output in (None, "fp32"))
-    same = all(torch.equal(p, wide["parameters"][n]) for n, p in narrow["parameters"].items())
-    return [narrow["output"], wide["output"], narrow["forward"], wide["forward"], same]
+    narrow, wide = (fit(name, ShardPrecision("bf16-mixed", output=output)) for output in ("bf16", None))
+    return [narrow["output"], wide["output"], narrow["forward"], wide["forward"]]
 
 
 def test_output_is_what_user_code_is_given() -> None:
-    # TinyLM computes its loss in fp32 anyway, so that the numbers stay the same.
     for result in run_distributed(_fit_output, 2, "shard_fsdp"):
-        assert result == [{BF16}, {FP32}, {BF16}, {BF16}, True]
+        assert result == [{BF16}, {FP32}, {BF16}, {BF16}]
 
 
 def _fit_reduce(name: str) -> tuple[set[torch.dtype], bool]:

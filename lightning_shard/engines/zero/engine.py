@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
+from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.own_parameters import ModuleTensors
@@ -20,7 +22,8 @@ from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
-from lightning_shard.engines.zero import cpu_adam, offload, partition, process, running
+from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
+from lightning_shard.engines.zero import cpu_adam, layout, offload, partition, process, running
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     check_policy,
@@ -34,7 +37,7 @@ from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.mesh import MeshConfig, resolve_mesh
+from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
@@ -70,6 +73,7 @@ class Zero:
         self._stage = self._effective.stage
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
+        self._whole: WholeSteps | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -122,6 +126,7 @@ class Zero:
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
+        earlier_parameters.remember(module)
         refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
         if run.fitting:
             refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=self._stage == 3)
@@ -157,8 +162,10 @@ class Zero:
         self._start(None)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+        earlier_parameters.follow(optimizers, self._module)
         optimizer = self._only(optimizers)
         self._optimizers = optimizers
+        full = self._stage > 0 and optimizer is not None and needs_full_parameters(optimizer, self._run)
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
@@ -168,12 +175,39 @@ class Zero:
             self._partition()
         else:
             self._values.remember(self._run.policy.compute)
+        step = self._take_over_step(optimizer) if full and optimizer is not None else None
         running = self._start(optimizer)
         assert running.optimizer is not None
+        if step is not None:
+            self._whole = WholeSteps(
+                running.optimizer,
+                layout.steps(running.zero, running.groups),
+                step=step,
+                group=self._run.mesh[SHARD].get_group(),
+                device=self._run.device,
+            )
         self._parameters = list(self._module.parameters())
         self._optimizers = [running.optimizer]
         self._register_masters()
         return Engaged(optimizers=[running.optimizer], scheduler=running.scheduler)
+
+    def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
+        if self._config["zero_optimization"].get("offload_optimizer", {}).get("device") == "nvme":
+            raise ConfigurationError(
+                f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
+                "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "
+                "optimizer."
+            )
+        step = optimizer.step
+        self._closing.callback(setattr, optimizer, "step", step)
+
+        @wraps(step)
+        def step_nothing(*args: Any, **kwargs: Any) -> None:
+            """The values are there before DeepSpeed casts and gathers them."""
+
+        optimizer.step = step_nothing  # type: ignore[assignment]
+        return step
 
     def _only(self, optimizers: Sequence[Optimizer]) -> Optimizer | None:
         """The optimizer that ``configure_optimizers`` made; None: the configuration describes one."""
@@ -235,7 +269,9 @@ class Zero:
     @property
     def tensors(self) -> EngineTensors:
         if self._running is not None and self._running.groups:
-            return FlatTensors(self._module, self._running, self._values, self._parameters, device=self._run.device)
+            return FlatTensors(
+                self._module, self._running, self._values, self._parameters, whole=self._whole, device=self._run.device
+            )
         live = self._values.tensors(self._running)
         return ModuleTensors(self._module, self._optimizers, device=self._run.device, masters=live)
 
@@ -279,7 +315,13 @@ class Zero:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        if self._whole is not None and self._started.pending and not skip:
+            self._whole.step(**kwargs)
         running.step(self._started, skip=skip)
+
+    def before_saving(self) -> None:
+        if self._whole is not None:
+            self._whole.share_state()
 
     def free_gradients(self) -> None:
         """DeepSpeed drops them after each step."""

@@ -12,9 +12,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
 from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor
 
@@ -123,6 +125,28 @@ def shards(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:
     for group in groups:
         for member in group.members:
             yield member, group.flat.detach().narrow(0, member.offset, member.length)
+
+
+def steps(zero: Any, groups: Sequence[FlatGroup]) -> list[Shard]:
+    """This rank's shards of what is stepped, with their gradients, parameter by parameter."""
+    return [
+        Shard(
+            fqn=member.fqn,
+            shape=torch.Size(member.shape),
+            value=partial(group.flat.detach().narrow, 0, member.offset, member.length),
+            gradient=partial(_gradient, zero, index, member),
+            group=group.group,
+            tensor=group.flat,
+        )
+        for index, group in enumerate(groups)
+        for member in group.members
+        if member.stepped
+    ]
+
+
+def _gradient(zero: Any, index: int, member: FlatMember) -> Tensor | None:
+    parts = _gradient_parts(zero, index)
+    return torch.cat([parts[0].new_empty(0), *(s.data for s in _slices(parts, member))]) if parts else None
 
 
 def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
+from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.values import Values
@@ -20,13 +21,21 @@ class FlatTensors:
     """See `lightning_shard.engines.engine.EngineTensors`."""
 
     def __init__(
-        self, module: nn.Module, running: Running, values: Values, parameters: Sequence[Tensor], *, device: torch.device
+        self,
+        module: nn.Module,
+        running: Running,
+        values: Values,
+        parameters: Sequence[Tensor],
+        *,
+        whole: WholeSteps | None,
+        device: torch.device,
     ) -> None:
         """``parameters`` are the module's, because reading them off it in forward would gather them."""
         self._module = module
         self._running = running
         self._values = values
         self._parameters = parameters
+        self._whole = whole
         self._device = device
 
     @property
@@ -44,9 +53,13 @@ class FlatTensors:
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
         assert self._running.optimizer is not None
+        if self._whole is not None:
+            return [self._whole.owned()]
         return [FlatOptimizer(optimizer=self._running.optimizer, groups=self._running.groups)]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        if self._whole is not None:
+            return self._whole.stepped()
         return [(m.fqn, group.flat) for group in self._running.groups for m in group.members if m.stepped]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:

@@ -1,0 +1,59 @@
+"""Optimizers that were made before an engine put other parameters into the module, such as in ``__init__``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_shard.errors import ConfigurationError
+
+_names: WeakKeyDictionary[nn.Module, WeakTensorKeyDictionary] = WeakKeyDictionary()
+"""Module to the FQN of each parameter that it has had, as long as something else holds that."""
+
+
+def remember(module: nn.Module) -> None:
+    """Note the names of the module's parameters, before they are replaced."""
+    names = _names.setdefault(module, WeakTensorKeyDictionary())
+    for fqn, parameter in module.named_parameters():
+        names[parameter] = fqn
+
+
+def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Let optimizers step, in the same groups, what took the place of the parameters that they were made with.
+
+    Raises:
+        ConfigurationError: an optimizer steps what the module never had, or has stepped already what was replaced.
+    """
+    names = _names.get(module, WeakTensorKeyDictionary())
+    live = dict(module.named_parameters(remove_duplicate=False))
+    present = set(live.values())
+
+    def current(index: int, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+        if parameter in present:
+            return parameter
+        name = type(optimizer).__qualname__
+        if (fqn := names.get(parameter)) is None:
+            raise ConfigurationError(
+                f"optimizer {index} ({name}) steps a parameter of shape {tuple(parameter.shape)} that the module does "
+                "not have, so that nothing would train it with the others. Make it an attribute of the module, and the "
+                "optimizer in configure_optimizers from self.parameters()."
+            )
+        if optimizer.state.get(parameter):
+            raise ConfigurationError(
+                f"optimizer {index} ({name}) has stepped {fqn} before the module was sharded, and its state can't be "
+                "taken over. Make it in configure_optimizers, or load the state from a checkpoint with ckpt_path."
+            )
+        return live[fqn]
+
+    replaced = [
+        (group, [current(index, optimizer, p) for p in group["params"]])
+        for index, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+    ]
+    for group, parameters in replaced:
+        # In place: some optimizers (LBFGS) hold the list elsewhere too.
+        group["params"][:] = parameters

@@ -1,0 +1,217 @@
+"""What an optimizer needs to be stepped on shards, found by stepping a copy of it.
+
+An optimizer that treats each element by itself gives a parameter's shards the numbers of the full parameter. One that
+looks at a whole tensor (a norm of it, rows and columns, blocks of a quantised state) does not; and one that looks at
+several parameters can't be divided over ranks at all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard.engines.resident import tensors_in
+from lightning_shard.errors import ConfigurationError
+
+# Block-wise states quantise from 4,096 elements on; odd sizes, so that no block ends where a part does.
+_SHAPES = {0: (), 1: (16_647,), 2: (129, 129), 3: (31, 27, 21), 4: (17, 11, 10, 9)}
+_CUTS = (4_999, 11_111)
+_STEPS = 3
+
+_ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.lion.")
+"""DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
+
+
+class Needs(Enum):
+    """What an optimizer has to be given."""
+
+    SHARDS = "each element is stepped by itself"
+    FULL_PARAMETERS = "an element's step depends on others of its parameter"
+
+
+def probe(
+    optimizer: Optimizer, shapes: Sequence[Sequence[Sequence[int]]], *, dtype: torch.dtype, aligned: bool, alone: bool
+) -> Needs:
+    """Step copies of ``optimizer`` on made-up tensors, full and in parts, together and apart. No communication.
+
+    The optimizer and the global random number generators are left as they were.
+
+    Args:
+        optimizer: the user's, with any hyperparameters.
+        shapes: of each group's full parameters.
+        dtype: of the master weights.
+        aligned: whether the precision contract holds.
+        alone: whether each rank steps all parameters; then they may be coupled.
+
+    Raises:
+        ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``,
+            or can't be tried.
+    """
+    if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
+        return Needs.SHARDS
+    known = _found.setdefault(type(optimizer), {})
+    needs = Needs.SHARDS
+    for group, full in zip(optimizer.param_groups, shapes, strict=True):
+        for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in full}):
+            kind = (ndim, dtype, aligned, alone, _inner(optimizer), *_flags(group))
+            if kind not in known:
+                known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone)
+            if known[kind] == Needs.FULL_PARAMETERS:
+                needs = Needs.FULL_PARAMETERS
+    return needs
+
+
+_found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], Needs]] = WeakKeyDictionary()
+"""What the probes of this process found, by class and by the hyperparameters that are no plain numbers."""
+
+
+def _try(
+    optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, aligned: bool, alone: bool
+) -> Needs:
+    name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        copies = _Copies(optimizer, group, shape, dtype)
+        random = torch.get_rng_state()
+        try:
+            try:
+                full = copies.step([[0, 1]])
+            except TypeError:
+                copies.closure = lambda: torch.zeros((), device=copies.device)
+                full = copies.step([[0, 1]])
+            apart = copies.step([[0], [1]])
+        except Exception as error:
+            if alone:
+                return Needs.SHARDS
+            raise ConfigurationError(
+                f"{name} can't be tried on a tensor of shape {shape} ({type(error).__name__}: {error}), so that nobody "
+                "knows what it does to shards of a parameter. Use shard_ddp, or an optimizer that makes its state when "
+                "it steps and keeps its parameters in its groups alone."
+            ) from error
+        draws = not torch.equal(random, torch.get_rng_state())
+        if alone and copies.closure is not None:
+            return Needs.SHARDS
+        if alone and (draws or not all(map(_equal, full, apart))):
+            return Needs.FULL_PARAMETERS
+        if draws and (aligned or dtype == torch.float32):
+            raise ConfigurationError(
+                f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
+                "shard_ddp, or an optimizer that draws none."
+            )
+        if draws:
+            return Needs.SHARDS
+        if not all(map(_equal, full, apart)):
+            raise ConfigurationError(
+                f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
+                "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
+            )
+        if ndim == 0 or copies.same_in_parts(full[0]):
+            return Needs.SHARDS
+        if copies.closure is not None:
+            raise ConfigurationError(
+                f"{name} needs full parameters and a closure that computes the loss again, but where parameters are "
+                "sharded it is called after backward, without one. Use shard_ddp."
+            )
+        return Needs.FULL_PARAMETERS
+
+
+def _inner(optimizer: Optimizer) -> tuple[type, ...]:
+    """The classes of the optimizers that this one wraps."""
+    return tuple(type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer))
+
+
+def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The hyperparameters that choose what is computed: those that are no numbers, and which numbers are 0."""
+    numbers = int | float | Tensor
+    shown = {k: str(bool(v)) if isinstance(v, numbers) else repr(v) for k, v in group.items() if k != "params"}
+    return tuple(sorted(shown.items()))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+class _Copies:
+    """Steps of copies of one group on two tensors with fixed values and gradients."""
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype):
+        self._optimizer = optimizer
+        self._group = group
+        generator = torch.Generator().manual_seed(0)
+        like = next((p for p in group["params"]), None)
+        self.closure: Callable[[], Tensor] | None = None
+        self.device = device = torch.device("cpu") if like is None else like.device
+
+        def made() -> Tensor:
+            return torch.randn(tuple(shape), generator=generator).to(device=device, dtype=dtype)
+
+        self._values = [made(), made()]
+        self._gradients = [[made(), made()] for _ in range(_STEPS)]
+
+    def _copy(self, tensors: list[Tensor]) -> Optimizer:
+        group = {**self._group, "params": tensors}
+        if isinstance(group.get("lr"), int | float) and group["lr"] == 0:
+            # A warm-up begins there, and what changes nothing shows nothing.
+            group["lr"] = 1e-2
+        return copy_of(self._optimizer, [group])
+
+    def _step(self, copy: Optimizer) -> None:
+        # Of the class: the instance's own may count calls for a schedule.
+        step: Any = type(copy).step
+        step(copy, *([] if self.closure is None else [self.closure]))
+
+    def step(self, together: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The two tensors after some steps, by a copy of the optimizer for each list of them."""
+        tensors = [torch.nn.Parameter(value.clone()) for value in self._values]
+        copies = [self._copy([tensors[i] for i in own]) for own in together]
+        for gradients in self._gradients:
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                tensor.grad = gradient.clone()
+            for copy in copies:
+                self._step(copy)
+        return [tensor.detach() for tensor in tensors]
+
+    def same_in_parts(self, full: Tensor) -> bool:
+        """Whether the first tensor gets the same values as 1-D parts, each by a copy of its own."""
+        bounds = [0, *_CUTS, full.numel()]
+        for begin, end in pairwise(bounds):
+            part = torch.nn.Parameter(self._values[0].view(-1)[begin:end].clone())
+            copy = self._copy([part])
+            try:
+                for gradients in self._gradients:
+                    part.grad = gradients[0].view(-1)[begin:end].clone()
+                    self._step(copy)
+            except Exception:
+                # It asks for more dimensions.
+                return False
+            if not _equal(part.detach(), full.view(-1)[begin:end]):
+                return False
+        return True
+
+
+def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and attributes over other groups, without state or hooks; so what it wraps."""
+    copy: Optimizer = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    vars(copy).pop("step", None)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            setattr(copy, name, copy_of(value, groups))
+        elif any(value is group["params"] for group in optimizer.param_groups):
+            # LBFGS has those of its only group.
+            setattr(copy, name, groups[0]["params"])
+        elif name not in ("param_groups", "state") and any(id(t) in stepped for t in tensors_in(value)):
+            raise ValueError(f"its attribute {name} holds the parameters")
+        elif name.endswith("_hooks"):
+            setattr(copy, name, type(value)())
+    copy.param_groups, copy.state = groups, defaultdict(dict)
+    return copy

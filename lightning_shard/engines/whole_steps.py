@@ -1,0 +1,276 @@
+"""Stepping full parameters at owner ranks, for optimizers that need more than shards.
+
+Each parameter has one owner among the ranks that shard it, balanced by elements. A step sends the shards of values and
+gradients to the owners, lets the user's own optimizer step there what this rank owns, and sends the new values back.
+The optimizer's state lives with the owner, in whatever shape it has; the shards stay the master weights between steps.
+The full values lie on the owner during a step alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_shard.engines.engine import Run
+from lightning_shard.engines.optimizer_probe import Needs, probe
+from lightning_shard.mesh import SHARD
+from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot
+
+_BUCKET = 2**25
+"""Elements of full parameters that are sent together: large enough for the network, and several at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """This rank's shard of a parameter, maybe empty; those of the ranks follow each other in its row-major order."""
+
+    fqn: str
+    shape: torch.Size
+    """The full parameter's."""
+
+    value: Callable[[], Tensor]
+    """The shard of the master weights, 1-D; new values are written into it."""
+
+    gradient: Callable[[], Tensor | None]
+    """The shard of the reduced gradient, 1-D; None on all ranks where the parameter has no gradient."""
+
+    group: dict[str, Any]
+    """The optimizer's parameter group."""
+
+    tensor: Tensor
+    """What stands for it in that group, maybe together with others."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Owned:
+    """A parameter that this rank steps."""
+
+    lengths: list[int]
+    """Elements of each rank's shard; the shards follow each other in the order of ranks."""
+
+    parameter: nn.Parameter
+    """What the optimizer's state is keyed by; it is empty between steps."""
+
+
+def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
+    """Whether the optimizer is not elementwise, and so stepped by `WholeSteps`; see `probe`."""
+    # Stage 3 has emptied the parameters that it sharded.
+    shapes = [
+        [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
+        for group in optimizer.param_groups
+    ]
+    needs = probe(
+        optimizer, shapes, dtype=run.policy.master, aligned=run.planned.aligned, alone=run.mesh[SHARD].size() == 1
+    )
+    return needs == Needs.FULL_PARAMETERS
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The owner of each parameter: the largest one left goes to the rank that has least."""
+    loads = [(0, rank) for rank in range(ranks)]
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        load, rank = heapq.heappop(loads)
+        found[index] = rank
+        heapq.heappush(loads, (load + sizes[index], rank))
+    return found
+
+
+class WholeSteps:
+    """Steps of one optimizer on full parameters. All ranks of ``group`` make it and call its methods, in one order."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shards: Sequence[Shard],
+        *,
+        replicated: Sequence[tuple[str, Tensor, dict[str, Any]]] = (),
+        step: Callable[..., Any],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Choose the owners, and let each know the lengths of the shards of what it owns.
+
+        Args:
+            optimizer: the user's; its groups are those of ``shards``.
+            shards: in the same order on every rank.
+            replicated: FQN, tensor and group of the parameters that every rank steps in full as they are.
+            step: the optimizer's own.
+            group: the ranks that shard the parameters.
+            device: of the collectives.
+        """
+        self.optimizer = optimizer
+        self._step = step
+        self._shards = shards
+        self._replicated = replicated
+        self._group = group
+        self._device = device
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._owners = owners([shard.shape.numel() for shard in shards], self._size)
+        self._owned = dict(self._own())
+        self._slots: Mapping[str, Mapping[str, Slot]] = {}
+        self._values: Mapping[str, Mapping[str, Any]] = {}
+
+    def _own(self) -> Iterator[tuple[int, _Owned]]:
+        by_owner = [self._of(rank, range(len(self._shards))) for rank in range(self._size)]
+        lengths = [self._shards[index].value().numel() for rank in by_owner for index in rank]
+        mine = by_owner[self._rank]
+        found = torch.empty(self._size, len(mine), dtype=torch.int64, device=self._device)
+        sent = torch.tensor(lengths, dtype=torch.int64, device=self._device)
+        dist.all_to_all_single(found.view(-1), sent, [len(mine)] * self._size, list(map(len, by_owner)), self._group)
+        for index, of_ranks in zip(mine, found.t().tolist(), strict=True):
+            like = self._shards[index].value()
+            parameter = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
+            yield index, _Owned(lengths=of_ranks, parameter=parameter)
+
+    def _of(self, owner: int, indices: Iterable[int]) -> list[int]:
+        return [index for index in indices if self._owners[index] == owner]
+
+    # A step
+
+    @torch.no_grad()
+    def step(self, **kwargs: Any) -> None:
+        """Step, with ``kwargs`` of the optimizer's own step."""
+        values = [shard.value() for shard in self._shards]
+        gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
+        buckets = list(self._buckets(values, gradients))
+        for bucket, full in _overlapped((b, self._to_owners(b, values, values)) for b in buckets):
+            for index, value in self._put_together(bucket, full):
+                self._owned[index].parameter.data = value
+        for bucket, full in _overlapped((b, self._to_owners(b, values, gradients)) for b in buckets):
+            for index, gradient in self._put_together(bucket, full):
+                self._owned[index].parameter.grad = gradient
+        with self._in_place(), torch.enable_grad():
+            self._step(**kwargs)
+        for bucket, shards in _overlapped((b, self._from_owners(b, values)) for b in buckets):
+            indices = [index for owner in range(self._size) for index in self._of(owner, bucket)]
+            for index, shard in zip(indices, shards.split([values[i].numel() for i in indices]), strict=True):
+                values[index].copy_(shard)
+        for owned in self._owned.values():
+            owned.parameter.grad, owned.parameter.data = None, owned.parameter.data.new_empty(0)
+
+    def _buckets(self, values: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> Iterator[list[int]]:
+        """Indices of parameters with gradients, of equal dtypes, with together about `_BUCKET` elements."""
+        kinds: dict[Any, list[int]] = {}
+        for index, gradient in gradients.items():
+            kinds.setdefault((values[index].dtype, gradient.dtype), []).append(index)
+        for indices in kinds.values():
+            bucket: list[int] = []
+            for index in indices:
+                bucket.append(index)
+                if sum(self._shards[i].shape.numel() for i in bucket) >= _BUCKET or index == indices[-1]:
+                    yield bucket
+                    bucket = []
+
+    def _to_owners(
+        self, bucket: Sequence[int], values: Sequence[Tensor], sent: Mapping[int, Tensor] | Sequence[Tensor]
+    ) -> Callable[[], Tensor]:
+        """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
+        parts = [[sent[index] for index in self._of(owner, bucket)] for owner in range(self._size)]
+        return self._all_to_all(parts, self._mine(bucket), like=sent[bucket[0]])
+
+    def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
+        mine = [self._owned[index] for index in self._of(self._rank, bucket)]
+        full = [owned.parameter.data.reshape(-1).split(owned.lengths) for owned in mine]
+        parts = [[shards[rank] for shards in full] for rank in range(self._size)]
+        sizes = [sum(values[i].numel() for i in self._of(owner, bucket)) for owner in range(self._size)]
+        return self._all_to_all(parts, sizes, like=values[bucket[0]])
+
+    def _mine(self, bucket: Sequence[int]) -> list[int]:
+        """Elements of each rank's shards of what this rank owns."""
+        mine = [self._owned[index].lengths for index in self._of(self._rank, bucket)]
+        return [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
+
+    def _all_to_all(self, parts: Sequence[list[Tensor]], sizes: list[int], *, like: Tensor) -> Callable[[], Tensor]:
+        """Send the tensors ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements; the result waits."""
+        sent = torch.cat([like.new_empty(0), *(t.reshape(-1) for part in parts for t in part)]).to(self._device)
+        received = sent.new_empty(sum(sizes))
+        lengths = [sum(t.numel() for t in part) for part in parts]
+        work = dist.all_to_all_single(received, sent, sizes, lengths, self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return received.to(like.device)
+
+        return wait
+
+    def _put_together(self, bucket: Sequence[int], shards: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """What this rank owns, from its shards as `_to_owners` receives them."""
+        mine = self._of(self._rank, bucket)
+        rows = [self._owned[index].lengths for index in mine]
+        pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
+        for place, index in enumerate(mine):
+            yield index, torch.cat(pieces[place :: len(mine)]).view(self._shards[index].shape)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Let the optimizer's groups have what this rank owns, in the place of shards."""
+        before = [(group, group["params"]) for group in self.optimizer.param_groups]
+        sharded = {id(shard.tensor) for shard in self._shards}
+        for group, given in before:
+            mine = [owned.parameter for index, owned in self._owned.items() if self._shards[index].group is group]
+            group["params"] = [*mine, *(p for p in given if id(p) not in sharded)]
+        try:
+            yield
+        finally:
+            for group, given in before:
+                group["params"] = given
+
+    # What checkpoints and the ledger see
+
+    def stepped(self) -> Iterator[tuple[str, Tensor]]:
+        """FQN and the owned parameter, or on other ranks the shard."""
+        for index, shard in enumerate(self._shards):
+            yield shard.fqn, self._owned[index].parameter if index in self._owned else shard.value()
+        yield from ((fqn, parameter) for fqn, parameter, _ in self._replicated)
+
+    def share_state(self) -> None:
+        """Let every rank know which state there is, for a save. All ranks of the run call it."""
+        own_slots: dict[str, dict[str, Slot]] = {}
+        own_values: dict[str, dict[str, Any]] = {}
+        here = [(self._shards[index].fqn, owned.parameter) for index, owned in self._owned.items()]
+        for fqn, parameter in [*here, *((fqn, tensor) for fqn, tensor, _ in self._replicated)]:
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    own_slots.setdefault(fqn, {})[name] = Slot(shape=tuple(value.shape), dtype=value.dtype)
+                else:
+                    own_values.setdefault(fqn, {})[name] = value
+        gathered = Ranks.of().gather((own_slots, own_values))
+        self._slots = {fqn: slots for found, _ in gathered for fqn, slots in found.items()}
+        self._values = {fqn: values for _, found in gathered for fqn, values in found.items()}
+
+    def owned(self) -> OwnedOptimizer:
+        """The optimizer as checkpoints see it; what is saved of it is what the last `share_state` found."""
+        tensors = [self._owned[i].parameter if i in self._owned else None for i in range(len(self._shards))]
+        parameters = [
+            OwnedParameter(fqn=shard.fqn, shape=tuple(shard.shape), group=shard.group, tensor=tensor)
+            for shard, tensor in zip(self._shards, tensors, strict=True)
+        ]
+        parameters += [
+            OwnedParameter(fqn=fqn, shape=tuple(tensor.shape), group=group, tensor=tensor)
+            for fqn, tensor, group in self._replicated
+        ]
+        return OwnedOptimizer(optimizer=self.optimizer, parameters=parameters, slots=self._slots, values=self._values)
+
+
+def _overlapped(jobs: Iterable[tuple[list[int], Callable[[], Tensor]]]) -> Iterator[tuple[list[int], Tensor]]:
+    """The buckets with what was waited for; the next two are under way meanwhile."""
+    started: deque[tuple[list[int], Callable[[], Tensor]]] = deque()
+    for job in jobs:
+        started.append(job)
+        if len(started) > 2:
+            bucket, wait = started.popleft()
+            yield bucket, wait()
+    for bucket, wait in started:
+        yield bucket, wait()

@@ -1,0 +1,116 @@
+"""What an optimizer needs is seen by stepping copies, and neither the optimizer nor random numbers notice."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from lightning_shard.engines.optimizer_probe import Needs, probe
+from lightning_shard.errors import ConfigurationError
+from tests.optimizers import Lamb, Noisy, NormalizedTogether
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def probed(optimizer: Optimizer, *, dtype: torch.dtype = FP32, aligned: bool = False, alone: bool = False) -> Needs:
+    shapes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+    return probe(optimizer, shapes, dtype=dtype, aligned=aligned, alone=alone)
+
+
+def parameters() -> list[nn.Parameter]:
+    return list(nn.Linear(4, 4).parameters())
+
+
+class Wrapping(Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+class Holding(optim.SGD):
+    """Keeps its parameters in an attribute too."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.masters = {0: params}
+
+
+ELEMENTWISE: list[Any] = [
+    optim.AdamW,
+    lambda p: optim.AdamW(p, fused=True),
+    lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: optim.AdamW(p, lr=0.0),
+    lambda p: Wrapping(optim.Adam(p)),
+]
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE, ids=["adamw", "fused", "momentum", "begins at 0", "wrapped"])
+def test_elementwise_optimizers_need_shards(make: Any) -> None:
+    assert probed(make(parameters())) == Needs.SHARDS
+
+
+FULL: list[Any] = [
+    Lamb,
+    lambda p: Lamb(p, lr=0.0),
+    optim.Adafactor,
+    lambda p: optim.Muon(p[:1]),
+    lambda p: Wrapping(Lamb(p)),
+]
+
+
+@pytest.mark.parametrize("make", FULL, ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped"])
+def test_others_need_full_parameters(make: Any) -> None:
+    assert probed(make(parameters())) == Needs.FULL_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NormalizedTogether, "NormalizedTogether couples parameters"),
+        (optim.LBFGS, "LBFGS couples parameters"),
+        (Noisy, "Noisy draws random numbers"),
+        (Holding, "Holding can't be tried .* its attribute masters holds the parameters"),
+    ],
+)
+def test_what_no_rank_can_step_in_part_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        probed(make(parameters()))
+
+
+def test_one_rank_may_couple_what_it_steps_alone() -> None:
+    assert probed(NormalizedTogether(parameters()), alone=True) == Needs.FULL_PARAMETERS
+    assert probed(optim.LBFGS(parameters()), alone=True) == Needs.SHARDS
+
+
+def test_noise_is_allowed_in_low_memory() -> None:
+    # Optimizers that round bf16 stochastically draw numbers; no other engine's numbers are promised there.
+    assert probed(Noisy(parameters()), dtype=BF16) == Needs.SHARDS
+    with pytest.raises(ConfigurationError, match="draws random numbers"):
+        probed(Noisy(parameters()), dtype=BF16, aligned=True)
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, Lamb, optim.LBFGS, FULL[-1]], ids=["adamw", "lamb", "lbfgs", "wrapped"])
+def test_nothing_is_left_of_a_probe(make: Any) -> None:
+    stepped = parameters()
+    optimizer, random = make(stepped), torch.get_rng_state()
+    before = [p.detach().clone() for p in stepped]
+    described = copy.deepcopy(optimizer.state_dict())
+    for parameter in stepped:
+        parameter.grad = torch.ones_like(parameter)
+    with suppress(ConfigurationError):
+        probed(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(stepped, before, strict=True))
+    assert optimizer.state_dict() == described
+    assert torch.equal(random, torch.get_rng_state())

@@ -1,0 +1,62 @@
+"""Optimizers that are not elementwise, for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def run(closure: Any) -> None:
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
+
+
+class Lamb(Optimizer):
+    """Adam with a trust ratio for each tensor: the norm of its values over that of its update."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        run(closure)
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["mean"].mul_(first).add_(p.grad, alpha=1 - first)
+                state["square"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                update = state["mean"] / (state["square"].sqrt() + 1e-6)
+                p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm().clamp(min=1e-12)))
+
+
+class NormalizedTogether(Optimizer):
+    """Gradient descent by one norm over all parameters: no rank can step a part of them."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        run(closure)
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in stepped]).norm()
+        for p in stepped:
+            p.add_(p.grad / norm, alpha=-self.param_groups[0]["lr"])
+
+
+class Noisy(NormalizedTogether):
+    """Adds noise to each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        run(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.add_(p.grad + torch.randn_like(p), alpha=-self.param_groups[0]["lr"])

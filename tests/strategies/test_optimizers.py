@@ -1,0 +1,169 @@
+"""Optimizers that are not elementwise, and ones that were made before sharding: the numbers of DDP on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from lightning_shard import ConfigurationError, full_tensor
+from tests.harness import run_distributed
+from tests.models import VOCAB, loader, quiet_trainer
+from tests.optimizers import Lamb, Noisy, NormalizedTogether
+
+MAKES: dict[str, Callable[..., Optimizer]] = {
+    "lamb": Lamb,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+    "adamw": torch.optim.AdamW,
+    "together": NormalizedTogether,
+    "noisy": Noisy,
+}
+STATE = {"lamb": "square", "adafactor": "row_var", "muon": "momentum_buffer"}
+SHARDING = [f"shard_{name}_aligned" for name in ("fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))]
+HOST = [f"shard_{name}_offload_aligned" for name in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")]
+ALL = [*SHARDING, *HOST, "shard_fsdp_hybrid_aligned", "shard_fsdp_grad_op_aligned"]
+
+
+class Model(pl.LightningModule):
+    """Parameters of one and two dimensions, one of fewer elements than ranks; finds what there is at the end."""
+
+    def __init__(self, make: str, *, early: bool = False, state: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.make, self.state = make, state
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 49), nn.GELU(), nn.Linear(49, 16)) for _ in range(2)
+        )
+        self.gain = nn.Parameter(torch.ones(1, 1))
+        self.head = nn.Linear(16, VOCAB)
+        if make == "muon":
+            for parameter in self.parameters():
+                parameter.requires_grad_(parameter.ndim == 2)
+        self.optimizer = self.made() if early else None
+        self.found: dict[str, Tensor | None] = {}
+
+    def made(self) -> Optimizer:
+        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim == 2]
+        others = [p for p in self.parameters() if p.requires_grad and p.ndim != 2]
+        groups = [{"params": matrices}, {"params": others, "lr": 2e-2}]
+        return MAKES[self.make](groups[:1] if self.make == "muon" else groups, lr=1e-2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch[0]) * self.gain
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.optimizer or self.made()
+
+    def on_train_end(self) -> None:
+        self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
+        if self.state is not None:
+            self.found["state"] = full_tensor(self.trainer, "blocks.0.1.weight", self.state)
+
+
+def _fit(name: str, make: str, *, path: Any = None, early: bool = False, **settings: Any) -> dict[str, Tensor | None]:
+    pl.seed_everything(1, verbose=False)
+    module = Model(make, early=early, state=STATE.get(make))
+    settings = {"max_steps": 6, "gradient_clip_val": 0.5, "precision": "32-true", **settings}
+    trainer = quiet_trainer(strategy=name, **settings)
+    trainer.fit(module, loader(), ckpt_path=path)
+    return module.found
+
+
+def _save(name: str, make: str, path: Path, **settings: Any) -> None:
+    pl.seed_everything(1, verbose=False)
+    trainer = quiet_trainer(strategy=name, max_steps=3, gradient_clip_val=0.5, **settings)
+    trainer.fit(Model(make), loader())
+    trainer.save_checkpoint(path)
+
+
+def _different(wanted: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> list[str]:
+    assert wanted.keys() == found.keys()
+    pairs = ((name, tensor, found[name]) for name, tensor in wanted.items())
+    return [name for name, one, other in pairs if one is None or other is None or not torch.equal(one, other)]
+
+
+def _differences(names: list[str], make: str, **settings: Any) -> dict[str, list[str]]:
+    wanted = _fit("shard_ddp_aligned", make, **settings)
+    return {name: found for name in names if (found := _different(wanted, _fit(name, make, **settings)))}
+
+
+@pytest.mark.parametrize("make", ["lamb", "adafactor", "muon"])
+def test_engines_agree_bitwise(make: str) -> None:
+    assert run_distributed(_differences, 2, SHARDING, make) == [{}] * 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("make", ["lamb", "adafactor", "muon"])
+def test_all_forms_agree_bitwise(make: str, precision: str, accumulate: int, ranks: int) -> None:
+    settings = {"precision": precision, "accumulate_grad_batches": accumulate}
+    # Stage 1 reduces sums of micro-batches, the others each one.
+    names = [n for n in ALL if accumulate == 1 or "stage_1" not in n]
+    assert run_distributed(_differences, ranks, names, make, **settings, timeout=600) == [{}] * ranks
+
+
+def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[str, list[str]]:
+    wanted = _fit("shard_ddp_aligned", make)
+    path = folder / f"{saved_by}.ckpt"
+    _save(saved_by, make, path)
+    return {name: found for name in names if (found := _different(wanted, _fit(name, make, path=path)))}
+
+
+@pytest.mark.parametrize("make", ["lamb", "adafactor"])
+@pytest.mark.parametrize("saved_by", ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"])
+def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Path) -> None:
+    names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]
+    assert run_distributed(_resumed, 2, saved_by, names, make, tmp_path) == [{}] * 2
+
+
+def _early(names: list[str]) -> dict[str, list[str]]:
+    wanted = _fit("shard_ddp_aligned", "adamw", precision="bf16-mixed")
+    found = {name: _fit(name, "adamw", early=True, precision="bf16-mixed") for name in names}
+    return {name: different for name in names if (different := _different(wanted, found[name]))}
+
+
+def test_an_optimizer_made_in_init_steps_what_replaced_its_parameters() -> None:
+    assert run_distributed(_early, 2, ["shard_ddp_aligned", *SHARDING]) == [{}] * 2
+
+
+def _refused(name: str, make: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        _fit(name, make)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("make", "reason"), [("together", "couples parameters"), ("noisy", "draws random numbers")])
+@pytest.mark.parametrize("name", ["shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"])
+def test_what_no_rank_can_step_in_part_is_refused_before_the_first_step(name: str, make: str, reason: str) -> None:
+    assert all(reason in text and "Use shard_ddp" in text for text in run_distributed(_refused, 2, name, make))
+
+
+class Stranger(Model):
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+
+
+def _stranger(name: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        quiet_trainer(strategy=name, max_steps=1).fit(Stranger("adamw"), loader())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1"])
+def test_a_parameter_that_the_module_lacks_is_refused(name: str) -> None:
+    (text,) = run_distributed(_stranger, 1, name)
+    assert "steps a parameter of shape (3,) that the module does not have" in text
