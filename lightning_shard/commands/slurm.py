@@ -13,7 +13,10 @@ from pathlib import Path
 from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.commands.parser import options_parser
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
+
+require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 _DESCRIPTION = """\
 Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
