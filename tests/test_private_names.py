@@ -28,7 +28,10 @@ USES = {
         "the loaders' loaded states and samplers",
         "_combined_loader_states_to_load _data_fetcher _data_source _sampler",
     ),
-    "_lightning/loops.py": ("gradient accumulation", "_should_accumulate"),
+    "_lightning/loops.py": (
+        "gradient accumulation; whether validation is due",
+        "_should_accumulate _should_check_val_fx _val_check_time_interval",
+    ),
     "_lightning/messages.py": ("who asked for a message", "_AcceleratorConnector _check_and_init_precision"),
     "_lightning/names.py": (
         "classes that names are required of",
@@ -143,6 +146,7 @@ NOT_REQUIRED = {
     "_no_split_modules": "Hugging Face's models have it, others need not",
     "_schema": "higher-order operators have none",
     "_sharded_post_forward_param_data": "there with an integer reshard_after_forward alone",
+    "_val_check_time_interval": "Lightning sets it on the Trainer outside of its class",
     "_torchdynamo_orig_callable": "compiled functions have it",
     "_cache": "metrics of every version that may be installed",
     "_is_synced": "metrics of every version that may be installed",

@@ -9,7 +9,12 @@ the run's `Replacements`, which put it back when the run ends.
 # ruff: noqa: F401
 from __future__ import annotations
 
-from lightning_shard._lightning.callbacks import callbacks, count_sharded_parameters, watches_zero_grad
+from lightning_shard._lightning.callbacks import (
+    callbacks,
+    count_sharded_parameters,
+    let_errors_through,
+    watches_zero_grad,
+)
 from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait
 from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
 from lightning_shard._lightning.loops import (
@@ -18,6 +23,7 @@ from lightning_shard._lightning.loops import (
     prediction_batches,
     should_accumulate,
     use_no_grad_in_evaluation,
+    validate_by_one_clock,
 )
 from lightning_shard._lightning.messages import leave_out_amp_message
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
@@ -46,5 +52,5 @@ from lightning_shard._lightning.progress import (
     validation_follows,
 )
 from lightning_shard._lightning.replaced import Replacements
-from lightning_shard._lightning.results import restore_training_results, training_results_state
+from lightning_shard._lightning.results import log_full_values, restore_training_results, training_results_state
 from lightning_shard._lightning.signals import at_end_of_run, leave_signals_alone

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning.replaced import Replacements
 
@@ -40,3 +41,29 @@ def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> No
     for callback in callbacks(trainer):
         if isinstance(callback, ModelSummary):
             replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
+
+
+def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
+    """Keep callbacks that save when a run fails from waiting for other ranks, and from hiding the run's error.
+
+    A save is made by all ranks together. After an error the others may be anywhere, and so may the parameters of a
+    unit whose forward was interrupted: several ranks save nothing, and one says why if it can't.
+    """
+
+    def on_exception(save: Any, name: str, trainer: Trainer, module: LightningModule, error: BaseException) -> None:
+        reason = f"rank {trainer.global_rank} can't know where the others are" if trainer.world_size > 1 else ""
+        try:
+            if not reason:
+                save(trainer, module, error)
+        except Exception as failed:
+            reason = str(failed)
+        if reason:
+            rank_zero_warn(
+                f"{name} saved nothing after {type(error).__name__}: {reason}. Resume from the last checkpoint of a "
+                "ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."
+            )
+
+    for callback in callbacks(trainer):
+        if isinstance(callback, Checkpoint):
+            save, name = callback.on_exception, type(callback).__name__
+            replacements.replace(callback, "on_exception", partial(on_exception, save, name))

@@ -24,6 +24,24 @@ def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> N
         replacements.replace(loop, "inference_mode", False)
 
 
+def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
+    """With ``val_check_interval`` as a time, validate when rank 0's clock says so: the others' may differ.
+
+    Args:
+        replacements: of this run.
+        trainer: in a fit.
+        broadcast: gives rank 0's value; all ranks call it, after each batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    due_here = loop._should_check_val_fx
+
+    def due(data_fetcher: Any) -> bool:
+        return broadcast(due_here(data_fetcher))
+
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        replacements.replace(loop, "_should_check_val_fx", due)
+
+
 def should_accumulate(trainer: Trainer) -> bool:
     """Whether this batch's gradients are only added up, with no optimizer step after it."""
     return trainer.fit_loop._should_accumulate()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 REPLACED = {
+    "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
+    "LightningModule.log": "values of sharded tensors are logged in full",
     "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once that is full",
     "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",
     "ModelSummary._summary": "parameters that ZeRO-3 has sharded are counted with their full size",
@@ -16,6 +18,7 @@ REPLACED = {
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
     "_SignalConnector.teardown": "the run's own end comes with it, however the run ends",
     "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
+    "_TrainingEpochLoop._should_check_val_fx": "a validation that is due by the clock is due by that of rank 0",
     "_TrainingEpochLoop._results": "values logged before a checkpoint count in the resumed epoch",
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",

@@ -7,7 +7,8 @@ gives it the earlier batches' sum before the value is added, so that the order o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_shard._lightning.replaced import Replacements
@@ -28,6 +30,18 @@ from lightning_shard.resume.metrics import set_update_count
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.
 _RUN_AGAIN = frozenset({"on_train_start", "on_train_epoch_end", "on_train_end"})
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def log_full_values(replacements: Replacements, module: LightningModule) -> None:
+    """Let ``self.log`` take values of sharded tensors, such as ``weight.norm()``; all ranks log them, as a collective.
+
+    What is logged is the full value, the same on every rank.
+    """
+    replacements.replace(module, "log", partial(_log_full, module.log))
+
+
+def _log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    log(name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
 
 
 def training_results_state(trainer: Trainer) -> dict[str, Any]:

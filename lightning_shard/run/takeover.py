@@ -1,14 +1,18 @@
-"""What a run does in place of Lightning: choose what it resumes from, and take signals."""
+"""What a run does in place of Lightning: choose what it resumes from, take signals, let errors through."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.load import OpenCheckpoint
+from lightning_shard.engines.engine import Engine
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
 from lightning_shard.run.identity import RunIdentity
@@ -35,3 +39,24 @@ def take_over_signals(replacements: _lightning.Replacements, trainer: Trainer, p
         _lightning.leave_signals_alone(replacements, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             preemption.take_over_signals()
+
+
+def settle_fit(replacements: _lightning.Replacements, trainer: Trainer) -> None:
+    """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time."""
+    _lightning.count_sharded_parameters(replacements, trainer)
+    _lightning.let_errors_through(replacements, trainer)
+    _lightning.log_full_values(replacements, trainer.lightning_module)
+    _lightning.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
+
+
+def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether a run that is no fit leaves a fit's optimizers as they are, for checkpoints after it; it engages them.
+
+    It does where they step the module's own parameters; others may have been replaced.
+    """
+    present = {id(parameter) for parameter in module.parameters()}
+    stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if engine.steps_itself or not all(id(parameter) in present for parameter in stepped):
+        return False
+    engine.engage(optimizers)
+    return True

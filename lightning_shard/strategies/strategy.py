@@ -233,11 +233,11 @@ class ShardStrategy(ParallelStrategy):
         self._freezing = parts.Freezing(module)
         self.precision_plugin.connect_engine(engine, run, module, self._settings.clip)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
-        # Optimizers of an earlier run refer to parameters that may have been replaced.
-        self._reset_optimizers_and_schedulers()
         if self._fits:
             self.setup_optimizers(trainer)
             self._engage(trainer, engine)
+        elif not parts.keeps_optimizers(engine, module, self.optimizers):
+            self._reset_optimizers_and_schedulers()
         self.setup_precision_plugin()
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
@@ -246,8 +246,9 @@ class ShardStrategy(ParallelStrategy):
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
-            run = f"{type(self).__name__} in precision {planned.precision!r}"
-            refuse_callbacks(trainer, full=engine.replicates, run=run)
+            name = f"{type(self).__name__} in precision {planned.precision!r}"
+            refuse_callbacks(trainer, full=engine.replicates, run=name)
+            parts.settle_fit(self._replacements, trainer)
             parts.before_sharding(trainer, module, _lightning.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
         watch = self._ledger.reduction
@@ -261,7 +262,6 @@ class ShardStrategy(ParallelStrategy):
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
         self.checkpoints.check_optimizers(trainer)
-        _lightning.count_sharded_parameters(self._replacements, trainer)
         warn_of_upcast(engine.upcast(), self.policy)
         self._ledger.start_of_fit(self.optimizers)
         warn_of_low_memory(self.precision_plugin.precision, self.policy, self.optimizers)
@@ -380,8 +380,7 @@ class ShardStrategy(ParallelStrategy):
         self._predictions = parts.Predictions(own)
 
     def on_validation_end(self) -> None:
-        """Free the parameters that the last evaluation forward left gathered."""
-        self.engine.before_reading()
+        self.engine.before_reading()  # frees what the last evaluation forward left gathered
 
     on_test_end = on_predict_end = on_validation_end
 

@@ -65,6 +65,7 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     yield from (c for c in trainer.callbacks if isinstance(c, ModelCheckpoint | ModelSummary))
+    yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
 
 def _values(trainer: pl.Trainer) -> dict[tuple[str, int], Any]:
@@ -98,7 +99,7 @@ class Looks(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         now = _values(trainer)
-        self.replaced.update(key[0] for key in now if now[key] is not self.before[key])
+        self.replaced.update(key[0] for key in now if now[key] is not self.before.get(key, ABSENT))
 
     on_sanity_check_start = on_train_start = on_train_batch_start = on_validation_start = on_train_batch_end  # type: ignore
 
@@ -146,7 +147,7 @@ def _run(strategy: Any, module: TinyLM, ckpt_path: str | None = None, **settings
     return {
         "ended": ended,
         "replaced": looks.replaced,
-        "left": [key[0] for key in after if after[key] is not looks.before[key]],
+        "left": [key[0] for key in after if after[key] is not looks.before.get(key, ABSENT)],
         "ours": _ours(trainer),
     }
 
@@ -161,7 +162,7 @@ def _runs() -> list[dict[str, Any]]:
         _run(ddp(), Interrupted(), "saves/step=2.ckpt", limit_val_batches=0),
         _run(ddp(), Interrupted(told_in_validation=2), **last_validation),
         _run(ddp(), Interrupted(), **last_validation),
-        _run(ShardDeepSpeedStrategy(stage=3), Interrupted()),
+        _run(ShardDeepSpeedStrategy(stage=3), Interrupted(), val_check_interval={"hours": 1}),
     ]
 
 

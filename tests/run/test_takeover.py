@@ -1,0 +1,92 @@
+"""What a run does in place of Lightning: errors come through, optimizers outlive a fit, one clock, full values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from lightning_shard._lightning import Replacements, let_errors_through, validate_by_one_clock
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+NAMES = ["shard_ddp", "shard_fsdp"]
+
+
+class Tested(TinyLM):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def resumed_after_test(name: str, folder: Path) -> set[float]:
+    """Optimizer steps that the state knows of, of 3 in a fit, then a test, a save and 2 in another Trainer."""
+
+    def trainer(steps: int) -> pl.Trainer:
+        return quiet_trainer(strategy=name, max_steps=steps, default_root_dir=folder)
+
+    first = trainer(3)
+    first.fit(module := Tested(), loader())
+    first.test(module, loader(), verbose=False)
+    first.save_checkpoint(folder / "x.ckpt")
+    (second := trainer(5)).fit(Tested(), loader(), ckpt_path=folder / "x.ckpt")
+    return {float(state["step"]) for state in second.optimizers[0].state.values()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_saved_after_a_test_has_the_fits_optimizers(name: str, tmp_path: Path) -> None:
+    assert run_distributed(resumed_after_test, 2, name, tmp_path) == [{5.0}, {5.0}]
+
+
+@pytest.mark.parametrize(("devices", "reason"), [(1, "model is attached"), (2, "where the others are")])
+def test_a_save_after_an_error_raises_no_other(devices: int, reason: str, tmp_path: Path) -> None:
+    callback, replacements = OnExceptionCheckpoint(tmp_path), Replacements()
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy="shard_ddp", logger=False, callbacks=[callback])
+    with pytest.raises(AttributeError, match="model is attached"):
+        callback.on_exception(trainer, TinyLM(), ValueError())
+    let_errors_through(replacements, trainer)
+    with pytest.warns(UserWarning, match=f"OnExceptionCheckpoint saved nothing after ValueError: .*{reason}"):
+        callback.on_exception(trainer, TinyLM(), ValueError())
+    replacements.restore()
+
+
+class Logs(TinyLM):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("norm", next(self.parameters()).norm())
+
+
+def logged_norm(name: str) -> float:
+    pl.seed_everything(0)
+    trainer = quiet_trainer(strategy=name, max_steps=2)
+    trainer.fit(Logs(), loader())
+    return float(trainer.callback_metrics["norm"])
+
+
+def test_values_of_sharded_tensors_are_logged_in_full() -> None:
+    ddp, fsdp = (run_distributed(logged_norm, 2, name) for name in NAMES)
+    assert ddp[0] == ddp[1]
+    assert fsdp == pytest.approx(ddp, rel=1e-6)
+
+
+def test_validation_by_the_clock_of_rank_0() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval="00:00:00:01")
+    loop, replacements = trainer.fit_loop.epoch_loop, Replacements()
+    asked: list[bool] = []
+
+    def broadcast(here: bool) -> bool:
+        asked.append(here)
+        return True
+
+    vars(loop)["_should_check_val_epoch"] = lambda: False  # this rank's own answer
+    validate_by_one_clock(replacements, trainer, broadcast)
+    assert loop._should_check_val_fx(None) is True
+    assert asked == [False]
+    replacements.restore()
+    assert loop._should_check_val_fx(None) is False
+
+    counted = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=3)
+    validate_by_one_clock(replacements, counted, broadcast)
+    assert "_should_check_val_fx" not in vars(counted.fit_loop.epoch_loop)
