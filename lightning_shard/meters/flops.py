@@ -23,7 +23,14 @@ from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_shard.tensors.fake import fake_operations
-from lightning_shard.tensors.tracing import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, READ_NUMBER, TorchDispatchMode
+from lightning_shard.tensors.tracing import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    READ_NUMBER,
+    RECURRENT,
+    RECURRENT_BACKWARD,
+    TorchDispatchMode,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +230,9 @@ def flop_counter(counts: Callable[[], bool] = lambda: True) -> FlopCounterMode:
         count._get_raw = True  # type: ignore[attr-defined]
         return count
 
-    formulas = {operation: counted(formula) for operation, formula in {**flop_registry, **_CPU_ATTENTION}.items()}
+    formulas = {
+        operation: counted(formula) for operation, formula in {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}.items()
+    }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
@@ -267,6 +276,19 @@ _CPU_ATTENTION = {
     CPU_ATTENTION: _cpu_attention,
     CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
 }
+
+
+def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
+    """Products with both weights at each of ``steps`` (..., inputs); cuDNN has a list of all layers' weights."""
+    weights = weight if isinstance(weight, list | tuple) else (weight, others[0])
+    return 2 * prod(steps.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
+
+
+def _recurrent_backward(*args: Any, **more: Any) -> int:
+    return 2 * _recurrent(*args, **more)
+
+
+_RECURRENT = dict.fromkeys(RECURRENT, _recurrent) | dict.fromkeys(RECURRENT_BACKWARD, _recurrent_backward)
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:

@@ -18,7 +18,8 @@ require(torch.UntypedStorage, "_cdata", tested=_TESTED)
 require(
     torch.ops.aten,
     "_local_scalar_dense _scaled_dot_product_flash_attention_for_cpu"
-    " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable",
+    " _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_fused_attention_overrideable"
+    " _cudnn_rnn _cudnn_rnn_backward",
     tested=_TESTED,
 )
 
@@ -31,6 +32,10 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
+RECURRENT_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer_backward, torch.ops.aten._cudnn_rnn_backward)
+"""An LSTM on a CPU, and recurrent modules on a GPU: fused kernels over all time steps."""
+
 OVERRIDEABLE_ATTENTION = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
 

@@ -249,3 +249,11 @@ def test_a_given_peak_stands_for_the_tables() -> None:
     assert peak_flops("own chip", torch.bfloat16, override=1e15) == 1e15
     # 6e14 FLOPs in 0.1 s on 8 devices of 1e15 FLOP/s.
     assert mfu(6e14, 0.1, 1e15, devices=8) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
+def test_an_lstm_counts_the_products_of_its_fused_kernel(layers: int, bidirectional: bool) -> None:
+    module = torch.nn.LSTM(5, 7, num_layers=layers, bidirectional=bidirectional, batch_first=True)
+    count = count_flops(lambda: module(torch.zeros(3, 11, 5, requires_grad=True))[0])
+    assert count.forward == 2 * 3 * 11 * sum(p.numel() for p in module.parameters() if p.ndim == 2)
+    assert count.backward == 2 * count.forward
