@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import (
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
 )
@@ -97,7 +98,7 @@ def test_a_full_file_replaces_what_is_there_only_when_it_is_whole(tmp_path: Path
     before = target.read_bytes()
     checkpoint = open_any(trained)
     (trained / "__0_0.distcp").unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointCorruptError, match="No such file"):
         write_full(target, checkpoint)
     assert target.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["full.ckpt", "trained.ckpt"]
