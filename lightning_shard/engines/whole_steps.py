@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,10 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+_parameters: WeakKeyDictionary[Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
+"""By optimizer the parameters that its state is keyed by, for a later run that goes on with it."""
+
+
 class WholeSteps:
     """Steps of one optimizer on full parameters. All ranks of ``group`` make it and call its methods, in one order."""
 
@@ -128,10 +133,12 @@ class WholeSteps:
         found = torch.empty(self._size, len(mine), dtype=torch.int64, device=self._device)
         sent = torch.tensor(lengths, dtype=torch.int64, device=self._device)
         dist.all_to_all_single(found.view(-1), sent, [len(mine)] * self._size, list(map(len, by_owner)), self._group)
+        known = _parameters.setdefault(self.optimizer, {})
         for index, of_ranks in zip(mine, found.t().tolist(), strict=True):
-            like = self._shards[index].value()
-            parameter = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
-            yield index, _Owned(lengths=of_ranks, parameter=parameter)
+            like, fqn = self._shards[index].value(), self._shards[index].fqn
+            if fqn not in known:
+                known[fqn] = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
+            yield index, _Owned(lengths=of_ranks, parameter=known[fqn])
 
     def _of(self, owner: int, indices: Iterable[int]) -> list[int]:
         return [index for index in indices if self._owners[index] == owner]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard.checkpoint.foreign.forms import open_any
 from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
@@ -65,6 +66,8 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         return self.optimizer or self.made()
+
+    test_step = training_step
 
     def on_train_end(self) -> None:
         self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
@@ -128,6 +131,20 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
 def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Path) -> None:
     names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]
     assert run_distributed(_resumed, 2, saved_by, names, make, tmp_path) == [{}] * 2
+
+
+def _saved_after_a_test(path: Path) -> bool:
+    module = Model("lamb", state=STATE["lamb"])
+    trainer = quiet_trainer(strategy="shard_fsdp", max_steps=2)
+    trainer.fit(module, loader())
+    trainer.test(module, loader(), verbose=False)
+    trainer.save_checkpoint(path)
+    saved = open_any(path).tensors["optimizer.0.blocks.0.1.weight.square"].read()
+    return module.found["state"] is not None and torch.equal(saved, module.found["state"])
+
+
+def test_a_run_without_steps_leaves_the_state_for_a_save(tmp_path: Path) -> None:
+    assert run_distributed(_saved_after_a_test, 2, tmp_path / "a.ckpt") == [True, True]
 
 
 def _early(names: list[str]) -> dict[str, list[str]]:
