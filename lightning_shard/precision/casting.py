@@ -141,21 +141,37 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 _depth = 0
 """How many modules with a cast output are being called, one inside the other."""
 
+_autocast: dict[str, bool] = {}
+"""Device type to whether autocast was on where the outermost of them was called."""
+
 
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Cast the output of calls that come from no other module. A compiler only sees calls inside of a module."""
+    """Cast the output of calls that come from no other module, and switch autocast off for what runs inside of them.
+
+    A compiler only sees calls inside of a module.
+    """
 
     def enter(module: nn.Module, args: Any) -> None:
         global _depth
-        if not torch.compiler.is_compiling():
-            _depth += 1
+        if torch.compiler.is_compiling():
+            return
+        if _depth == 0:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    torch.set_autocast_enabled(device, False)
+                    _autocast[device] = True
+        _depth += 1
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         global _depth
         if torch.compiler.is_compiling():
             return None
         _depth -= 1
-        return cast_floating(output, dtype) if _depth == 0 else None
+        if _depth > 0:
+            return None
+        while _autocast:
+            torch.set_autocast_enabled(*_autocast.popitem())
+        return cast_floating(output, dtype)
 
     return [
         module.register_forward_pre_hook(enter, prepend=True).remove,

@@ -148,16 +148,21 @@ class PrecisionPolicy:
 
 
 def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> AbstractContextManager[Any]:
-    """The context in which steps run: ``torch.autocast`` where the policy has it, else nothing.
+    """The context in which the LightningModule's own code runs.
+
+    ``torch.autocast`` where the policy has it. Where modules are cast and return fp32, autocast too, for what that code
+    does itself with fp32 outputs and parameters in the compute dtype; modules switch it off (`install_casts`).
 
     Args:
         policy: the dtypes of the run.
         device_type: "cpu" or "cuda".
         cache: keep a parameter's cast for its next use in the step; wrong where its memory is freed in between.
     """
-    if policy.autocast is None:
-        return nullcontext()
-    return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)
+    if policy.autocast is not None:
+        return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)
+    if policy.output not in (None, policy.compute):
+        return torch.autocast(device_type, dtype=policy.compute, cache_enabled=False)
+    return nullcontext()
 
 
 def short(dtype: torch.dtype) -> str:

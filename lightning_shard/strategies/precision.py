@@ -157,10 +157,8 @@ class ShardPrecision(Precision):
         return self._connected
 
     def step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of the LightningModule, under autocast where the policy has it."""
+        """A step of the LightningModule in `autocasting`, inside of what an engine does around it."""
         engine, run = self._now.engine, self._now.run
-        if run.policy.autocast is None:
-            return step
 
         def autocast_step(*args: Any, **kwargs: Any) -> Any:
             with autocasting(run.policy, run.device.type, cache=engine.replicates):

@@ -41,7 +41,7 @@ def test_every_command_says_how_it_is_used(name: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         run(name, ["--help"])
     assert ended.value.code == 0
-    assert re.match(rf"usage: lightning-shard .*\b{name} ", capsys.readouterr().out)
+    assert re.match(rf"usage: lightning-shard .*\b{name}\s", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("code", [PROGRAM, SCRIPT], ids=["program", "script"])

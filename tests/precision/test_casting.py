@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_shard.engines.transforms import checkpoint_forward
 from lightning_shard.precision.casting import cast_floating, cast_trainable_parameters, install_casts, replace_forward
+from lightning_shard.precision.policy import autocasting, policy_from
 from tests.harness import run_distributed
 
 BF16 = torch.bfloat16
@@ -410,3 +411,18 @@ def test_what_runs_again_in_backward_computes_as_in_forward() -> None:
     checkpoint_forward(root.net, "units")
     root.net(f32().requires_grad_()).sum().backward()
     assert seen == [BF16, BF16]
+
+
+def test_the_roots_code_runs_under_autocast_and_modules_do_not() -> None:
+    root = Model(net=Residual())
+    root.weight = nn.Parameter(torch.ones(1, 1))
+    install_casts(root.to(BF16), BF16, output=torch.float32)
+    seen: list[bool] = []
+    root.net.second.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    with autocasting(policy_from("bf16-mixed", aligned=False), "cpu", cache=False):
+        # fp32 from the module times a weight that is seen in bf16.
+        assert (root.net(f32()[None]) @ root.weight).dtype == BF16
+        with pytest.raises(TypeError):
+            root.net("no tensor")
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
