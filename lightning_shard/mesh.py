@@ -11,6 +11,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import MeshError
 from lightning_shard.ranks import beside_default
 
@@ -18,6 +19,7 @@ REPLICATE = "replicate"
 SHARD = "shard"
 
 
+@checked_fields("mesh", error=MeshError)
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Sizes of the two mesh axes.
@@ -39,7 +41,7 @@ class MeshConfig:
             size = getattr(self, axis)
             if size == "auto":
                 continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if size < 1:
                 raise MeshError(
                     f"mesh.{axis} is {size!r}, but must be an integer of at least 1 or 'auto'. "
                     f"Set mesh.{axis}: auto to have it computed from the number of processes."

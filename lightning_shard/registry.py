@@ -33,12 +33,8 @@ class Preset:
     @property
     def strategy_class(self) -> Any:
         """The class, which is imported with its engine."""
-        return _imported(self.class_path)
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+        module, _, name = self.class_path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
 
 
 _DDP = "lightning_shard.ShardDDPStrategy"
@@ -136,19 +132,7 @@ def build(name: str, **more: Any) -> Any:
         ConfigurationError: there is no such name.
     """
     preset = find(name)
-    arguments = {
-        key: _imported(_MAPPINGS[key])(**value) if key in _MAPPINGS else value
-        for key, value in preset.init_args.items()
-    }
-    return preset.strategy_class(**arguments, **more)
-
-
-# The classes of arguments that are mappings in YAML.
-_MAPPINGS = {
-    "mesh": "lightning_shard.mesh.MeshConfig",
-    "offload_optimizer": "lightning_shard.engines.zero.config.OptimizerOffload",
-    "offload_parameters": "lightning_shard.engines.zero.config.ParameterOffload",
-}
+    return preset.strategy_class(**{**preset.init_args, **more})
 
 
 def find(name: str) -> Preset:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_shard.arguments import checked_fields
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
 
@@ -20,6 +21,7 @@ TIME_LIMIT = 255
 """What `Agreement` carries in place of a signal's number when the time is nearly up."""
 
 
+@checked_fields("preemption")
 @dataclass(frozen=True, kw_only=True)
 class PreemptionConfig:
     """What a fit does when it is told to stop: all ranks save together after the step, and the job is requeued."""
@@ -61,10 +63,6 @@ class PreemptionConfig:
                     f"preemption.signals has {name!r}, but a signal's name is needed that a process can handle, such "
                     "as SIGUSR1, SIGUSR2 or SIGTERM."
                 )
-        if self.requeue not in ("auto", "always", "never"):
-            raise ConfigurationError(
-                f"preemption.requeue is {self.requeue!r}, but must be 'auto', 'always' or 'never'."
-            )
         for field, least in (("save_seconds", 1), ("every_n_steps", 1), ("seconds_before_limit", 0)):
             value = getattr(self, field)
             if value is not None and value < least:

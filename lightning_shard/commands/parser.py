@@ -110,7 +110,8 @@ def _unknown_key(key: str, keys: Collection[str]) -> str:
 
 def _explain_value(message: str) -> str:
     """The deepest branch of jsonargparse's tree of attempts: that is the form the user wrote the value in."""
-    branches = _branches(message)
+    # Classes of modules are for Python; YAML names them.
+    branches = _branches(re.sub(r" \| type\[torch\.nn[\w.]+\]", "", message))
     telling = [branch for branch in branches if not _is_bare_type_mismatch(branch[1])]
     path, text = max(telling or branches, key=lambda branch: len(branch[0]))
     key = _key(path)

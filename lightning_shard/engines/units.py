@@ -15,6 +15,14 @@ from lightning_shard.errors import WrappingError
 
 UnitSpec = Literal["auto"] | int | list[str]
 
+ClassNames = list[str | type[nn.Module]]
+"""Classes of modules, as a user names them."""
+
+
+def class_names(classes: ClassNames) -> list[str]:
+    """The names of classes of modules."""
+    return [found if isinstance(found, str) else found.__name__ for found in classes]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:

@@ -185,3 +185,33 @@ FIELDS: Mapping[str, Mapping[str, Field]] = {
     "ModelParallelStrategy": MODEL_PARALLEL,
     "DeepSpeedStrategy": DEEPSPEED,
 }
+
+_CALLED: Mapping[str, str] = {
+    "auto_wrap_policy": "units, with class names or a number of parameters",
+    "sharding_strategy": "reshard_after_forward and mesh. FULL_SHARD is shard_fsdp, SHARD_GRAD_OP shard_fsdp_grad_op, "
+    "HYBRID_SHARD shard_fsdp_hybrid, NO_SHARD shard_ddp",
+    "activation_checkpointing_policy": "activation_checkpointing",
+    "device_mesh": "mesh",
+    "timeout": "timeout_seconds",
+    "ddp_comm_hook": "comm_hook",
+    "zero_optimization": "stage",
+    "offload_optimizer_device": "offload_optimizer.device",
+    "offload_params_device": "offload_parameters.device",
+    "nvme_path": "offload_optimizer.nvme_path and offload_parameters.nvme_path",
+    "pin_memory": "offload_optimizer.pin_memory and offload_parameters.pin_memory",
+    **dict.fromkeys(SCALE_KEYS, "the loss_scale of ShardPrecision"),
+    "data_parallel_size": "mesh.shard",
+    "tensor_parallel_size": "torch's parallelize_module in configure_model",
+    "state_dict_type": 'the name of a checkpoint: ModelCheckpoint(filename="{epoch}.full") writes one stock file',
+}
+"""What those are called here whose values are read elsewhere."""
+
+
+def called_here(argument: str) -> str:
+    """What an argument of stock Lightning's strategies is called here, or why there is none; ``""`` if unknown."""
+    found = next((table[argument] for table in FIELDS.values() if argument in table), READ_ELSEWHERE)
+    if found is READ_ELSEWHERE and argument not in _CALLED:
+        return ""
+    called = _CALLED.get(argument) or found.name or found.nearest
+    reason = f": {found.met or found.reason}" if argument not in _CALLED and not found.name else ""
+    return f" It is stock Lightning's{reason}." + (f" Use {called}." if called else " Remove it.")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.tensors import clipping
 
@@ -25,6 +26,7 @@ LARGEST = 2.0**126
 """The scale and its inverse are normal fp32 numbers up to here."""
 
 
+@checked_fields("loss_scale", error=PrecisionError)
 @dataclass(frozen=True, kw_only=True)
 class LossScaling:
     """How the loss scale moves.

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fsdp2 import FORWARD_METHODS, UnitOptions
 from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.units import ClassNames, class_names
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.settings import CommonArguments, CommonSettings, with_common_arguments
@@ -24,12 +25,12 @@ class ShardFSDPStrategy(ShardStrategy):
         self,
         *,
         mesh: MeshConfig | None = None,
-        units: Literal["auto"] | int | list[str] = "auto",
+        units: Literal["auto"] | int | ClassNames = "auto",
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         forward_prefetch: int = 0,
         backward_prefetch: int = 0,
-        ignored_modules: list[str] | None = None,
+        ignored_modules: ClassNames | None = None,
         forward_methods: list[str] | None = None,
         **common: Unpack[CommonArguments],
     ) -> None:
@@ -39,16 +40,16 @@ class ShardFSDPStrategy(ShardStrategy):
             mesh: sizes of the axes ``replicate`` and ``shard``. Default: one copy, cut over all processes. For
                 hybrid sharding give ``replicate: auto`` and ``shard: auto``: cut inside a node, copied across nodes.
             units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
-                else the repeated blocks of module lists; a list of class names; or a number of parameters, for the
-                smallest modules that have as many. What is in no unit is gathered with the LightningModule itself.
+                else the repeated blocks of module lists; a list of classes or their names; or a number of parameters,
+                for the smallest modules that have as many. What is in no unit is gathered with the LightningModule.
             reshard_after_forward: true: free a unit after its forward and gather it again in backward (ZeRO-3);
                 false: keep it (ZeRO-2); a number: keep a part of this many ranks (hpZ), a divisor of the shard
                 axis' size other than 1 and itself.
             cpu_offload: keep parameters, gradients and optimizer state on the host and step there.
             forward_prefetch: units to gather ahead in forward; 0 leaves it to torch, which overlaps the next one.
             backward_prefetch: the same in backward.
-            ignored_modules: class names of modules that stay whole on every rank; their gradients are averaged
-                before the step.
+            ignored_modules: classes, or their names, of modules that stay whole on every rank; their gradients are
+                averaged before the step.
             forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
 
         Raises:
@@ -59,11 +60,11 @@ class ShardFSDPStrategy(ShardStrategy):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
         self._units = UnitOptions(
-            units=units,
+            units=units if isinstance(units, str | int) else class_names(units),
             reshard_after_forward=reshard_after_forward,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
-            ignored_modules=tuple(ignored_modules or ()),
+            ignored_modules=tuple(class_names(ignored_modules or [])),
         )
         self._cpu_offload = cpu_offload
         self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.loss_scale import (
@@ -72,6 +73,7 @@ class ShardPrecision(Precision):
             init_args: {precision: 16-mixed, loss_scale: {initial: 1024.0}}
     """
 
+    @checked("ShardPrecision", error=PrecisionError)
     def __init__(
         self,
         precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"] = "32-true",
@@ -98,9 +100,6 @@ class ShardPrecision(Precision):
             PrecisionError: what these strategies do not run in the plain nor in the aligned form.
         """
         super().__init__()
-        for name, value in (("reduce", reduce), ("output", output)):
-            if value not in (None, *DTYPES):
-                raise PrecisionError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, DTYPES))}.")
         self.precision = precision
         self._overrides: dict[str, Any] = {
             "reduce": DTYPES[reduce] if reduce is not None else None,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar
 
+from lightning_shard.arguments import checked
 from lightning_shard.cluster.preemption import PreemptionConfig
-from lightning_shard.engines.transforms import Checkpointing, ForwardOptions
+from lightning_shard.engines.transforms import ForwardOptions
+from lightning_shard.engines.units import ClassNames, class_names
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.run.processes import ProcessOptions
@@ -23,7 +26,7 @@ class CommonArguments(TypedDict, total=False):
     """What `with_common_arguments` puts in the place of a constructor's ``**common``, for type checkers."""
 
     aligned: bool
-    activation_checkpointing: Checkpointing
+    activation_checkpointing: Literal["units", "selective"] | int | ClassNames | None
     compile: bool
     accumulate_sync: AccumulateSync
     log_grad_norm: bool
@@ -44,8 +47,8 @@ class CommonSettings:
         aligned: hold the precision contract: fp32 masters that begin as the unrounded loaded values, optimizer state,
             reduction and accumulation whatever the Trainer's precision says.
         activation_checkpointing: recompute forward in backward: "units" for every shard unit (DDP and DeepSpeed have
-            none: every repeated block), n for every n-th, or a list of class names; "selective" for every one but its
-            matrix products, convolutions and attention (without dropout), which are kept.
+            none: every repeated block), n for every n-th, or a list of classes or their names; "selective" for
+            every one but its matrix products, convolutions and attention (without dropout), which are kept.
         compile: compile the forward of every shard unit, or repeated block, with ``torch.compile``; what it can't
             compile runs as it is, with a warning. Not in ZeRO stage 3, which gathers inside of the blocks.
         accumulate_sync: when gradients are reduced under ``accumulate_grad_batches``: after each "micro_batch" (engines
@@ -66,7 +69,7 @@ class CommonSettings:
 
     mesh: MeshConfig
     aligned: bool = False
-    activation_checkpointing: Checkpointing = None
+    activation_checkpointing: Literal["units", "selective"] | int | ClassNames | None = None
     compile: bool = False
     accumulate_sync: AccumulateSync = "auto"
     log_grad_norm: bool = False
@@ -81,14 +84,13 @@ class CommonSettings:
     def __post_init__(self) -> None:
         """Refuse what can't work."""
         object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())
-        if self.lost_rank_seconds is not None and self.lost_rank_seconds <= 0:
-            raise ConfigurationError(
-                f"lost_rank_seconds is {self.lost_rank_seconds}, but must be greater than 0, or null."
-            )
-        if self.accumulate_sync not in ("auto", "boundary", "micro_batch"):
-            raise ConfigurationError(
-                f"accumulate_sync is {self.accumulate_sync!r}, but must be 'auto', 'boundary' or 'micro_batch'."
-            )
+        if isinstance(self.activation_checkpointing, list):
+            object.__setattr__(self, "activation_checkpointing", class_names(self.activation_checkpointing))
+        for name in ("timeout_seconds", "init_timeout_seconds", "lost_rank_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                none = ", or None" if name == "lost_rank_seconds" else ""
+                raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
 
     @property
     def at_boundary(self) -> bool:
@@ -98,7 +100,9 @@ class CommonSettings:
     @property
     def forward(self) -> ForwardOptions:
         """What changes the units' forward."""
-        return ForwardOptions(activation_checkpointing=self.activation_checkpointing, compile=self.compile)
+        spec = self.activation_checkpointing
+        names = class_names(spec) if isinstance(spec, list) else spec
+        return ForwardOptions(activation_checkpointing=names, compile=self.compile)
 
     @property
     def processes(self) -> ProcessOptions:
@@ -116,6 +120,12 @@ class CommonSettings:
         return ClipOptions(log_grad_norm=self.log_grad_norm, error_if_nonfinite=self.error_if_nonfinite)
 
 
+def _stock_argument(name: str) -> str:
+    from lightning_shard.migrate.lightning_fields import called_here
+
+    return called_here(name)
+
+
 def with_common_arguments(constructor: C) -> C:
     """Show the common arguments in the place of ``**common``, in a constructor's signature and in its text.
 
@@ -128,4 +138,5 @@ def with_common_arguments(constructor: C) -> C:
     texts = inspect.cleandoc(CommonSettings.__doc__ or "").partition("Args:\n")[2]
     before, raises, after = inspect.cleandoc(constructor.__doc__ or "").partition("\n\nRaises:")
     constructor.__doc__ = f"{before}\n{texts}{raises}{after}"
-    return constructor
+    whose = constructor.__qualname__.partition(".")[0]
+    return checked(whose, foreign=_stock_argument)(constructor)

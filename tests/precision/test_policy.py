@@ -126,7 +126,7 @@ def test_the_plugin_knows_its_policy_and_refuses_at_once() -> None:
     assert ShardPrecision().precision == "32-true"
     with pytest.raises(PrecisionError, match="'8-true'"):
         ShardPrecision("8-true")  # type: ignore[arg-type]
-    with pytest.raises(PrecisionError, match="reduce is 'float32', but must be one of 'fp32', 'bf16', 'fp16'"):
+    with pytest.raises(PrecisionError, match="reduce is 'float32', but must be 'fp32', 'bf16', 'fp16' or None"):
         ShardPrecision("bf16-mixed", reduce="float32")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match="loss_scale is set while compute is bf16"):
         ShardPrecision("bf16-mixed", loss_scale=LossScaling())

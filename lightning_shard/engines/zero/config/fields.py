@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_shard.arguments import checked_fields
 
+
+@checked_fields("offload_optimizer")
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOffload:
     """Where optimizer state and fp32 masters are resident; the optimizer steps on the host."""
@@ -33,6 +36,7 @@ class OptimizerOffload:
     """Fraction of the state that is offloaded, from 0 to 1, stage 3 only. DeepSpeed's: 1."""
 
 
+@checked_fields("offload_parameters")
 @dataclass(frozen=True, kw_only=True)
 class ParameterOffload:
     """Where a rank's parameter shards are resident; stage 3 only."""
@@ -56,6 +60,7 @@ class ParameterOffload:
     """Elements that stay in host memory under "nvme". DeepSpeed's: 1e9."""
 
 
+@checked_fields("buckets")
 @dataclass(frozen=True, kw_only=True)
 class ZeroBuckets:
     """How gradients and updated parameters are bucketed for the network."""
@@ -81,6 +86,7 @@ class ZeroBuckets:
     """Assign parameters to ranks in turn, for faster copies under offload; stages 1 and 2. DeepSpeed's: false."""
 
 
+@checked_fields("stage3")
 @dataclass(frozen=True, kw_only=True)
 class Stage3Options:
     """When stage 3 gathers parameters and when it frees them."""
@@ -111,6 +117,7 @@ class Stage3Options:
     each rank runs other parts. DeepSpeed's: the blocks of Mixtral, Qwen2-MoE and Qwen3-MoE in transformers."""
 
 
+@checked_fields("zero_plus_plus")
 @dataclass(frozen=True, kw_only=True)
 class ZeroPlusPlus:
     """ZeRO++: less traffic for stage 3, at the cost of memory or of digits."""

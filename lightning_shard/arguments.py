@@ -1,0 +1,218 @@
+"""Arguments that are given in Python, read by their annotations as the command line reads YAML.
+
+Strings and mappings become what the annotation names, and what does not fit is refused when the object is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
+
+C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def no_hint(name: str) -> str:
+    """Nothing to say of an argument that there is not."""
+    return ""
+
+
+def checked(
+    whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = no_hint
+) -> Callable[[C], C]:
+    """A decorator that reads all arguments of a constructor by its signature.
+
+    Args:
+        whose: what the arguments belong to, for messages.
+        error: what is raised.
+        foreign: what another tool's argument is called here, as a sentence with a blank before it.
+    """
+
+    def decorate(constructor: C) -> C:
+        @functools.wraps(constructor)
+        def read_and_construct(self: Any, *args: Any, **given: Any) -> None:
+            signature = _signature(constructor)
+            known = [name for name in signature.parameters if name != "self"]
+            for name in given:
+                if name not in known:
+                    hint = foreign(name) or did_you_mean(name, known) + f" It takes: {', '.join(known)}."
+                    raise error(f"{whose} has no argument {name!r}.{hint}")
+            bound = signature.bind(self, *args, **given)
+            for name, value in bound.arguments.items():
+                if name != "self":
+                    bound.arguments[name] = read(signature.parameters[name].annotation, value, name, whose, error)
+            constructor(*bound.args, **bound.kwargs)
+
+        return read_and_construct  # type: ignore[return-value]
+
+    return decorate
+
+
+def checked_fields(whose: str, *, error: type[ConfigurationError] = ConfigurationError) -> Callable[[type[T]], type[T]]:
+    """The same for a dataclass; ``whose``: the argument that it is the value of."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        setattr(cls, "__init__", checked(whose, error=error)(cls.__init__))  # noqa: B010
+        return cls
+
+    return decorate
+
+
+@functools.cache
+def _signature(constructor: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(constructor, eval_str=True)
+
+
+def read(
+    kind: Any, value: Any, name: str, whose: str = "", error: type[ConfigurationError] = ConfigurationError
+) -> Any:
+    """``value`` as the annotation ``kind`` has it.
+
+    Raises:
+        ConfigurationError: it can't be; an instance of ``error``.
+    """
+    kinds = _members(kind)
+    try:
+        return _converted(kinds, value)
+    except _Mismatch:
+        pass
+    path = f"{whose}.{name}" if whose.islower() else name
+    raise error(f"{path} is {_shown(value)}, but must be {_rule(kinds)}.{_fix(kinds, value, name)}")
+
+
+class _Mismatch(Exception):
+    """The value does not fit one member of a union."""
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(m for member in get_args(kind) for m in _members(member))
+    return (kind,)
+
+
+def _converted(kinds: Sequence[Any], value: Any) -> Any:
+    # In the order of the union, but what fits as it is stays as it is.
+    for convert in (False, True):
+        for kind in kinds:
+            try:
+                return _convert(kind, value, convert)
+            except _Mismatch:
+                pass
+    raise _Mismatch
+
+
+def _convert(kind: Any, value: Any, convert: bool) -> Any:
+    """``value`` as one member of a union has it; ``convert``: strings, mappings and other numbers become it."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if kind in (Any, inspect.Parameter.empty):
+        return value
+    if kind in (None, NoneType):
+        return _fitting(value is None, value)
+    if origin is Literal:
+        found = [a for a in arguments if (a == value and not isinstance(value, bool)) or (convert and str(a) == value)]
+        return _fitting(bool(found), *found[:1])
+    if kind is bool:
+        return _fitting(isinstance(value, bool), value)
+    if kind in (int, float):
+        return _number(kind, value, convert)
+    if kind is str:
+        path = convert and isinstance(value, os.PathLike)
+        return os.fspath(value) if path else _fitting(isinstance(value, str), value)
+    if origin in (list, tuple):
+        fits = isinstance(value, list | tuple | set if convert else origin)
+        return origin(_converted(_members(arguments[0]), item) for item in _fitting(fits, value))
+    if origin is dict:
+        return _fitting(isinstance(value, Mapping), value)
+    if origin is type:
+        return _fitting(isinstance(value, type), value)
+    if is_dataclass(kind) and convert and isinstance(value, Mapping):
+        return kind(**value)  # type: ignore[operator]
+    if origin is Callable or kind is Callable:
+        found_function = _imported(value) if convert and isinstance(value, str) else value
+        return _fitting(callable(found_function), found_function)
+    return _fitting(isinstance(value, origin), value)
+
+
+def _fitting(fits: bool, *value: Any) -> Any:
+    if not fits:
+        raise _Mismatch
+    return value[0]
+
+
+def _number(kind: type[int] | type[float], value: Any, convert: bool) -> Any:
+    if isinstance(value, str) and convert:
+        try:
+            return kind(value)
+        except ValueError:
+            raise _Mismatch from None
+    number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return _fitting(number, value if isinstance(value, kind) or not number else kind(value))
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _rule(kinds: Sequence[Any]) -> str:
+    """What a value may be, in words."""
+    words = [word for kind in kinds for word in _words(kind)]
+    return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
+
+
+def _words(kind: Any) -> list[str]:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return [repr(argument) for argument in get_args(kind)]
+    if is_dataclass(kind):
+        return [kind.__name__, f"a mapping ({', '.join(f.name for f in fields(kind))})"]  # type: ignore[union-attr]
+    if origin in (list, tuple):
+        items = {str: "names", type: "classes", int: "integers"}
+        members = (get_origin(member) or member for member in _members(get_args(kind)[0]))
+        return [f"a list of {' or '.join(items.get(member, str(member)) for member in members)}"]
+    return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
+
+
+_NAMED: dict[Any, str] = {
+    bool: "True or False", int: "an integer", float: "a number", str: "a string", type: "a class",
+    dict: "a mapping", NoneType: "None", None: "None", Callable: "a function or its import path",
+}  # fmt: skip
+
+
+def _fix(kinds: Sequence[Any], value: Any, name: str) -> str:
+    """What to write, where that can be guessed."""
+    words = [argument for kind in kinds if get_origin(kind) is Literal for argument in get_args(kind)]
+    if bool in kinds and str(value).lower() in _SWITCHES:
+        return f" Write {name}={_SWITCHES[str(value).lower()]}."
+    groups = [fields(kind)[0] for kind in kinds if is_dataclass(kind)]
+    if groups and isinstance(value, str | bool):
+        return f" Write {name}={ {groups[0].name: value} if isinstance(value, str) else {} }."
+    if kinds == (bool,):
+        return f" Write {name}=True to turn it on."
+    if isinstance(value, float) and value.is_integer() and int in kinds:
+        return f" Write {name}={int(value)}."
+    if isinstance(value, str):
+        near = did_you_mean(value, [word for word in words if isinstance(word, str)])
+        listed = any(get_origin(kind) in (list, tuple) for kind in kinds)
+        return near or (f" Write {name}=[{value!r}] for that name alone." if listed else "")
+    return ""
