@@ -228,7 +228,7 @@ def drop_gradients(zero: Any) -> None:
             zero.averaged_gradients[index] = None
     if kind(zero) == STAGE_3:
         zero.grad_partitions_flat_buffer.zero_()
-    if kind(zero) != BF16 and (zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload):
+    if is_offloaded(zero):
         for flat in flats(zero):
             if flat.grad is not None:
                 flat.grad.zero_()
@@ -251,7 +251,30 @@ def _gradient_parts(zero: Any, index: int) -> list[Tensor]:
         return [zero.fp32_groups_gradient_flat_partition[index]]
     if swapping.is_swapped(zero, index):
         return [swapping.gradient(zero, index)]
-    if zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload:
+    if is_offloaded(zero):
+        wait_for_gradients(zero)
         gradient = flats(zero)[index].grad
         return [] if gradient is None else [gradient]
     return list(zero.averaged_gradients.get(index) or [])
+
+
+def is_offloaded(zero: Any) -> bool:
+    """Whether DeepSpeed's optimizer ``zero`` steps on the host."""
+    return kind(zero) != BF16 and bool(zero.offload_optimizer if kind(zero) == STAGE_3 else zero.cpu_offload)
+
+
+def wait_for_gradients(zero: Any) -> None:
+    """Wait until offloaded gradients have arrived on the host.
+
+    After a backward pass their copies have only begun (``stage_1_and_2.py``, ``copy_grads_in_partition``): stages 1 and
+    2 wait in ``step``. Stage 3 waits for its own stream at the end of a backward pass, and never for the copies that
+    ``finalize_gradient_accumulation_boundary`` makes (``stage3.py``, ``_offload_grad_partition_at_boundary``).
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if not is_offloaded(zero):
+        return
+    if kind(zero) == STAGES_1_2:
+        zero._wait_for_offload_copies()
+    elif not get_accelerator().resolves_data_dependency():
+        get_accelerator().current_stream().synchronize()

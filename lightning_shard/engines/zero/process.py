@@ -102,6 +102,7 @@ def _require_private_names() -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import groups
 
     tested = ", ".join(TESTED)
@@ -109,6 +110,7 @@ def _require_private_names() -> None:
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
     require(OpBuilder, "_loaded_ops", tested=tested)
     require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
+    require(DeepSpeedZeroOptimizer, "_wait_for_offload_copies", tested=tested)
     require(
         DeepSpeedZeroOptimizer_Stage3,
         "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters _prepare_sub_group"

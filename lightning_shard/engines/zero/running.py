@@ -204,6 +204,8 @@ def step(running: Running, *, skip: bool) -> None:
     if not running.pending:
         return
     running.overflow = skip
+    if running.groups:
+        layout.wait_for_gradients(running.zero)
     running.engine.step()
     if running.groups:
         layout.drop_gradients(running.zero)
