@@ -61,7 +61,7 @@ class Classifier(pl.LightningModule):
     def training_step(self, rows: Tensor, index: int) -> Tensor:
         if index == 0 and self.global_step == 0:
             weight, bias = (self.started[f"0.{name}"] for name in ("weight", "bias"))
-            expected = functional.linear(rows.float(), weight, bias)
+            expected = functional.linear(rows.float(), weight, bias).float()  # the step runs under autocast
             # A sum of four terms of about 1; values of bf16 have 8 bits.
             tolerance = 1e-6 if self.trainer.precision == "32-true" else 2**-5
             assert torch.allclose(self.encoder[0](rows).float(), expected, rtol=tolerance, atol=tolerance)
