@@ -71,8 +71,14 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
 
 
 def unreduced_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The gradients of ``module``'s unit before their reduction: owner, attribute and tensor of each."""
+    """The gradients of ``module``'s unit that wait for others: owner, attribute and tensor of each.
+
+    Full ones before their reduction, and the shards that reduced ones are added up in, which lie at parameters that
+    the module does not have while it is gathered.
+    """
     for parameter in _parameters_of(module):
+        if (shard := parameter.sharded_param.grad) is not None:
+            yield parameter._module_info.module, parameter._module_info.param_name, shard
         gradient = parameter.unsharded_accumulated_grad
         if gradient is None and (full := _unsharded(parameter)) is not None:
             gradient = full.grad

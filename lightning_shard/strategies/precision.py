@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_shard import _lightning
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
-from lightning_shard.errors import PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import (
     LossScaleState,
     LossScaling,
@@ -33,6 +35,7 @@ from lightning_shard.precision.loss_scale import (
     state_to_dict,
     unscale,
 )
+from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
@@ -40,14 +43,17 @@ DType = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipOptions:
-    """What a strategy sets about clipping, beside the Trainer's ``gradient_clip_val``."""
+class GradientOptions:
+    """What a strategy sets about losses and gradients, beside the Trainer's ``gradient_clip_val``."""
 
     log_grad_norm: bool = False
     """Log ``grad_norm`` also when clipping does not need it."""
 
     error_if_nonfinite: bool = False
     """Raise at a norm of inf or NaN, instead of scaling by it."""
+
+    loss_weight_key: str | None = None
+    """Where batches have the weights of their losses; see `LossWeights`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,8 @@ class _Connected:
     engine: Engine
     run: Run
     module: LightningModule
-    clip: ClipOptions
+    options: GradientOptions
+    weights: LossWeights
 
 
 class ShardPrecision(Precision):
@@ -139,16 +146,27 @@ class ShardPrecision(Precision):
         self._scaling = policy.loss_scale
         self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
 
-    def connect_engine(self, engine: Engine, run: Run, module: LightningModule, clip: ClipOptions) -> None:
+    def connect_engine(self, engine: Engine, run: Run, module: LightningModule, options: GradientOptions) -> None:
         """Get to know what steps in a run.
 
         Args:
             engine: it prepared ``module``; gradients are read from it, and it runs backward and the steps.
             run: the run.
-            module: logs the norm and the loss scale.
-            clip: how to clip.
+            module: logs the norm, the loss scale and the weighted loss.
+            options: what to do with losses and gradients.
+
+        Raises:
+            ConfigurationError: weights of losses are asked for where the user runs backward.
         """
-        self._connected = _Connected(engine=engine, run=run, module=module, clip=clip)
+        key, ranks = options.loss_weight_key, run.mesh.size()
+        if key is not None and not run.automatic:
+            raise ConfigurationError(
+                f"loss_weight_key is {key!r}, but {type(module).__name__} runs backward and steps itself "
+                "(automatic_optimization is False), so that there is no end of a step to divide by the weights at. "
+                "Multiply the losses by their weights in training_step, or use automatic optimization."
+            )
+        weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
+        self._connected = _Connected(engine=engine, run=run, module=module, options=options, weights=weights)
 
     @property
     def _now(self) -> _Connected:
@@ -164,6 +182,12 @@ class ShardPrecision(Precision):
                 return step(*args, **kwargs)
 
         return autocast_step
+
+    def weighed(self, output: Any, arguments: Sequence[Any]) -> Any:
+        """What a training step returned for ``arguments``, after its weight was taken. All ranks call it."""
+        if self._now.run.automatic:
+            self._now.weights.take(output, arguments[0] if arguments else None)
+        return output
 
     # Loss scale
 
@@ -200,9 +224,17 @@ class ShardPrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
+        now = self._now
+        if now.weights.given:
+            ends = not _lightning.should_accumulate(module.trainer)
+            tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
         if self._scale is not None:
             tensor = scaled(tensor, self._scale)
         return super().pre_backward(tensor, module)
+
+    def _waiting(self) -> list[Tensor]:
+        """The gradients of the micro-batches so far."""
+        return [gradient for _, gradient in self._now.engine.tensors.unreduced_gradients()]
 
     def optimizer_step(  # type: ignore[override]
         self,
@@ -211,28 +243,44 @@ class ShardPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, unscale, clip, and step, or skip the step on every rank after an overflow on any.
+        """Run the closure, unscale, clip, and step, or skip the step on every rank.
 
-        Hooks run and ``global_step`` counts on a skipped step too, as under Lightning's own AMP. All ranks call it.
+        It is skipped after an overflow on any rank, and where the weights of all losses are 0. Hooks run, and
+        ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
-        engine = self._now.engine
+        engine, weights = self._now.engine, self._now.weights
 
         def closure_with_reduction() -> Any:
             result = closure()
             engine.finish_gradients()
             return result
 
-        if self._scale is None and not engine.steps_itself:
+        plain = self._scale is None and not engine.steps_itself
+        if plain and weights.given is False:
             return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
         result = closure_with_reduction()
+        if plain and not weights.given:
+            # The fit's first step, which has told that there are no weights.
+            results = chain([result], iter(closure_with_reduction, object()))
+            return super().optimizer_step(optimizer, model=model, closure=lambda: next(results), **kwargs)
+        counts = not weights.given or self._divide_by_weights(optimizer, model)
+        overflow = self._scale is not None and self._unscale(optimizer)
+        self.step_skipped = overflow or not counts
         if self._scale is not None:
-            self.step_skipped = self._unscale(optimizer)
             model.log("loss_scale", self._scale.scale)
         self._after_closure(model, optimizer)
         engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
-            self._update(optimizer)
+            self._update(optimizer, counts=counts)
         return result
+
+    def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
+        """Divide the gradients by the weights of the step's losses; whether there are any."""
+        gradients, _ = self._now.engine.gradients(optimizer)
+        loss = self._now.weights.finish(gradients, micro_batches=module.trainer.accumulate_grad_batches)
+        if loss is not None:
+            module.log("weighted_loss", loss)
+        return loss is not None
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -252,10 +300,12 @@ class ShardPrecision(Precision):
             self._overflows[id(optimizer)] = unscale(gradients, self._scale, device=self._now.run.device)
         return self._overflows[id(optimizer)]
 
-    def _update(self, optimizer: Optimizer) -> None:
+    def _update(self, optimizer: Optimizer, *, counts: bool) -> None:
         assert self._scaling is not None
         assert self._scale is not None
         before, overflow = self._scale.scale, self._overflows.pop(id(optimizer))
+        if not counts:
+            return
         self._scale = next_state(self._scaling, self._scale, overflow=overflow)
         if self._scale.scale == before:
             return
@@ -288,10 +338,10 @@ class ShardPrecision(Precision):
         gradients, mesh = now.engine.gradients(optimizer)
         by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
         norm: Tensor | None = None
-        if now.clip.log_grad_norm or by_norm:
+        if now.options.log_grad_norm or by_norm:
             norm = gradient_norm(gradients, sharded_over=mesh)
         if by_norm:
-            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.clip.error_if_nonfinite)
+            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.options.error_if_nonfinite)
         elif clip_val > 0:
             clip_by_value(gradients, float(clip_val))
         if norm is not None:

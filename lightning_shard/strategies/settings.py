@@ -14,8 +14,9 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import ClassNames, class_names
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
+from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.run.processes import ProcessOptions
-from lightning_shard.strategies.precision import ClipOptions
+from lightning_shard.strategies.precision import GradientOptions
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 
@@ -31,6 +32,7 @@ class CommonArguments(TypedDict, total=False):
     accumulate_sync: AccumulateSync
     log_grad_norm: bool
     error_if_nonfinite: bool
+    loss_weight_key: str | None
     timeout_seconds: float
     init_timeout_seconds: float
     lost_rank_seconds: float | None
@@ -57,6 +59,10 @@ class CommonSettings:
             DeepSpeed the stage decides: "boundary" in 0 and 1, "micro_batch" in 2 and 3.
         log_grad_norm: log ``grad_norm`` also when ``gradient_clip_val`` does not need it.
         error_if_nonfinite: raise when clipping finds a norm of inf or NaN, instead of scaling by it.
+        loss_weight_key: what of a batch is the weight of its loss, by which losses are averaged over ranks and
+            accumulated micro-batches: the sum of an entry, "attention_mask" (or "2", of a tuple), or the number of its
+            elements that differ from a number, "labels != -100". ``training_step`` may return the weight instead:
+            ``{"loss": loss, "weight": n}``, with ``"reduction": "sum"`` where the loss is a sum and no mean.
         timeout_seconds: how long a collective waits before the run fails.
         init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
         lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it;
@@ -74,6 +80,7 @@ class CommonSettings:
     accumulate_sync: AccumulateSync = "auto"
     log_grad_norm: bool = False
     error_if_nonfinite: bool = False
+    loss_weight_key: str | None = None
     timeout_seconds: float = 1800.0
     init_timeout_seconds: float = 300.0
     lost_rank_seconds: float | None = 120.0
@@ -91,6 +98,8 @@ class CommonSettings:
             if seconds is not None and not 0 < seconds < math.inf:
                 none = ", or None" if name == "lost_rank_seconds" else ""
                 raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
+        if self.loss_weight_key is not None:
+            WeightKey.parse(self.loss_weight_key)
 
     @property
     def at_boundary(self) -> bool:
@@ -115,9 +124,13 @@ class CommonSettings:
         )
 
     @property
-    def clip(self) -> ClipOptions:
-        """What concerns clipping."""
-        return ClipOptions(log_grad_norm=self.log_grad_norm, error_if_nonfinite=self.error_if_nonfinite)
+    def gradients(self) -> GradientOptions:
+        """What concerns losses and gradients."""
+        return GradientOptions(
+            log_grad_norm=self.log_grad_norm,
+            error_if_nonfinite=self.error_if_nonfinite,
+            loss_weight_key=self.loss_weight_key,
+        )
 
 
 def _stock_argument(name: str) -> str:

@@ -231,7 +231,7 @@ class ShardStrategy(ParallelStrategy):
         _lightning.set_device(module, self.root_device)
         self.barrier("engine")
         self._freezing = parts.Freezing(module)
-        self.precision_plugin.connect_engine(engine, run, module, self._settings.clip)
+        self.precision_plugin.connect_engine(engine, run, module, self._settings.gradients)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
             self.setup_optimizers(trainer)
@@ -298,7 +298,7 @@ class ShardStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
         self._compiler.after_step()
-        return output
+        return self.precision_plugin.weighed(output, args)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:

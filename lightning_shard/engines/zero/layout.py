@@ -191,8 +191,8 @@ def unreduced(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Ten
 
 def _unreduced_in_partition(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
     if parts := zero.averaged_gradients.get(index):
-        # DeepSpeed accumulates in another dtype than it computes in.
-        yield from ((fqn, parts[0]) for fqn in names.values())
+        # DeepSpeed accumulates in another dtype than it computes in, and the parts are of one tensor.
+        yield from ((fqn, getattr(parts, "flat_partition", parts[0])) for fqn in names.values())
     elif zero.cpu_offload:
         fqns = {zero.get_param_id(p): fqn for p, fqn in names.items()}
         yield from ((fqns[i], gradient) for i, gradient in zero.accumulated_grads_in_cpu.items() if i in fqns)

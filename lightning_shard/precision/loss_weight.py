@@ -1,0 +1,215 @@
+"""Losses that come with a weight, such as their number of valid tokens, averaged by it over ranks and micro-batches.
+
+Engines average gradients over ranks, and Lightning over micro-batches, whatever the number of tokens in each, so that
+the same global batch has another gradient when it is split in another way. With a weight ``w`` of each loss ``l`` (the
+mean over ``w`` tokens) the gradient of a step is that of ``sum(w * l) / sum(w)``, both sums over all ranks and
+micro-batches. The second is known at the accumulation boundary only: so each loss is multiplied by its weight before
+backward, and the reduced gradients by ``ranks * micro-batches / sum(w)`` before they are clipped.
+
+In fp16 the multiplied loss might overflow where the loss itself does not. There weights are divided by a power of two
+that is no smaller than any weight of the window; the gradients so far are divided with it where it grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_shard.errors import ConfigurationError, DataError
+from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.clipping import multiply
+
+WEIGHT, REDUCTION = "weight", "reduction"
+"""Keys of what ``training_step`` returns, beside "loss"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightKey:
+    """Where a batch has the weight of its loss."""
+
+    name: str
+    """A key of a mapping, the position in a tuple or list, or an attribute."""
+
+    ignored: float | None = None
+    """Count the elements that differ from this number; None: the sum of all elements."""
+
+    @staticmethod
+    def parse(text: str) -> WeightKey:
+        """The key that ``"mask"``, ``"1"`` or ``"labels != -100"`` stands for.
+
+        Raises:
+            ConfigurationError: another form.
+        """
+        name, differs, number = (part.strip() for part in text.partition("!="))
+        try:
+            ignored = float(number) if differs else None
+        except ValueError:
+            name = ""
+        if not name:
+            raise ConfigurationError(
+                f"loss_weight_key is {text!r}, but must name an entry of the batch whose sum is the weight, such as "
+                "'attention_mask' or '2', or count an entry's elements that differ from a number: 'labels != -100'."
+            )
+        return WeightKey(name=name, ignored=ignored)
+
+    def weight_of(self, batch: Any) -> Tensor:
+        """The weight of a batch, a scalar on the entry's device.
+
+        Raises:
+            DataError: the batch has no such entry, or it is no tensor or number.
+        """
+        entry = torch.as_tensor(self._entry(batch))
+        return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
+
+    def _entry(self, batch: Any) -> Any:
+        try:
+            if isinstance(batch, Sequence) and not hasattr(batch, self.name):
+                return batch[int(self.name)]
+            return getattr(batch, self.name) if hasattr(batch, self.name) else batch[self.name]
+        except (KeyError, IndexError, TypeError, ValueError):
+            has = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"type {type(batch)}"
+            raise DataError(f"loss_weight_key names {self.name!r}, which the batch lacks: it has {has}.") from None
+
+
+class LossWeights:
+    """The weights of the losses of an optimizer step. All ranks call each method at the same point of a step."""
+
+    def __init__(self, key: str | None, *, ranks: int, device: torch.device, scaled: bool) -> None:
+        """``key``: as `WeightKey.parse` takes it; ``scaled``: the loss is multiplied by a loss scale besides."""
+        self._key = None if key is None else WeightKey.parse(key)
+        self._ranks = ranks
+        self._device = device
+        self._scaled = scaled
+        self.given: bool | None = None
+        """Whether the losses come with weights, the same on every rank; None before the first."""
+        self._weight: Tensor | None = None  # of the loss whose backward comes next
+        self._is_sum = False
+        self._unit = 1.0
+        self._sums = self._zeros()
+        self._total: tuple[Tensor, Callable[[], None]] | None = None
+
+    def _zeros(self) -> Tensor:
+        # fp64: sums of tokens are exact, also beyond 2**24.
+        return torch.zeros(2, dtype=torch.float64, device=self._device)
+
+    def take(self, output: Any, batch: Any) -> None:
+        """Take the weight of the loss that a training step returned.
+
+        Raises:
+            DataError: some steps give a weight and others none, here or on other ranks, or it can't be one.
+        """
+        weight = output.get(WEIGHT) if isinstance(output, Mapping) else None
+        if weight is None and self._key is not None:
+            weight = self._key.weight_of(batch)
+        if self.given is None:
+            self.given = self._agreed(weight is not None)
+        if (weight is not None) != self.given:
+            raise DataError(
+                f"training_step {'gives a' if weight is not None else 'gives no'} weight with this loss, but "
+                f"{'none' if weight is not None else 'one'} with the losses before. Return the weight with every loss."
+            )
+        if weight is None:
+            return
+        if isinstance(output, Mapping):
+            reduction = output.get(REDUCTION, "mean")
+            if reduction not in ("mean", "sum"):
+                raise DataError(f"training_step returns reduction {reduction!r}, but it must be 'mean' or 'sum'.")
+            self._is_sum = reduction == "sum"
+        self._weight = self._scalar(weight)
+
+    def _agreed(self, given: bool) -> bool:
+        answers = Ranks.of().gather(given)
+        if len(set(answers)) > 1:
+            without = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
+            raise DataError(
+                f"training_step gives a weight with its loss on some ranks, but none on ranks {without}. Return the "
+                "weight on every rank, 0 where nothing counts."
+            )
+        return given
+
+    def _scalar(self, weight: Any) -> Tensor:
+        tensor = torch.as_tensor(weight)
+        if tensor.numel() != 1 or tensor.is_complex():
+            raise DataError(
+                f"training_step returns a weight of shape {tuple(tensor.shape)}, but must return one number with its "
+                "loss: that of the tokens or samples of which the loss is the mean."
+            )
+        # A tensor on the device is not looked at: that would wait for it.
+        if tensor.device.type == "cpu" and not (math.isfinite(value := float(tensor)) and value >= 0):
+            raise DataError(f"training_step returns a weight of {value}, but it must be 0 or more, and finite.")
+        return tensor.detach().reshape(()).to(self._device, torch.float64, non_blocking=True)
+
+    @torch.no_grad()
+    def _grow(self, weight: Tensor, waiting: Callable[[], Iterable[Tensor]]) -> None:
+        largest = weight.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        needed = 2.0 ** math.ceil(math.log2(max(1.0, float(largest))))
+        if needed > self._unit:
+            # Several parameters may share one tensor.
+            tensors = {id(tensor): tensor for tensor in waiting()}
+            multiply(tensors.values(), torch.tensor(self._unit / needed, dtype=torch.float32))
+            self._unit = needed
+
+    def scale(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:
+        """``loss`` as backward has to see it.
+
+        Args:
+            loss: the mean over, or the sum of, what its weight counts, divided by the number of micro-batches.
+            ends: whether its backward ends an accumulation.
+            waiting: the gradients of the micro-batches before it.
+        """
+        weight, self._weight = self._weight, None
+        if weight is None:
+            return loss
+        if self._scaled:
+            self._grow(weight, waiting)
+        # The mean of nothing is often NaN.
+        counted = torch.where(weight > 0, loss, torch.zeros_like(loss))
+        with torch.no_grad():
+            total = counted.double() * (1.0 if self._is_sum else weight)
+            self._sums += torch.stack((weight, total.to(self._device)))
+        if ends:
+            self._reduce()
+        factor = 1.0 / self._unit if self._is_sum else (weight / self._unit).to(torch.float32)
+        return counted * factor
+
+    def _reduce(self) -> None:
+        dist.all_reduce(self._sums)
+        if self._device.type != "cuda":
+            self._total = self._sums[0], lambda: None
+            return
+        # It is read after backward was launched; the copy is done by then, and nothing waits for backward.
+        host = torch.empty(1, dtype=torch.float64, pin_memory=True)
+        host.copy_(self._sums[:1], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._total = host[0], copied.synchronize
+
+    @torch.no_grad()
+    def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
+        """At the accumulation boundary: give the gradients of the sums of losses the weights' sum as divisor.
+
+        Args:
+            gradients: this rank's reduced ones, changed in place.
+            micro_batches: by which each loss was divided.
+
+        Returns:
+            The weighted mean of the losses, a scalar on the device, the same on every rank; None: the weights are 0,
+            so that the step is to be skipped.
+        """
+        if self._total is None:
+            self._reduce()
+        assert self._total is not None
+        (weight, wait), sums, unit = self._total, self._sums, self._unit
+        self._total, self._sums, self._unit = None, self._zeros(), 1.0
+        wait()
+        if weight.item() == 0:
+            return None
+        multiply(gradients, (self._ranks * micro_batches * unit / sums[0]).to(torch.float32))
+        return (micro_batches * sums[1] / sums[0]).to(torch.float32)

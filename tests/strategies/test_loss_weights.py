@@ -1,0 +1,216 @@
+"""Losses with weights: the same global batch split in any way has the same gradient, on every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_shard import ConfigurationError, ShardPrecision, full_tensor
+from lightning_shard.precision.loss_weight import WeightKey
+from lightning_shard.registry import build
+from tests.harness import DistributedError, run_distributed
+from tests.models import quiet_trainer
+
+TOKENS, LENGTH, WIDTH = 11, 12, 16
+IGNORED = -100
+ENGINES = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of 1 to 12 labelled tokens; those of the second global batch of 8 have none."""
+
+    def __init__(self, empty: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.tokens = torch.randint(0, TOKENS, (32, LENGTH), generator=generator)
+        self.labels = torch.randint(0, TOKENS, (32, LENGTH), generator=generator)
+        lengths = torch.randint(1, LENGTH + 1, (32, 1), generator=generator)
+        # One split of a batch has nearly all tokens.
+        lengths[::2] = lengths[::2].clamp(max=2)
+        if empty is not None:
+            lengths[empty * 8 : empty * 8 + 8] = 0
+        self.labels[torch.arange(LENGTH) >= lengths] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[index], "labels": self.labels[index]}
+
+
+class Model(pl.LightningModule):
+    """Returns its loss in the ``form`` that is tried."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.form = form
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, 31), nn.Tanh(), nn.Linear(31, WIDTH))
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.losses: list[float] = []
+        self.found: dict[str, Tensor | None] = {}
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits = self.head(self.block(self.embed(batch["tokens"]))).flatten(0, 1)
+        labels = batch["labels"].flatten()
+        number = (labels != IGNORED).sum()
+        if self.form == "sum":
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            return {"loss": loss, "weight": number, "reduction": "sum"}
+        loss = functional.cross_entropy(logits, labels)
+        if self.form == "some":
+            return {"loss": loss, "weight": number} if batch_idx == 0 else loss
+        if self.form == "one rank":
+            return {"loss": loss, "weight": number} if self.global_rank == 0 else loss
+        if self.form == "negative":
+            return {"loss": loss, "weight": -1}
+        return {"loss": loss, "weight": number.item()} if self.form == "mean" else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
+
+    def on_train_batch_end(self, output: Any, batch: Any, index: int) -> None:
+        ends = (index + 1) % self.trainer.accumulate_grad_batches == 0
+        if ends and "weighted_loss" in self.trainer.callback_metrics:
+            self.losses.append(float(self.trainer.callback_metrics["weighted_loss"]))
+
+    def on_train_end(self) -> None:
+        self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
+
+
+def _fit(
+    name: str,
+    form: str,
+    *,
+    micro: int,
+    accumulate: int,
+    key: str | None = None,
+    empty: int | None = None,
+    precision: str = "32-true",
+    scale: bool = False,
+    steps: int = 4,
+) -> tuple[dict[str, Tensor | None], list[float]]:
+    pl.seed_everything(1, verbose=False)
+    data, module = Sequences(empty), Model(form)
+    loader = DataLoader(data, micro, sampler=DistributedSampler(data, shuffle=False))
+    plugins = [ShardPrecision("16-mixed")] if scale else []
+    settings = {} if scale else {"precision": precision}
+    trainer = quiet_trainer(
+        strategy=build(name, loss_weight_key=key),
+        plugins=plugins,
+        max_steps=steps,
+        gradient_clip_val=0.3,
+        accumulate_grad_batches=accumulate,
+        **settings,
+    )
+    trainer.fit(module, loader)
+    return module.found, module.losses
+
+
+def _splits(names: list[str], form: str, splits: list[tuple[int, int]], **settings: Any) -> list[Any]:
+    return [
+        _fit(name, form, micro=micro, accumulate=accumulate, **settings)
+        for name in names
+        for micro, accumulate in splits
+    ]
+
+
+def _far(one: Any, other: Any) -> float:
+    """The largest difference of two runs' parameters, of which the largest is about 2."""
+    pairs = zip(one[0].values(), other[0].values(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+# Sums of fp32 in another order: four steps of gradients of about 0.1, each off by some spacings of 2**-24.
+ORDER = 2e-6
+
+
+def _one_process(**settings: Any) -> Any:
+    return run_distributed(_fit, 1, "shard_ddp_aligned", "mean", micro=8, accumulate=1, **settings)[0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_splits_of_a_global_batch_agree(name: str) -> None:
+    wanted = _one_process()
+    found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(4, 1), (2, 2)])
+    for split in found[0]:
+        assert _far(wanted, split) < ORDER
+        assert split[1] == pytest.approx(wanted[1], rel=1e-6)
+    assert [losses for _, losses in found[0]] == [losses for _, losses in found[1]]
+
+
+def test_the_comparison_sees_that_losses_are_not_weighted() -> None:
+    wanted = run_distributed(_fit, 1, "shard_ddp_aligned", "plain", micro=8, accumulate=1)[0]
+    found = run_distributed(_fit, 2, "shard_ddp_aligned", "plain", micro=4, accumulate=1)[0]
+    assert _far(wanted, found) > 1000 * ORDER
+
+
+@pytest.mark.parametrize(("form", "key"), [("sum", None), ("plain", "labels != -100")])
+def test_sums_and_keys(form: str, key: str | None) -> None:
+    wanted = _one_process()
+    settings = {"micro": 1, "accumulate": 4, "key": key}
+    assert _far(wanted, run_distributed(_fit, 2, "shard_fsdp", form, **settings)[0]) < ORDER
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2_offload", "deepspeed_stage_3"])
+def test_fp16_does_not_overflow_by_weights(name: str) -> None:
+    """The gradients of a loss times its weight, 96, would at the first scales."""
+    found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(2, 2)], scale=True)[0][0]
+    wanted = _one_process()
+    # Products of fp16 have 11 bits; the weights are about 1.
+    assert _far(wanted, found) < 2**-9
+    assert len(found[1]) == 4
+
+
+@pytest.mark.parametrize("name", ENGINES[:4])
+def test_a_step_without_weight_is_skipped(name: str) -> None:
+    (three,) = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(4, 1)], empty=0, steps=1)[0]
+    start = {n: p.detach() for n, p in Model("mean").named_parameters()}
+    assert all(torch.equal(start[name], value) for name, value in three[0].items())
+    assert three[1] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("some", "gives no weight with this loss, but one with the losses before"),
+        ("one rank", "none on ranks 1. Return the weight on every rank"),
+        ("negative", "a weight of -1.0, but it must be 0 or more"),
+    ],
+)
+def test_refused(form: str, message: str) -> None:
+    with pytest.raises(DistributedError, match=message):
+        run_distributed(_fit, 2, "shard_ddp", form, micro=4, accumulate=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "key", "weight"),
+    [
+        ({"mask": torch.tensor([[1, 1, 0]])}, "mask", 2),
+        ({"labels": torch.tensor([5, -100, 0])}, "labels != -100", 2),
+        ((torch.zeros(3), torch.tensor([True, False])), "1", 1),
+        ({"lengths": [2, 3]}, "lengths", 5),
+    ],
+)
+def test_weights_of_batches(batch: Any, key: str, weight: int) -> None:
+    assert WeightKey.parse(key).weight_of(batch) == weight
+
+
+def test_a_key_that_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="but must name an entry of the batch whose sum is the weight"):
+        build("shard_ddp", loss_weight_key="labels != none")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_splits_over_four_processes(precision: str) -> None:
+    wanted = _one_process(precision=precision)
+    names = [f"shard_{name}_aligned" for name in ENGINES]
+    far = [_far(wanted, found) for found in run_distributed(_splits, 4, names, "mean", [(2, 1), (1, 2)])[0]]
+    assert max(far) < (ORDER if precision == "32-true" else 2**-6)
