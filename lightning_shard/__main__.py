@@ -6,15 +6,20 @@ import sys
 import warnings
 from pathlib import Path
 
-from lightning_shard.commands.cli import ShardCLI
+from lightning_shard import commands
 
 
 def main() -> None:
     """Run the command line of this process."""
-    # Lightning 2.6 says this of itself on every rank with torch 2.13.
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     script = Path(sys.argv[0]).name
     program = "python -m lightning_shard" if script == "__main__.py" else script
+    code = commands.quick(program, sys.argv[1:])
+    if code is not None:
+        raise SystemExit(code)
+    from lightning_shard.commands.cli import ShardCLI
+
+    # Lightning 2.6 says this of itself on every rank with torch 2.13.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     ShardCLI(parser_kwargs={"prog": program, "description": "Train with sharded strategies."})
 
 

@@ -7,12 +7,16 @@ equal YAML.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
-
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
@@ -110,15 +114,61 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
 """Every name that :func:`register` registers, in the order of the table."""
 
 
+_STRATEGIES = "lightning.pytorch.strategies"
+
+
 def register() -> None:
-    """Put every name into Lightning's ``StrategyRegistry``; calling it again changes nothing.
+    """Put every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported.
+
+    Calling it again changes nothing.
 
     What is registered is a factory, so that the strategy classes and their engines are imported when one is built.
     """
+    if _STRATEGIES in sys.modules:
+        _register_in(sys.modules[_STRATEGIES].StrategyRegistry)
+    elif not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport())
+
+
+class _RegisterOnImport(MetaPathFinder):
+    """Waits for the first import of Lightning's strategies, which takes seconds that a command may not need."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _STRATEGIES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register_in(module.StrategyRegistry)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register_in(strategies: Any) -> None:
     for preset in PRESETS.values():
-        StrategyRegistry.register(
-            preset.name, partial(build, preset.name), description=preset.description, override=True
-        )
+        strategies.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
+    strategies.available_strategies = partial(_available, strategies)
+
+
+def _available(strategies: Any) -> list[str]:
+    """Lightning's list of names; to the Trainer it explains a name that is not there."""
+    names: list[str] = type(strategies).available_strategies(strategies)
+    caller = frame.f_back.f_globals["__name__"] if (frame := inspect.currentframe()) and frame.f_back else ""
+    return _Names(names) if caller == "lightning.pytorch.trainer.connectors.accelerator_connector" else names
+
+
+class _Names(list[str]):
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if isinstance(name, str) and not found:
+            raise ConfigurationError(unknown_name(name))
+        return found
 
 
 def build(name: str, **more: Any) -> Any:
@@ -148,7 +198,8 @@ def find(name: str) -> Preset:
 
 def unknown_name(name: str) -> str:
     """Message for a name that neither this package nor Lightning knows: the nearest ones and the list."""
-    lightning = [other for other in StrategyRegistry if other not in PRESETS]
+    loaded = sys.modules.get(_STRATEGIES)
+    lightning = [other for other in loaded.StrategyRegistry if other not in PRESETS] if loaded else []
     return (
         f"there is no strategy {name!r}.{did_you_mean(name, [*PRESETS, *lightning])}\n"
         f"Strategies of lightning_shard: {', '.join(PRESETS)}. "

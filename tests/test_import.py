@@ -66,20 +66,25 @@ def test_version_is_that_of_the_project() -> None:
     assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == lightning_shard.__version__
 
 
-def test_import_is_light_and_registers_the_names() -> None:
-    code = """
+@pytest.mark.parametrize("first", ["lightning.pytorch", "lightning_shard"])
+def test_import_is_light_and_registers_the_names_in_both_orders(first: str) -> None:
+    code = f"""
 import sys
-import lightning
-before = set(sys.modules)
+import {first}
+before = set(sys.modules) if "{first}" == "lightning.pytorch" else set()
 import lightning_shard
+added = set(sys.modules) - before
 from lightning.pytorch.strategies import StrategyRegistry
 assert "shard_fsdp_aligned" in StrategyRegistry
-for module in sorted(set(sys.modules) - before):
+import lightning.pytorch
+lightning.pytorch.Trainer(strategy="shard_ddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+for module in sorted(added):
     print(module)
 """
     added = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {name for name in added if not name.startswith("lightning_shard")} <= {"yaml"}
-    assert set(added) == {"lightning_shard", *(f"lightning_shard.{name}" for name in ("errors", "registry", "text"))}
+    own = {name for name in added if name.startswith("lightning_shard")}
+    assert own == {"lightning_shard", *(f"lightning_shard.{name}" for name in ("errors", "registry", "text"))}
+    assert {"torch", "lightning", "yaml", "jsonargparse"} & set(added) == set()
 
 
 def test_strategies_import_neither_deepspeed_nor_transformers() -> None:

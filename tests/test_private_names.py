@@ -61,8 +61,7 @@ USES = {
     "checkpoint/files/tensor_files.py": ("a tensor's part of a file as a stream", "_create_file_view"),
     "cluster/traces.py": ("the last collectives of a rank that hangs", "_C _distributed_c10d"),
     "cluster/watch.py": ("os._exit is documented", "_exit"),
-    "commands/parser.py": ("the keys of a parser", "_actions"),
-    "commands/slurm.py": ("the options of a parser", "_actions"),
+    "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/_ddp.py": (
         "DistributedDataParallel's reducer",
         "_autograd_hook _build_params_for_reducer _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
@@ -128,8 +127,7 @@ ELSEWHERE = {
     "callbacks/profiler.py": "documented names, used nowhere else",
     "cluster/traces.py": "below the layer of tensors",
     "cluster/watch.py": "Python's",
-    "commands/parser.py": "argparse's",
-    "commands/slurm.py": "argparse's",
+    "commands/options.py": "argparse's",
     "meters/flops.py": "an attribute of a function of its own",
     "precision/casting.py": "one class, that torch has under no public name",
     "resume/loader.py": "DataLoader's",

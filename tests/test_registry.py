@@ -125,5 +125,14 @@ def test_unknown_name(ask: Any) -> None:
     assert all(name in message for name in ALL)
 
 
+def test_a_bare_trainer_lists_the_names_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"no strategy 'shard_fdsp'\. Did you mean shard_fsdp") as error:
+        Trainer(strategy="shard_fdsp", accelerator="cpu")
+    assert all(name in str(error.value) for name in ALL)
+    # Others may ask.
+    assert "shard_fdsp" not in StrategyRegistry.available_strategies()
+    assert "shard_fsdp" in StrategyRegistry.available_strategies()
+
+
 def test_names_that_are_advised_are_registered() -> None:
     assert {*memory_table.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)

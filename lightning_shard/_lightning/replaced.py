@@ -1,4 +1,7 @@
-"""All that this package replaces on live Lightning objects, and how it is put back when a run ends."""
+"""All that this package replaces on live Lightning objects, and how it is put back when a run ends.
+
+Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
+"""
 
 from __future__ import annotations
 

@@ -2,13 +2,19 @@
 
 ``fit``, ``validate``, ``test`` and ``predict`` are :class:`~lightning_shard.commands.cli.ShardCLI`, which runs the
 commands of the table too. A command is the module of its name, with ``main(arguments)``: it does what the arguments
-say, prints, and returns the exit code; what it raises, ``ShardCLI`` reports.
+say, prints, and returns the exit code; what it raises, ``ShardCLI`` reports. What needs neither torch nor Lightning is
+answered by `quick`, within the time of a shell's prompt.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
+
+from lightning_shard.commands.options import UsageError
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
 
 COMMANDS: Mapping[str, str] = {
     "strategies": "Print the strategy names, or the YAML that equals one of them.",
@@ -17,9 +23,82 @@ COMMANDS: Mapping[str, str] = {
     "migrate": "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration.",
     "plan": "Say what a run will need: memory per device, what fits, traffic, step time.",
     "checkpoint": "Look into a checkpoint, check it, convert it, or export its weights.",
+    "completion": "Print what makes the shell complete commands and options.",
 }
 """One line of help for each command beside those of LightningCLI, in the order of the help."""
+
+FIT: Mapping[str, str] = {
+    "fit": "Train. Options are those of LightningCLI: --config, --trainer.*, --model.*, --data.*.",
+    "validate": "Validate a checkpoint.",
+    "test": "Test a checkpoint.",
+    "predict": "Predict with a checkpoint.",
+}
+"""The same for those of LightningCLI."""
+
+_EXAMPLES: Mapping[str, str] = {
+    "fit": "fit --config run.yaml --trainer.strategy shard_fsdp_aligned",
+    "validate": "validate --config run.yaml --ckpt_path last.ckpt",
+    "test": "test --config run.yaml --ckpt_path last.ckpt",
+    "predict": "predict --config run.yaml --ckpt_path last.ckpt",
+    "strategies": "strategies shard_fsdp_hybrid",
+    "slurm": "slurm --nodes 2 --devices 8 --config run.yaml --submit",
+    "doctor": "doctor",
+    "migrate": "migrate accelerate.yaml --to shard_fsdp --output run.yaml",
+    "plan": "plan --devices 8 --device-memory 80GB --compare --config run.yaml",
+    "checkpoint": "checkpoint inspect last.ckpt",
+    "completion": "completion bash >> ~/.bashrc",
+}
+
+_QUICK = ("strategies", "slurm")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
     return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
+
+
+def quick(program: str, arguments: Sequence[str]) -> int | None:
+    """Answer what needs no torch: the help, the version, a wrong command and some of the table; the exit code.
+
+    None: it is to be answered by ``ShardCLI``.
+    """
+    first = arguments[0] if arguments else "--help"
+    try:
+        if first in ("-h", "--help"):
+            print(overview(program))
+        elif first == "--version":
+            print(f"{program} {versions()}")
+        elif first in _QUICK:
+            return run(first, arguments[1:])
+        elif first.startswith("-") or first in (*FIT, *COMMANDS):
+            return None
+        else:
+            raise UsageError(f"there is no command {first!r}.{did_you_mean(first, [*FIT, *COMMANDS])}\n{_names()}")
+    except (UsageError, ConfigurationError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _names() -> str:
+    return f"Commands: {', '.join([*FIT, *COMMANDS])}. `lightning-shard` alone shows an example of each."
+
+
+def overview(program: str) -> str:
+    """All commands, each with a line and an example."""
+    lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
+    for name, text in {**FIT, **COMMANDS}.items():
+        lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {_EXAMPLES[name]}"]
+    lines += [
+        "",
+        f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the frames",
+    ]
+    return "\n".join([*lines, "of a mistake too; --version prints the versions."])
+
+
+def versions() -> str:
+    """This package's version, Lightning's and torch's, without importing these."""
+    from importlib.metadata import version
+
+    from lightning_shard import __version__
+
+    return f"{__version__} (lightning {version('lightning')}, torch {version('torch')})"

@@ -8,16 +8,15 @@ import sys
 from collections.abc import Callable, Mapping, MutableSequence
 from typing import Any
 
-import lightning
-import torch
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
-from lightning_shard import __version__, commands
+from lightning_shard import commands
 from lightning_shard._lightning.cli import ConfiguredCLI
 from lightning_shard.commands import failures, fit
-from lightning_shard.commands.parser import ShardArgumentParser, UsageError
+from lightning_shard.commands.options import UsageError
+from lightning_shard.commands.parser import ShardArgumentParser
 
 
 class ShardCLI(ConfiguredCLI):
@@ -56,7 +55,7 @@ class ShardCLI(ConfiguredCLI):
         self._arguments = list(arguments) if isinstance(arguments, list) else []
         _find_modules_in_current_folder(sys.path)
         kwargs.setdefault("parser_class", ShardArgumentParser)
-        kwargs["parser_kwargs"] = {"version": _versions(), **(kwargs.get("parser_kwargs") or {})}
+        kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
         try:
             if kwargs.get("run", True):
                 self._run_own_command()
@@ -133,10 +132,6 @@ def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
 
 def _program(prog: str) -> str:
     return f"python {prog}" if prog.endswith(".py") else prog
-
-
-def _versions() -> str:
-    return f"{__version__} (lightning {lightning.__version__}, torch {torch.__version__})"
 
 
 def _find_modules_in_current_folder(path: MutableSequence[str]) -> None:

@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
-from lightning_shard.commands.parser import options_parser
+from lightning_shard.commands.options import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, write_links
 from lightning_shard.ranks import Ranks

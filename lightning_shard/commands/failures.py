@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.commands.fit import broken_config
-from lightning_shard.commands.parser import UsageError
+from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError
 
 MISTAKE_EXIT_CODE = 2

@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
-from lightning_shard.commands.parser import UsageError, imported
+from lightning_shard.commands.options import UsageError
+from lightning_shard.commands.parser import imported
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")

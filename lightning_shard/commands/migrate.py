@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_shard import registry
-from lightning_shard.commands.parser import ShardArgumentParser, UsageError, options_parser
+from lightning_shard.commands.options import UsageError, options_parser
+from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import Known, migrate, report

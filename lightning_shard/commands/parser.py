@@ -1,8 +1,7 @@
-"""The parsers of the command line: Lightning's with readable messages, and one for commands with options alone."""
+"""The parser of the command line: Lightning's with readable messages."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -15,10 +14,8 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_shard.private_names import require
+from lightning_shard.commands.options import UsageError, actions
 from lightning_shard.text import did_you_mean
-
-require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 
 class ShardArgumentParser(LightningArgumentParser):
@@ -61,21 +58,7 @@ class ShardArgumentParser(LightningArgumentParser):
 
 
 def _keys(parser: Any) -> list[str]:
-    return [action.dest for action in parser._actions if action.dest != "help"]
-
-
-def options_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser for a command whose arguments are no part of a run's configuration."""
-    return argparse.ArgumentParser(
-        prog=f"lightning-shard {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-class UsageError(Exception):
-    """Arguments or a configuration file that can't be parsed; the message is complete."""
+    return [action.dest for action in actions(parser) if action.dest != "help"]
 
 
 def explain(message: str, keys: Collection[str]) -> str:

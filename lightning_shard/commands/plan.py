@@ -12,7 +12,7 @@ import yaml
 
 from lightning_shard import registry
 from lightning_shard.commands import plan_inputs
-from lightning_shard.commands.parser import options_parser
+from lightning_shard.commands.options import options_parser
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.commands.strategies import preset_yaml
 from lightning_shard.engines.transforms import Checkpointing

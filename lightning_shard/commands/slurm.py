@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_shard.cluster.sbatch import BatchJob, script
-from lightning_shard.commands.parser import options_parser
+from lightning_shard.commands.options import actions, options_parser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
-
-require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 _DESCRIPTION = """\
 Write a SLURM batch script of a run to stdout or --output; with --submit, submit it. Options that are not named here are
@@ -111,7 +108,7 @@ def check_rest(command: str, rest: Sequence[str]) -> None:
 
     A script of the user's may have options of its own; what resembles one of this command is a mistake there too.
     """
-    own = [option[2:] for action in parser()._actions for option in action.option_strings if option.startswith("--")]
+    own = [option[2:] for action in actions(parser()) for option in action.option_strings if option.startswith("--")]
     for word, value in zip(rest, [*rest, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
         key = name.removeprefix("--").partition(".")[0].rstrip("+")
@@ -121,7 +118,7 @@ def check_rest(command: str, rest: Sequence[str]) -> None:
         near = did_you_mean(key, own)
         if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
             raise ConfigurationError(
-                f"{name} is no option of slurm, nor of {command}.{near or did_you_mean(key, _KEYS)}"
+                f"{name} is no option of slurm, nor of {command}.{did_you_mean(key, [*own, *_KEYS])}"
             )
 
 

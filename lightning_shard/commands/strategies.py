@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Sequence
 
-import yaml
-
 from lightning_shard import registry
 from lightning_shard.commands import COMMANDS
-from lightning_shard.commands.parser import ShardArgumentParser
+from lightning_shard.commands.options import options_parser
 from lightning_shard.text import columns
 
 
+def parser() -> argparse.ArgumentParser:
+    parser = options_parser("strategies", COMMANDS["strategies"])
+    parser.add_argument("name", nargs="?", help="a strategy name; without one: the table of names")
+    return parser
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = ShardArgumentParser(prog="lightning-shard [options] strategies", description=COMMANDS["strategies"])
-    parser.add_argument("name", nargs="?", type=str, help="a strategy name; without one: the table of names")
-    name = parser.parse_args(list(arguments)).name
+    name = parser().parse_args(arguments).name
     print(table() if name is None else preset_yaml(name) + further_arguments(name))
     return 0
 
 
 def preset_yaml(name: str) -> str:
     """The YAML that equals ``trainer.strategy: NAME``, with ``class_path`` and ``init_args``."""
+    import yaml
+
     preset = registry.find(name)
     strategy = {"class_path": preset.class_path, "init_args": dict(preset.init_args)}
     return yaml.safe_dump({"trainer": {"strategy": strategy}}, sort_keys=False)
@@ -30,6 +35,8 @@ def preset_yaml(name: str) -> str:
 
 def further_arguments(name: str) -> str:
     """The constructor's other arguments with their defaults, as comments below `preset_yaml`."""
+    import yaml
+
     preset = registry.find(name)
     parameters = inspect.signature(preset.strategy_class).parameters.values()
     others = {p.name: p.default for p in parameters if p.name not in preset.init_args}

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning
 import pytest
+import torch
 
-from lightning_shard.commands import COMMANDS, run
+from lightning_shard import __version__
+from lightning_shard.commands import COMMANDS, FIT, quick, run
 
 SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
 PROGRAM = "from lightning_shard.__main__ import main; main()"
@@ -19,21 +22,57 @@ def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
 
-def test_help_lists_all_commands_and_imports_none() -> None:
-    watch = f"""
-import atexit, sys
-import lightning.pytorch  # torchmetrics imports transformers where it is installed
-before = set(sys.modules)
-atexit.register(lambda: print(*(set(sys.modules) - before)))
-{PROGRAM}"""
-    ended = _run(watch, "--help")
-    assert ended.returncode == 0, ended.stderr
-    text, _, modules = ended.stdout.rstrip().rpartition("\n")
-    for name, summary in COMMANDS.items():
-        assert f"    {name:<19} {summary}"[:60] in text
-    imported = {module.removeprefix("lightning_shard.commands.") for module in modules.split()}
-    assert "parser" in imported  # the listing is one
-    assert imported & {*COMMANDS, "deepspeed", "transformers", "lightning_shard.strategies"} == set()
+QUICK: dict[str, tuple[int, str]] = {
+    "": (0, "checkpoint inspect last.ckpt"),
+    "--help": (0, "checkpoint inspect last.ckpt"),
+    "--version": (0, f" {__version__} (lightning {lightning.__version__}, torch {torch.__version__})"),
+    "fot": (2, "error: there is no command 'fot'. Did you mean fit?"),
+    "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
+    "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),
+    "slurm --nodes 2": (0, "#SBATCH --nodes=2"),
+    "slurm --confg run.yaml": (2, "error: --confg is no option of slurm, nor of fit. Did you mean config?"),
+}
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_what_needs_no_torch_is_answered_without_it(line: str) -> None:
+    code, text = QUICK[line]
+    watch = """
+import atexit, sys, time
+atexit.register(lambda: print(f"\\nmodules {time.process_time()}", *sys.modules))
+"""
+    ended = _run(watch + PROGRAM, *line.split())
+    said, _, after = ended.stdout.rpartition("\nmodules ")
+    assert ended.returncode == code, ended.stderr
+    assert text in said + ended.stderr
+    assert "Traceback" not in ended.stderr
+    seconds, *modules = after.split()
+    assert float(seconds) < 0.5
+    assert set(modules) & {"torch", "lightning", "jsonargparse", "deepspeed", "numpy"} == set()
+
+
+def test_the_program_alone_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quick("lightning-shard", []) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, summary in {**FIT, **COMMANDS}.items():
+        place = lines.index(f"  {name:<11} {summary}")
+        assert lines[place + 1].startswith(f"{' ' * 14}$ lightning-shard {name}")
+
+
+def test_the_shell_completes_commands_options_and_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("completion", ["bash"]) == 0
+    words = 't() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _lightning_shard; echo ${COMPREPLY[@]}; }\n'
+    lines = {
+        "ch": "checkpoint",
+        "fit --trainer.max_t": "--trainer.max_time",
+        "fit --trainer.strategy shard_ddp": "shard_ddp shard_ddp_aligned",
+        "slurm --sub": "--submit",
+        "checkpoint ve": "verify",
+        "fit --config x": "",
+    }
+    script = capsys.readouterr().out + words + "".join(f"t lightning-shard {line}\n" for line in lines)
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == list(lines.values())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,69 @@
+"""``lightning-shard completion SHELL``: a script that makes bash or zsh complete commands, options and names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Sequence
+
+from lightning_shard import registry
+from lightning_shard.commands import COMMANDS, FIT
+from lightning_shard.commands.options import actions, options_parser
+
+_CONFIGURED = ("config", "print_config", "seed_everything", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
+
+_SCRIPT = """\
+_lightning_shard() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words
+  case $before in
+{values}
+    *) case $command in
+{options}
+    esac ;;
+  esac
+  if (( COMP_CWORD == 1 )); then words="{commands}"; fi
+  COMPREPLY=( $(compgen -W "$words" -- "$word") )
+}}
+complete -o bashdefault -o default -F _lightning_shard lightning-shard
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = options_parser("completion", f"{COMMANDS['completion']} Its output belongs into ~/.bashrc or ~/.zshrc.")
+    parser.add_argument("shell", choices=["bash", "zsh"], help="the shell")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    shell = parser().parse_args(arguments).shell
+    values = {"--trainer.strategy": list(registry.PRESETS), "--trainer.precision": _precisions()}
+    values["strategies"] = values["--to"] = values["--trainer.strategy"]
+    options = {name: _options(name) for name in COMMANDS} | {"|".join(FIT): _fit_options()}
+    print("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "", end="")
+    print(_SCRIPT.format(values=_cases(values, 4), options=_cases(options, 6), commands=" ".join([*FIT, *COMMANDS])))
+    return 0
+
+
+def _cases(words: dict[str, list[str]], indent: int) -> str:
+    return "\n".join(f'{" " * indent}{case}) words="{" ".join(found)}" ;;' for case, found in words.items())
+
+
+def _options(name: str) -> list[str]:
+    """The options of a command, and what its first argument may be."""
+    found = actions(importlib.import_module(f"lightning_shard.commands.{name}").parser())
+    choices = [str(word) for action in found if not action.option_strings for word in action.choices or ()]
+    return choices + [option for action in found for option in action.option_strings if option.startswith("--")]
+
+
+def _fit_options() -> list[str]:
+    from lightning.pytorch import Trainer
+
+    trainer = [name for name in inspect.signature(Trainer).parameters if name != "self"]
+    return [*(f"--{name}" for name in _CONFIGURED), *(f"--trainer.{name}" for name in trainer)]
+
+
+def _precisions() -> list[str]:
+    from lightning_shard.precision.policy import PRECISIONS
+
+    return list(PRECISIONS)
