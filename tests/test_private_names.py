@@ -26,7 +26,8 @@ USES = {
     "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",
-        "_combined_loader_states_to_load _data_fetcher _data_source _sampler",
+        "_combined_loader_states_to_load _data_connector _data_fetcher _data_source _prepare_dataloader"
+        " _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
         "gradient accumulation; whether validation is due",
@@ -35,8 +36,8 @@ USES = {
     "_lightning/messages.py": ("who asked for a message", "_AcceleratorConnector _check_and_init_precision"),
     "_lightning/names.py": (
         "classes that names are required of",
-        "_CheckpointConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop _SignalConnector"
-        " _TrainingEpochLoop",
+        "_CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop"
+        " _SignalConnector _TrainingEpochLoop _update_dataloader",
     ),
     "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
     "_lightning/processes.py": (

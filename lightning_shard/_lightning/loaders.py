@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_shard._lightning import names
 from lightning_shard._lightning.progress import settle_progress
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.shape import KINDS
 from lightning_shard.resume.wrap import resumable
@@ -19,6 +25,51 @@ def train_batch_size(trainer: Trainer) -> int | None:
     source = trainer.fit_loop._data_source.instance
     size = getattr(source, "batch_size", None)
     return size if isinstance(size, int) else None
+
+
+def keep_order(replacements: Replacements, trainer: Trainer) -> None:
+    """Deal out a training loader's samples to the ranks in the loader's own order, which is said once.
+
+    Lightning shuffles what it deals out in training, whatever the loader says, and forgets how large the batches of a
+    stock ``BatchSampler`` are.
+    """
+    connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
+    said: list[str] = []
+
+    def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if not isinstance(dataloader, DataLoader) or not connector._requires_distributed_sampler(dataloader):
+            return prepare(dataloader, shuffle, mode)
+        given = dataloader.batch_sampler
+        if mode == RunningStage.TRAINING:
+            sampler = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
+            if not sampler.shuffle and not said and not getattr(trainer, "overfit_batches", 0):
+                said.append(
+                    "The order of the training dataloader is kept. Stock Lightning shuffles it under distributed "
+                    "strategies: set DataLoader(shuffle=True) for that."
+                )
+                rank_zero_info(said[0])
+            prepared: Any = names.update_dataloader(dataloader, sampler, mode)
+        else:
+            prepared = prepare(dataloader, shuffle, mode)
+        if type(given) is BatchSampler and dataloader.batch_size is None and mode != RunningStage.PREDICTING:
+            # A DataLoader refuses to have it set.
+            vars(prepared)["batch_sampler"] = BatchSampler(prepared.sampler, given.batch_size, given.drop_last)
+        return prepared
+
+    replacements.replace(connector, "_prepare_dataloader", prepare_dataloader)
+
+
+def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler[Any]:
+    """What deals out ``loader``'s samples: shuffled anew in each epoch where a RandomSampler does just that."""
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        return sampler
+    ranks = {"seed": int(os.environ.get("PL_GLOBAL_SEED", 0)), **ranks}
+    permutes = type(sampler) is RandomSampler and not sampler.replacement
+    if (permutes or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
+        return DistributedSampler(loader.dataset, shuffle=permutes, **ranks)
+    return DistributedSamplerWrapper(sampler, shuffle=False, **ranks)
 
 
 def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int) -> Any:

@@ -9,22 +9,26 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_shard.private_names import require
 
 Loop = _Loop
 DatasetSamplerWrapper = _DatasetSamplerWrapper
+update_dataloader = _update_dataloader
 
 _REQUIRED = (
-    (Trainer, "_checkpoint_connector _logger_connector _signal_connector"),
+    (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (LightningModule, "_device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
     (ModelCheckpoint, "file_exists _link_checkpoint"),
     (ModelSummary, "_summary _max_depth"),
     (ParallelStrategy, "_layer_sync"),
     (_CheckpointConnector, "resume_start"),
+    (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),
     (_DatasetSamplerWrapper, "_sampler"),
     (_EvaluationLoop, "inference_mode _results"),
     (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),

@@ -16,6 +16,7 @@ REPLACED = {
     "Profiler.start": "a meter sums up the seconds of some actions",
     "Profiler.stop": "a meter sums up the seconds of some actions",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
+    "_DataConnector._prepare_dataloader": "training dataloaders keep their order",
     "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_PredictionLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
     "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",

@@ -70,8 +70,11 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
-        """The original's."""
-        return self._source.full if self._inner.batch_sampler is None else self._inner.sampler
+        """The original's; that of a stock batch sampler where one was given, of which the loader knows nothing."""
+        full = self._source.full
+        if self._inner.batch_sampler is None:
+            return full
+        return full.sampler if type(full) is BatchSampler else self._inner.sampler
 
     @property
     def batches_done(self) -> int:
@@ -176,6 +179,10 @@ class ResumableLoader(DelegatingLoader):
             return self._rest_in_batches(state)
         if state["kind"] == "distributed":
             return iter(self._rest_of_rank(state))
+        begun = {"seed": state["seed"], "shuffle": state["shuffle"]}
+        nested = self._epoch_sampler()
+        if isinstance(nested, DistributedSampler) and begun != {name: getattr(nested, name) for name in begun}:
+            return itertools.islice(_iterate_with(full, nested, begun), start, None)
         return itertools.islice(iter(full), start, None)
 
     def _rest_in_batches(self, state: dict[str, Any]) -> Iterator[Any]:
@@ -222,6 +229,16 @@ class ResumableLoader(DelegatingLoader):
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
+
+
+def _iterate_with(batches: Iterable[Any], sampler: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """Iterate over ``batches`` while ``sampler``, which they take their samples from, draws by other ``settings``."""
+    own = {name: getattr(sampler, name) for name in settings}
+    vars(sampler).update(settings)
+    iterator = iter(batches)
+    first = list(itertools.islice(iterator, 1))
+    vars(sampler).update(own)
+    yield from itertools.chain(first, iterator)
 
 
 def _differ(first: int | None, second: int | None) -> bool:

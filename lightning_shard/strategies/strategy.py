@@ -194,6 +194,7 @@ class ShardStrategy(ParallelStrategy):
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
         _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
+        _lightning.keep_order(self._replacements, trainer)
         parts.take_over_resuming(self._replacements, trainer, self._identity, self.checkpoints)
         parts.take_over_signals(self._replacements, trainer, self._preemption)
         super().setup_environment()

@@ -64,8 +64,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """Fit with one of our strategies and save; the parameters and buffers."""
     module = Regression(width=6, **kwargs)
-    # Lightning's sampler for several processes shuffles.
-    trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, use_distributed_sampler=False)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=epochs)
     trainer.fit(module, DataLoader(ROWS, 4), ckpt_path=ckpt_path)
     trainer.save_checkpoint(path)
     return whole_parameters(module) | dict(module.named_buffers())

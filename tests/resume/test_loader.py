@@ -180,14 +180,24 @@ def test_another_epoch_set_after_loading_starts_at_its_beginning() -> None:
     assert ids(resumed) == ids(distributed_loader(10, 2, 0, epoch=2))
 
 
-def test_the_epoch_is_finished_in_the_order_of_its_seed() -> None:
-    whole = ids(distributed_loader(10, 2, 0, seed=3))
-    loader = distributed_loader(10, 2, 0, seed=3)
-    next(iter(loader))
-    resumed = distributed_loader(10, 2, 0, seed=8)
-    resumed.load_state_dict(loader.state_dict())
+class Pairs(BatchSampler):
+    """A batch sampler of its own kind."""
+
+
+@pytest.mark.parametrize("other", [{"seed": 8}, {"shuffle": False}], ids=str)
+@pytest.mark.parametrize("kind", [BatchSampler, Pairs])
+def test_the_epoch_is_finished_in_the_order_in_which_it_was_begun(kind: Any, other: dict[str, Any]) -> None:
+    def loader(seed: int = 3, shuffle: bool = True) -> Any:
+        sampler = DistributedSampler(Numbers(10), 2, 0, shuffle=shuffle, seed=seed)
+        stock = DataLoader(Numbers(10), batch_sampler=kind(sampler, 2, False))
+        return resumable(stock, world_size=2, rank=0)
+
+    first, whole = loader(), ids(loader())
+    next(iter(first))
+    resumed = loader(**other)
+    resumed.load_state_dict(first.state_dict())
     assert ids(resumed) == whole[1:]
-    assert ids(resumed) == ids(distributed_loader(10, 2, 0, seed=8))
+    assert ids(resumed) == ids(loader(**other)) != whole
 
 
 def test_what_frameworks_read_and_set_reaches_the_loader() -> None:

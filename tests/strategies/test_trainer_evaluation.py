@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
@@ -147,36 +148,74 @@ def _sampled(strategy: str, kind: str) -> list[list[int]]:
     module, flags = build(), {}
     if kind == "own":
         loader = DataLoader(samples(), batch_size=2, sampler=EveryThird())
-    elif kind == "batches":
-        loader = DataLoader(samples(), batch_sampler=OwnBatches(SequentialSampler(range(COUNT))))
+    elif kind == "replacement":
+        loader = DataLoader(samples(), batch_size=2, sampler=RandomSampler(samples(), replacement=True, num_samples=8))
+    elif kind in ("stock batches", "own batches"):
+        batches = OwnBatches if kind == "own batches" else BatchSampler
+        loader = DataLoader(samples(), batch_sampler=batches(SequentialSampler(range(COUNT)), 2, False))
+    elif kind == "shuffled batches":
+        loader = DataLoader(samples(), batch_sampler=OwnBatches(RandomSampler(range(COUNT))))
     elif kind == "distributed":
         sampler = torch.utils.data.DistributedSampler(samples(), shuffle=False)
         loader = DataLoader(samples(), batch_size=3, sampler=sampler)
     else:
-        loader, flags = data(), {"use_distributed_sampler": False}
+        loader = data(shuffle=kind == "shuffled")
+        flags = {"use_distributed_sampler": kind != "off"}
     trainer = quiet_trainer(strategy=strategy, max_epochs=1, **flags)
     trainer.fit(module, loader)
-    assert isinstance(trainer.train_dataloader.batch_sampler, OwnBatches) == (kind == "batches")
+    assert isinstance(trainer.train_dataloader.batch_sampler, OwnBatches) == (
+        kind in ("own batches", "shuffled batches")
+    )
     return module.seen["train"]
 
 
+def _all_sampled(strategy: str, kinds: list[str]) -> dict[str, list[list[int]]]:
+    return {kind: _sampled(strategy, kind) for kind in kinds}
+
+
+OWN = ("own batches", "shuffled batches")
+ORDERED = ["plain", "own", "stock batches", "own batches"]
+
+
 @BOTH
-def test_samplers(strategy: str) -> None:
-    one, other = run_distributed(_sampled, 2, strategy, "own")
-    # Lightning shuffles what a sampler of training data gives before it deals it out.
-    assert sorted(flat(one) + flat(other)) == list(range(0, COUNT, 3))
-    assert len(one) == len(other) == 2
+def test_training_keeps_the_order_of_the_loader(strategy: str) -> None:
+    kinds = [*ORDERED, "shuffled", "shuffled batches", "replacement", "distributed", "off"]
+    one, other = run_distributed(_all_sampled, 2, strategy, kinds)
+    everything = list(range(COUNT))
+    for kind in ORDERED:
+        order = everything[::3] if kind == "own" else everything
+        assert one[kind] == [order[i : i + 4 : 2] for i in range(0, len(order), 4)], kind
+        assert other[kind] == [order[i + 1 : i + 4 : 2] for i in range(0, len(order), 4)], kind
+    for kind in ("shuffled", "shuffled batches"):
+        both = flat(one[kind]) + flat(other[kind])
+        assert sorted(both) == everything != both, kind
+    assert len(flat(one["replacement"]) + flat(other["replacement"])) == 8
+    assert (one["distributed"][0], other["distributed"][0]) == ([0, 2, 4], [1, 3, 5])
+    assert one["off"] == other["off"]
+    assert flat(one["off"]) == everything
 
-    one, other = run_distributed(_sampled, 2, strategy, "batches")
-    assert sorted(flat(one) + flat(other)) == list(range(COUNT))
 
-    one, other = run_distributed(_sampled, 2, strategy, "distributed")
-    assert one[0] == [0, 2, 4]
-    assert other[0] == [1, 3, 5]
+def _said(strategy: str, kind: str) -> tuple[list[list[int]], int]:
+    """What one process sees in two epochs, and how often it is said that the order is kept."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(rank_zero.__name__)
+    logger.addHandler(handler)
+    module = build()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(module, data(shuffle=kind == "shuffled"))
+    logger.removeHandler(handler)
+    return module.seen["train"], sum("order of the training dataloader is kept" in message for message in messages)
 
-    one, other = run_distributed(_sampled, 2, strategy, "off")
-    assert one == other
-    assert flat(one) == list(range(COUNT))
+
+def test_one_process_keeps_the_order_and_says_so_once() -> None:
+    everything = list(range(COUNT))
+    [(seen, said)] = run_distributed(_said, 1, "shard_ddp", "plain")
+    assert (flat(seen), said) == (everything * 2, 1)
+    [(seen, said)] = run_distributed(_said, 1, "shard_ddp", "shuffled")
+    assert said == 0
+    assert sorted(flat(seen)) == sorted(everything * 2) != flat(seen)
 
 
 # Prediction

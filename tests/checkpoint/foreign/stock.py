@@ -86,7 +86,7 @@ def fit(
 ) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning)
     trainer = quiet_trainer(strategy=strategy, max_epochs=epochs, default_root_dir=os.getcwd(), **kwargs)
-    trainer.fit(module(), DataLoader(ROWS, 4), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(module(), DataLoader(ROWS, 4, shuffle=True), ckpt_path=ckpt_path, weights_only=True)
     if save:
         trainer.save_checkpoint(save)
     assert not [name for name in os.listdir() if name.startswith(".converted")]
