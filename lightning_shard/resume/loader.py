@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume.delegate import DelegatingLoader
 from lightning_shard.resume.order import global_order, rank_share
+from lightning_shard.resume.rng import rng_state, set_rng_state
+from lightning_shard.resume.samplers import States
 from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of
-from lightning_shard.resume.source import Generators, IndexSource, Plan
+from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapshot
 
 
 @dataclasses.dataclass
@@ -27,6 +30,7 @@ class _Run:
     rng: dict[str, Any]
     """At the start, as `generators`."""
     generators: list[Any]
+    attributes: dict[str, Any]
     seeded: bool
     """Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once)."""
     start: int = 0
@@ -44,21 +48,26 @@ class ResumableLoader(DelegatingLoader):
     seed and the sampler's epoch. Setting another epoch before that starts the other one at its beginning.
 
     An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn
-    again from its state at the epoch's start, without a trace in the global ones. Random numbers drawn inside
-    worker processes are not restored.
+    again from its state at the epoch's start, without a trace in the global ones; so are samplers with a
+    ``state_dict``, and with generators and counters of their own. Random numbers drawn inside worker processes are not
+    restored.
     """
 
-    _own = frozenset({"_source", "_generators", "_world_size", "_rank", "_pending", "_run"})
+    _own = frozenset({"_source", "_generators", "_states", "_world_size", "_rank", "_pending", "_run"})
 
     def __init__(self, inner: DataLoader[Any], *, world_size: int, rank: int, inner_sampler: Any = None) -> None:
         batched = inner.batch_sampler is not None
-        source = IndexSource(inner.batch_sampler if batched else inner.sampler)
+        full = inner.batch_sampler if batched else inner.sampler
+        samplers = [full, inner.sampler, getattr(full, "sampler", None), inner_sampler]
+        samplers = list({id(sampler): sampler for sampler in samplers if sampler is not None}.values())
+        states = States(samplers)
+        source = IndexSource(full, states)
         inner = copy.copy(inner)
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         super().__init__(inner)
-        self._source = source
-        self._generators = Generators(inner, source.full, inner_sampler)
+        self._source, self._states = source, states
+        self._generators = Generators(inner, samplers)
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -101,9 +110,10 @@ class ResumableLoader(DelegatingLoader):
         start, batches = (run.start, run.batches) if run else (0, 0)
         left = shape.batches_left(start)
         sampler = self._epoch_sampler()
+        generators_now, attributes_now = self._generators.states()
         return {
             "kind": shape.kind,
-            "epoch": run.epoch if run else getattr(sampler, "epoch", None),
+            "epoch": run.epoch if run else self._epoch,
             "samples": shape.position(start, batches),
             "batches": batches + (run.start_batches if run else 0),
             "finished": run is not None and (run.ended or (left is not None and batches >= left)),
@@ -116,7 +126,10 @@ class ResumableLoader(DelegatingLoader):
             "seeded": run.seeded if run else True,
             "rng": run.rng if run else None,
             "generators": run.generators if run else [],
-            "generators_now": self._generators.states(),
+            "attributes": run.attributes if run else {},
+            "generators_now": generators_now,
+            "attributes_now": attributes_now,
+            "states": self._states.saved(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,32 +144,48 @@ class ResumableLoader(DelegatingLoader):
             set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
-        self._generators.set_states(state["generators_now"])
+        elif state.get("states") and state["rng"] is not None:
+            before = rng_state(cuda=False)
+            self._generators.restore(_snapshot(state))
+            self._states.finish(state["states"], self._source.full)
+            set_rng_state(before)
+        attributes = state.get("attributes_now", {})
+        self._generators.set_states(state["generators_now"], attributes)
+        lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost")
+        if lost and self._rank == 0:
+            warnings.warn(
+                f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
+                " They begin anew, and the order of the data with them. Give the sampler state_dict() and"
+                " load_state_dict() to go on where it was.",
+                stacklevel=2,
+            )
         self._pending, self._run = dict(state), None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         run, batches = self._begin()
         for batch in batches:
             run.batches += 1
+            self._states.consume()
             yield batch
         run.ended = True
 
     def _begin(self) -> tuple[_Run, Iterator[Any]]:
         loaded, self._pending = self._pending, None
         inner, generators = self._inner, self._generators
-        epoch = getattr(self._epoch_sampler(), "epoch", None)
+        epoch = self._epoch
         resumed = loaded if loaded and is_midway(loaded) and not _differ(loaded["epoch"], epoch) else None
         keeps_workers = inner.persistent_workers and inner.num_workers > 0
         creates = not keeps_workers or inner._iterator is None
         now = generators.snapshot()
         if resumed:
-            generators.restore((resumed["rng"], resumed["generators"]))
+            generators.restore(_snapshot(resumed))
             seeded = bool(resumed["seeded"])
         else:
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
         run = _Run(epoch, self._shape, *generators.snapshot(), seeded)
         plan = None
+        self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
             run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
         if resumed or (creates and not seeded):
@@ -165,7 +194,7 @@ class ResumableLoader(DelegatingLoader):
         batches = self._source.iterate(inner, plan)
         if resumed:
             # The generators that are the loader's own go on from the epoch's start.
-            generators.restore((now[0], generators.states()))
+            set_rng_state(now[0])
         self._run = run
         return run, batches
 
@@ -183,14 +212,14 @@ class ResumableLoader(DelegatingLoader):
         nested = self._epoch_sampler()
         if isinstance(nested, DistributedSampler) and begun != {name: getattr(nested, name) for name in begun}:
             return itertools.islice(_iterate_with(full, nested, begun), start, None)
-        return itertools.islice(iter(full), start, None)
+        return self._states.skip(state.get("states", {}), full, start)
 
     def _rest_in_batches(self, state: dict[str, Any]) -> Iterator[Any]:
         full: Any = self._source.full
         if state["kind"] == "distributed":
             rest: Iterable[int] = self._rest_of_rank(state)
         else:
-            rest = itertools.islice(iter(self.sampler), state["samples"], None)
+            rest = self._states.skip(state.get("states", {}), self.sampler, state["samples"])
         # A generator, as BatchSampler's own iterator is: nothing is drawn before the first ``next``.
         yield from BatchSampler(rest, full.batch_size, full.drop_last)
 
@@ -198,10 +227,11 @@ class ResumableLoader(DelegatingLoader):
         start = state["samples"]
         sampler: DistributedSampler[Any] = copy.copy(self.sampler)
         sampler.seed, sampler.shuffle = state["seed"], state["shuffle"]
-        before = self._generators.snapshot()
+        before, states = self._generators.snapshot(), self._states.read()
         order = global_order(sampler)
         # One under a wrapper may draw from the global generator, each time anew.
         self._generators.restore(before)
+        self._states.write(states)
         mine = list(sampler)
         ranks = (sampler.rank, sampler.num_replicas)
         if rank_share(order, 0, *ranks, drop_last=sampler.drop_last) == mine:
@@ -225,10 +255,21 @@ class ResumableLoader(DelegatingLoader):
     def _shape(self) -> Shape:
         return shape_of(self.sampler, self.batch_sampler)
 
+    @property
+    def _epoch(self) -> int | None:
+        """The epoch that the training loop has set."""
+        sampler = self._epoch_sampler()
+        return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
+
     def _epoch_sampler(self) -> Any:
         """What holds the epoch's number: the sampler, or the one under a batch sampler."""
         nested = getattr(self.batch_sampler, "sampler", None)
         return next((s for s in (nested, self.sampler) if hasattr(s, "set_epoch")), self.sampler)
+
+
+def _snapshot(state: dict[str, Any]) -> Snapshot:
+    """Of the generators at the start of the epoch of ``state``."""
+    return state["rng"], state["generators"], state.get("attributes", {})
 
 
 def _iterate_with(batches: Iterable[Any], sampler: Any, settings: dict[str, Any]) -> Iterator[Any]:

@@ -9,35 +9,36 @@ from typing import Any
 import torch
 
 from lightning_shard.resume.rng import rng_state, set_rng_state
+from lightning_shard.resume.samplers import Attributes, States
 
-Snapshot = tuple[dict[str, Any], list[Any]]
+Snapshot = tuple[dict[str, Any], list[Any], dict[str, Any]]
 
 
 class Generators:
-    """The random number generators that a loader's order can depend on."""
+    """What a loader's order can depend on: random number generators, and further attributes of its samplers."""
 
-    def __init__(self, loader: Any, index_sampler: Any, inner_sampler: Any) -> None:
-        nested = getattr(index_sampler, "sampler", None)
-        owners = (loader, loader.sampler, index_sampler, nested, inner_sampler)
-        found = [getattr(owner, "generator", None) for owner in owners]
+    def __init__(self, loader: Any, samplers: list[Any]) -> None:
+        found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
         unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._own = list(unique.values())
+        self._attributes = Attributes(samplers, loader.dataset)
 
-    def states(self) -> list[torch.Tensor]:
-        """Of the loader's own generators, not of the global ones."""
-        return [generator.get_state() for generator in self._own]
+    def states(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Of the loader's and its samplers' own, not of the global ones."""
+        return [generator.get_state() for generator in self._own], self._attributes.read()
 
-    def set_states(self, states: list[torch.Tensor]) -> None:
+    def set_states(self, states: list[torch.Tensor], attributes: dict[str, Any]) -> None:
         for generator, state in zip(self._own, states, strict=False):
             generator.set_state(state)
+        self._attributes.write(attributes)
 
     def snapshot(self) -> Snapshot:
         """The global generators' state (CPU) and the loader's own."""
-        return rng_state(cuda=False), self.states()
+        return rng_state(cuda=False), *self.states()
 
     def restore(self, snapshot: Snapshot) -> None:
         set_rng_state(snapshot[0])
-        self.set_states(snapshot[1])
+        self.set_states(*snapshot[1:])
 
 
 class Plan:
@@ -81,12 +82,13 @@ class Plan:
 class IndexSource:
     """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for one planned iteration."""
 
-    def __init__(self, full: Any) -> None:
+    def __init__(self, full: Any, states: States) -> None:
         self.full = full
+        self._states = states
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.full) if self._plan is None else self._plan.iterator()
+        return self._states.watched(iter(self.full) if self._plan is None else self._plan.iterator())
 
     def __len__(self) -> int:
         return len(self.full)

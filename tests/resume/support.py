@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import io
 import itertools
+import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
 )
 
 from lightning_shard.resume.wrap import resumable
@@ -86,3 +91,141 @@ class StatefulStream(Stream):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state.get("position", 0)
+
+
+class Own(Sampler[int]):
+    """Samples in an order of its own; each subclass keeps another state."""
+
+    length = 11
+
+    def __len__(self) -> int:
+        return self.length
+
+    def order(self) -> list[int]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order()
+
+
+class NumpyOwn(Own):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def order(self) -> list[int]:
+        return [int(i) for i in self.rng.permutation(self.length)]
+
+
+class MersenneOwn(NumpyOwn):
+    def __init__(self) -> None:
+        self.rng = np.random.Generator(np.random.MT19937(3))
+
+
+class LegacyOwn(NumpyOwn):
+    """Draws each sample as it is asked for."""
+
+    def __init__(self) -> None:
+        self.policy = types.SimpleNamespace(rng=np.random.RandomState(3))
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield int(self.policy.rng.randint(self.length))
+
+
+class LateOwn(Own):
+    """Makes its generator when it is first iterated over."""
+
+    rng: random.Random | None = None
+
+    def order(self) -> list[int]:
+        self.rng = self.rng or random.Random(4)
+        return self.rng.sample(range(self.length), self.length)
+
+
+class CountingOwn(Own):
+    """Counts epochs without being told."""
+
+    def __init__(self) -> None:
+        self.epochs = np.int64(0)
+
+    def order(self) -> list[int]:
+        self.epochs += 1
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(int(self.epochs))).tolist()
+
+
+class InPlaceOwn(Own):
+    """Shuffles its indices in place; under one name they are a list, under the other an array."""
+
+    def __init__(self) -> None:
+        self.indices, self.offsets = list(range(self.length)), np.zeros(self.length, dtype=np.int64)
+
+    def order(self) -> list[int]:
+        random.Random(1).shuffle(self.indices)
+        self.offsets += 1
+        return [(i + int(offset)) % self.length for i, offset in zip(self.indices, self.offsets, strict=True)]
+
+
+class SeededState(Own):
+    """Its state says what an epoch's order is drawn from, and nothing of the position."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.Generator(np.random.MT19937(5))
+
+    def order(self) -> list[int]:
+        return [int(i) for i in self.rng.permutation(self.length)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+class PositionState(Own):
+    """Its state says how far it is in which epoch; an epoch that has ended is followed by the next."""
+
+    epoch, position = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < self.length:
+            self.position += 1
+            yield (7 * self.position + self.epoch) % self.length
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class YieldedState(Own):
+    """As torchdata's distributed sampler: the state at an epoch's end stays until the next begins."""
+
+    epoch, yielded, skip = 0, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded, self.skip = self.skip, 0
+        for index in range(self.yielded, self.length):
+            self.yielded += 1
+            yield (7 * index + self.epoch) % self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skip = state["yielded"]
+
+
+class OwnBatches(BatchSampler):
+    """Batches of random sizes, drawn from a generator of its own."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 2, False)
+        self.sizes = random.Random(9)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rest = list(self.sampler)
+        for left in range(len(self), 0, -1):
+            size = self.sizes.randint(1, 3) if left > 1 else len(rest)
+            yield [rest.pop() for _ in range(min(size, len(rest)))] or [0]

@@ -24,8 +24,25 @@ from torch.utils.data import (
 from lightning_shard.errors import DataError
 from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
 from lightning_shard.resume.wrap import order_warning, resumable
-from tests.resume.support import Numbers, distributed_loader, ids, through_file
+from tests.resume.support import (
+    CountingOwn,
+    InPlaceOwn,
+    LateOwn,
+    LegacyOwn,
+    MersenneOwn,
+    Numbers,
+    NumpyOwn,
+    Own,
+    OwnBatches,
+    PositionState,
+    SeededState,
+    YieldedState,
+    distributed_loader,
+    ids,
+    through_file,
+)
 
+OWN = (NumpyOwn, MersenneOwn, LegacyOwn, LateOwn, CountingOwn, InPlaceOwn, SeededState, PositionState, YieldedState)
 STOCK = {
     "sequential": lambda: DataLoader(Numbers(11), 2),
     "shuffled": lambda: DataLoader(Numbers(11), 2, shuffle=True),
@@ -48,8 +65,20 @@ STOCK = {
     ),
     "workers": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=2),
     "persistent workers": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    **{
+        f"{kind.__name__}, {workers} workers": lambda kind=kind, workers=workers: DataLoader(
+            Numbers(11), 2, sampler=kind(), num_workers=workers
+        )
+        for kind, workers in itertools.chain(zip(OWN, itertools.repeat(0)), ((SeededState, 1), (PositionState, 2)))
+    },
+    "batch sampler's generator": lambda: DataLoader(Numbers(11), batch_sampler=OwnBatches(NumpyOwn())),
+    "batches with a state": lambda: DataLoader(Numbers(11), batch_sampler=Pairs(PositionState(), 2, False)),
     "subclass": lambda: Doubling(Numbers(11), 2, shuffle=True),
 }
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of its own kind."""
 
 
 class Growing(Sampler[list[int]]):
@@ -180,10 +209,6 @@ def test_another_epoch_set_after_loading_starts_at_its_beginning() -> None:
     assert ids(resumed) == ids(distributed_loader(10, 2, 0, epoch=2))
 
 
-class Pairs(BatchSampler):
-    """A batch sampler of its own kind."""
-
-
 @pytest.mark.parametrize("other", [{"seed": 8}, {"shuffle": False}], ids=str)
 @pytest.mark.parametrize("kind", [BatchSampler, Pairs])
 def test_the_epoch_is_finished_in_the_order_in_which_it_was_begun(kind: Any, other: dict[str, Any]) -> None:
@@ -217,6 +242,44 @@ def test_what_frameworks_read_and_set_reaches_the_loader() -> None:
     loader._iterator = None
     assert loader._inner._iterator is None
     assert resumable(loader, world_size=2, rank=0) is loader
+
+
+@pytest.mark.parametrize("kind", [NumpyOwn, CountingOwn, InPlaceOwn, SeededState, PositionState])
+@pytest.mark.parametrize("stop", [(1, 0), (1, 1), (2, 2)], ids=str)
+def test_a_sampler_that_is_dealt_out_keeps_its_state(kind: Any, stop: tuple[int, int]) -> None:
+    """As Lightning deals one out: the ranks' shares of what it gives."""
+
+    def fresh() -> Any:
+        own = kind()
+        dealt = DistributedSamplerWrapper(own, num_replicas=2, rank=1, shuffle=False)
+        return resumable(DataLoader(Numbers(11), 2, sampler=dealt), world_size=2, rank=1, inner_sampler=own)
+
+    whole, _ = train(fresh(), 4)
+    seed_rng(5)
+    first, (state, generators) = train(fresh(), 4, stop)
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    set_rng_state(generators)
+    rest, _ = train(resumed, 4, start=(stop[0] + 1, 0) if state["finished"] and stop[1] else stop)
+    assert [step[:3] for step in first + rest] == [step[:3] for step in whole]
+
+
+class Opaque(Own):
+    """What it goes on with can't be in a checkpoint."""
+
+    def __init__(self) -> None:
+        self.source = itertools.cycle(range(7))
+
+    def order(self) -> list[int]:
+        return list(itertools.islice(self.source, self.length))
+
+
+def test_what_a_sampler_keeps_elsewhere_is_said() -> None:
+    loader = resumable(DataLoader(Numbers(11), 2, sampler=Opaque()), world_size=1, rank=0)
+    next(iter(loader))
+    resumed = resumable(DataLoader(Numbers(11), 2, sampler=Opaque()), world_size=1, rank=0)
+    with pytest.warns(UserWarning, match=r"not in the checkpoint: Opaque\.1\.source\. They begin anew"):
+        resumed.load_state_dict(loader.state_dict())
 
 
 class Backwards(DistributedSampler[Any]):

@@ -1,0 +1,283 @@
+"""What samplers of users keep between epochs: a ``state_dict`` of their own, or generators and values as attributes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from lightning_shard.resume.iterable import has_state
+
+LARGEST = 2**20
+"""Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint."""
+
+_GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "torch": (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    "numpy": (
+        np.random.Generator,
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    "legacy": (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
+    "python": (random.Random, random.Random.getstate, random.Random.setstate),
+}
+"""Name to class, function that reads a generator's state, and function that sets it."""
+
+_PLAIN = (bool, int, float, str, type(None), torch.Tensor)
+_VALUES = (*_PLAIN, list, tuple, dict, set, np.ndarray, np.generic)
+_SKIPPED = (Dataset, DataLoader, nn.Module, type, ModuleType, FunctionType, MethodType)
+
+
+class Attributes:
+    """The attributes of samplers without a ``state_dict`` that change as they are iterated over.
+
+    Generators, and the plain values that are not those of the beginning, when an instance is made. Of objects that
+    samplers hold, but for datasets and modules, the generators too.
+    """
+
+    def __init__(self, samplers: Iterable[Any], dataset: Any) -> None:
+        self._samplers = [sampler for sampler in samplers if not has_state(sampler)]
+        self._dataset = dataset
+        found = list(self._found())
+        self._first = {path: _pickled(value) if isinstance(value, _VALUES) else b"" for path, _, _, value in found}
+
+    def read(self) -> dict[str, Any]:
+        """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
+        values: dict[str, Any] = {"lost": []}
+        for path, _, _, value in self._found():
+            kind = _kind(value)
+            if kind is not None:
+                values[path] = {kind: encoded(_GENERATORS[kind][1](value))}
+            elif not isinstance(value, _VALUES):
+                values["lost"].append(path)  # an iterator
+            elif (now := _pickled(value)) != self._first.get(path):
+                if len(now) > LARGEST or not _is_plain(value):
+                    values["lost"].append(path)
+                else:
+                    values[path] = {"value": encoded(copy.deepcopy(value))}
+        return values
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Set what `read` gave, and what it found unchanged to the values of the beginning."""
+        for path, owner, name, value in self._found():
+            if path in values or path in values.get("lost", ()):
+                continue
+            if path not in self._first:
+                delattr(owner, name)
+            elif self._first[path] and self._first[path] != _pickled(value):
+                setattr(owner, name, pickle.loads(self._first[path]))
+        owners = self._owners()
+        for path, value in values.items():
+            parent, _, name = path.rpartition(".")
+            if parent not in owners:
+                continue
+            [(kind, state)] = value.items()
+            state = decoded(copy.deepcopy(state))
+            if kind == "value":
+                setattr(owners[parent], name, state)
+                continue
+            generator = getattr(owners[parent], name, None)
+            if _kind(generator) != kind:
+                generator = np.random.default_rng() if kind == "numpy" else _GENERATORS[kind][0]()
+                setattr(owners[parent], name, generator)
+            _GENERATORS[kind][2](generator, state)
+
+    def _is_sampler(self, owner: Any) -> bool:
+        return isinstance(owner, Sampler) or any(owner is sampler for sampler in self._samplers)
+
+    def _owners(self) -> dict[str, Any]:
+        """Path to sampler, also one that another holds, or to another object that a sampler holds."""
+        owners: dict[str, Any] = {}
+        todo = [(f"{type(sampler).__name__}.{number}", sampler) for number, sampler in enumerate(self._samplers)]
+        seen = {id(self._dataset)}
+        while todo:
+            path, owner = todo.pop(0)
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            owners[path] = owner
+            if self._is_sampler(owner):
+                held = [(f"{path}.{name}", value) for name, value in _attributes(owner).items()]
+                todo += [(name, value) for name, value in held if _attributes(value) and not _is_kept(value)]
+        return owners
+
+    def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Path, owner, name and value of each attribute that counts: of what is no sampler generators alone."""
+        for path, owner in self._owners().items():
+            sampler = self._is_sampler(owner)
+            for name, value in list(_attributes(owner).items()):
+                # The epoch is the training loop's to set.
+                if value is self._dataset or (name == "epoch" and hasattr(owner, "set_epoch")):
+                    continue
+                if _kind(value) or (sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))):
+                    yield f"{path}.{name}", owner, name, value
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return getattr(owner, "__dict__", {})
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether nothing is looked for in ``value``."""
+    return isinstance(value, (*_VALUES, *_SKIPPED)) or has_state(value) or hasattr(value, "__getitem__")
+
+
+def _kind(value: Any) -> str | None:
+    return next((kind for kind, (cls, _, _) in _GENERATORS.items() if isinstance(value, cls)), None)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    if type(value) is dict:
+        return all(map(_is_plain, itertools.chain(value, value.values())))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else isinstance(value, (*_PLAIN, np.generic))
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # of something that it holds
+        return b""
+
+
+_ARRAY = "numpy.ndarray"
+
+
+def encoded(value: Any) -> Any:
+    """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "bytes": _bytes(value)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: encoded(item) for key, item in value.items()}
+    return type(value)(map(encoded, value)) if type(value) in (list, tuple) else value
+
+
+def _bytes(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given, but for numpy's scalars."""
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            data = value["bytes"].numpy().tobytes()
+            return np.frombuffer(data, dtype=np.dtype(value[_ARRAY])).reshape(value["shape"]).copy()
+        return {key: decoded(item) for key, item in value.items()}
+    return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
+
+
+class States:
+    """The samplers that have ``state_dict`` and ``load_state_dict``, with their states at each item of an epoch.
+
+    Such a state may say how far its sampler is in the epoch, or what the epoch's order is drawn from: on resume the
+    items behind are drawn again from the state at the epoch's start, and where that does not lead to the state that was
+    saved, the sampler is given this one.
+    """
+
+    def __init__(self, samplers: Iterable[Any]) -> None:
+        # What a DistributedSampler deals out follows from its epoch and seed, at any number of processes.
+        self._samplers = [s for s in samplers if has_state(s) and not isinstance(s, DistributedSampler)]
+        self._start = self._consumed = self.read()
+        self._after: deque[Any] = deque()
+        self._drawn, self._ended = 0, False
+
+    def read(self) -> list[Any]:
+        """Of each sampler, now."""
+        return [encoded(copy.deepcopy(sampler.state_dict())) for sampler in self._samplers]
+
+    def write(self, states: list[Any]) -> None:
+        """Give each sampler its own."""
+        for sampler, state in zip(self._samplers, states, strict=False):
+            sampler.load_state_dict(decoded(copy.deepcopy(state)))
+
+    def begin(self, saved: dict[str, Any] | None = None, drawn: int = 0) -> None:
+        """An epoch's items are drawn from here on; or those after ``drawn`` of the epoch that was ``saved``."""
+        if saved:
+            self.write(saved["start"])
+        self._start = saved["start"] if saved else self.read()
+        self._consumed = saved["consumed"] if saved else self._start
+        self._after.clear()
+        self._drawn, self._ended = drawn, False
+
+    def watched(self, items: Iterator[Any]) -> Iterator[Any]:
+        """``items``, each with a look at the samplers."""
+        return _Watched(items, self._note) if self._samplers else items
+
+    def _note(self, ended: bool) -> None:
+        self._ended = ended
+        if not ended:
+            self._drawn += 1
+            self._after.append(self.read())
+
+    def consume(self) -> None:
+        """The training loop was given one of the items that were drawn."""
+        if self._after:
+            self._consumed = self._after.popleft()
+
+    def saved(self) -> dict[str, Any]:
+        """At the epoch's start, after the last item consumed, and now, with how many items were drawn until now."""
+        if not self._samplers:
+            return {}
+        ends = {"start": self._start, "consumed": self._consumed, "now": self.read()}
+        return ends | {"drawn": self._drawn, "ended": self._ended}
+
+    def skip(self, saved: dict[str, Any], items: Iterable[Any], count: int) -> Iterator[Any]:
+        """``items`` from the one after ``count`` on, with the samplers at the start of the epoch that was ``saved``."""
+        iterator = iter(items)
+        return self._skipped(saved, items, iterator, count) if saved else itertools.islice(iterator, count, None)
+
+    def _skipped(
+        self, saved: dict[str, Any], items: Iterable[Any], iterator: Iterator[Any], count: int
+    ) -> Iterator[Any]:
+        behind = sum(1 for _ in itertools.islice(iterator, count))
+        if behind < count or not _same(self.read(), saved["consumed"]):
+            self.write(saved["consumed"])
+            iterator = iter(items)
+        yield from iterator
+
+    def finish(self, saved: dict[str, Any], items: Iterable[Any]) -> None:
+        """Leave the samplers as the epoch that was ``saved`` left them."""
+        self.write(saved["start"])
+        deque(itertools.islice(items, saved["drawn"] + saved["ended"]), maxlen=0)
+        if not _same(self.read(), saved["now"]):
+            self.write(saved["now"])
+
+
+class _Watched:
+    def __init__(self, items: Iterator[Any], note: Callable[[bool], None]) -> None:
+        self._items, self._note = items, note
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._note(True)
+            raise
+        self._note(False)
+        return item
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
