@@ -6,14 +6,19 @@ Full sharding, hybrid sharding and pure replication are shapes of this mesh, not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import MeshError
+from lightning_shard.private_names import require
 from lightning_shard.ranks import beside_default
+
+require(distributed_c10d, "_set_pg_timeout", tested="torch 2.11 to 2.13")
 
 REPLICATE = "replicate"
 SHARD = "shard"
@@ -82,15 +87,19 @@ def _check_divides(axis: str, size: int, world_size: int) -> None:
         )
 
 
-def build_mesh(shape: tuple[int, int], *, device_type: str) -> DeviceMesh:
+def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta = timedelta(minutes=30)) -> DeviceMesh:
     """The 2-D mesh with axes ``("replicate", "shard")`` over all ranks, one for all runs of this shape.
 
-    Collective: all ranks call it.
+    Collectives over its axes wait for ``timeout``. Collective: all ranks call it.
     """
     assert shape[0] * shape[1] == dist.get_world_size()
-    return beside_default(
+    mesh = beside_default(
         ("mesh", shape, device_type), lambda: init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
     )
+    for axis in (REPLICATE, SHARD):
+        # Groups of their own, with NCCL's 10 minutes where nothing else is said.
+        distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
+    return mesh
 
 
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:

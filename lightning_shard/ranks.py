@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -207,7 +208,16 @@ def _cpu_group() -> dist.ProcessGroup:
 
 
 def _own_group(purpose: str) -> dist.ProcessGroup:
-    return beside_default(("gloo", purpose), lambda: dist.new_group(backend="gloo"))
+    # torch would let it wait for 30 minutes, whatever the default group does.
+    timeout = beside_default("timeout", lambda: None)
+    return beside_default(("gloo", purpose), lambda: dist.new_group(backend="gloo", timeout=timeout))
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long the collectives wait of the groups that are made here from now on, beside the present default group."""
+    beside_default("timeout", lambda: None)
+    assert _made is not None
+    _made[1]["timeout"] = timeout
 
 
 # What was made beside the default process group; kept with that group, so that nothing of one that was destroyed since

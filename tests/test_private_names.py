@@ -98,6 +98,7 @@ USES = {
         "_get_param_swap_info _io_aligned_numel _offload_grad_partition_at_boundary _prepare_sub_group"
         " _swappable_optimizer_subgroup",
     ),
+    "mesh.py": ("how long the collectives of an axis wait", "_set_pg_timeout"),
     "meters/flops.py": ("set on functions of this package for torch's counter of FLOPs", "_get_raw"),
     "precision/casting.py": ("modules with running statistics; a named tuple's documented method", "_NormBase _make"),
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
@@ -129,6 +130,7 @@ ELSEWHERE = {
     "cluster/traces.py": "below the layer of tensors",
     "cluster/watch.py": "Python's",
     "commands/options.py": "argparse's",
+    "mesh.py": "of the groups that it makes",
     "meters/flops.py": "an attribute of a function of its own",
     "precision/casting.py": "one class, that torch has under no public name",
     "resume/loader.py": "DataLoader's",

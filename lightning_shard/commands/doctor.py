@@ -103,6 +103,9 @@ def examine(
     store = connect(place, seconds)
     warnings = compare(store, place, Facts(node=own.node, versions=own.versions), seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
+    if gpu:
+        # Collectives and objects go over the current device, which is the first one in every process.
+        torch.cuda.set_device(device)
     dist.init_process_group(
         backend or ("nccl" if gpu else "gloo"),
         store=store,

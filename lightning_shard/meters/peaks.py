@@ -98,7 +98,8 @@ def peak_flops(
     """Dense peak FLOP/s of one device (``torch.cuda.get_device_name``) for products in ``dtype``; None: not known.
 
     ``tf32``: whether fp32 products may run on tensor cores; default: as torch is set
-    (``torch.set_float32_matmul_precision``). ``override`` is given in place of the table's.
+    (``torch.set_float32_matmul_precision``, ``torch.backends.cuda.matmul.fp32_precision``). ``override`` is given in
+    place of the table's.
     """
     if override is not None:
         return override
@@ -106,7 +107,8 @@ def peak_flops(
     if peaks is None:
         return None
     if tf32 is None:
-        tf32 = torch.get_float32_matmul_precision() != "highest"
+        # Set by torch.set_float32_matmul_precision too, whose own getter fails where only this was set.
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     rate: float | None = None
     if dtype == torch.float16 or (dtype == torch.bfloat16 and peaks.bf16):
         rate = peaks.half

@@ -33,7 +33,7 @@ from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
-from lightning_shard.ranks import Ranks, forget_made_groups
+from lightning_shard.ranks import Ranks, forget_made_groups, set_timeout
 
 T = TypeVar("T")
 
@@ -110,12 +110,13 @@ class Processes:
             remember(place)
         else:
             _lightning.init_process_group(environment, backend, **options)
+        set_timeout(self.timeout)
 
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
         """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""
         world = dist.get_world_size()
         shape = resolve_mesh(self._options.mesh, world_size=world, processes_per_node=per_node)
-        self._mesh = build_mesh(shape, device_type=self._device.type)
+        self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
 
     def _meet(

@@ -103,7 +103,13 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Connect the processes, and DeepSpeed to them. All ranks call it."""
         super().setup_environment()
         backend = torch.distributed.get_backend()
-        self._connection = process.connect(self.root_device, backend=backend, local_size=self.num_processes)
+        self._connection = process.connect(
+            self.root_device,
+            backend=backend,
+            local_rank=self.local_rank,
+            local_size=self.num_processes,
+            timeout=self.timeout,
+        )
 
     @override
     def teardown(self) -> None:

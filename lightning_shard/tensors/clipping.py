@@ -73,18 +73,20 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
         gradients: fp32, bf16 or fp16.
         sharded_over: a mesh over whose ranks the plain tensors are disjoint shards, as ZeRO's flat partitions are.
     """
-    by_axes: dict[tuple[tuple[dist.ProcessGroup, str], ...], list[Tensor]] = defaultdict(list)
+    by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     for grad in gradients:
-        by_axes[_shard_axes(grad, sharded_over)].append(_local(grad))
+        local = _local(grad)
+        # Beside sharded gradients that are offloaded there may be full ones on the device.
+        by_axes[_shard_axes(grad, sharded_over), local.device].append(local)
     if not by_axes:
         return torch.zeros(())
     total: Tensor | None = None
-    for axes, locals_ in by_axes.items():
+    for (axes, _), locals_ in by_axes.items():
         filled = [t for t in locals_ if t.numel() > 0]
         square = _sum_of_squares(filled) if filled else locals_[0].new_zeros((), dtype=torch.float64)
         for group, device_type in axes:
             square = _all_reduce(square, group, device_type)
-        total = square if total is None else total + square
+        total = square if total is None else total + square.to(total.device)
     assert total is not None
     return total.sqrt().to(torch.float32)
 

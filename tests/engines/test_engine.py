@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,11 @@ def _fit(
     )
     engine.check(planned)
     shape = (ranks, 1) if name in ("torch_ddp", "replicate") else (1, ranks)
-    connection = process.connect(CPU, backend="gloo", local_size=ranks) if name.startswith("zero") else None
+    connection = (
+        process.connect(CPU, backend="gloo", local_rank=dist.get_rank(), local_size=ranks, timeout=timedelta(minutes=1))
+        if name.startswith("zero")
+        else None
+    )
     module = kind()
     mesh = build_mesh(shape, device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))

@@ -244,6 +244,17 @@ def test_the_peak_of_fp32_follows_torch() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_the_peak_of_fp32_follows_torchs_newer_settings() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) == 494.7e12
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) == 66.9e12
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_a_given_peak_stands_for_the_tables() -> None:
     assert find_peaks("own chip") is None
     assert peak_flops("own chip", torch.bfloat16, override=1e15) == 1e15

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -55,6 +56,19 @@ def test_the_coefficient_is_torchs_exactly() -> None:
     # A spacing or two above 0.7 at most: torch's 1e-6 in the coefficient keeps it below in all but rounding.
     torch.testing.assert_close(gradient_norm(gradients_of(ours)), torch.tensor(0.7), rtol=3e-7, atol=0)
     assert norm > 0.7
+
+
+def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = torch.stack
+
+    def stack_on_one_device(tensors: list[Tensor]) -> Tensor:
+        assert len({tensor.device for tensor in tensors}) == 1, "refused by torch, but not without values"
+        return stack(tensors)
+
+    monkeypatch.setattr(torch, "stack", stack_on_one_device)
+    with FakeTensorMode():
+        gradients = [torch.ones(3), torch.ones(2, device="cuda"), torch.ones(())]
+        assert clip_by_norm(gradients, 0.5).device == gradients[0].device
 
 
 def test_a_small_norm_changes_nothing() -> None:

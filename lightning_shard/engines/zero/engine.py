@@ -251,7 +251,9 @@ class Zero:
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
-        self._running = running.start(self._module, optimizer=optimizer, config=self._config, names=names)
+        self._running = running.start(
+            self._module, optimizer=optimizer, config=self._config, names=names, device=self._run.device
+        )
         self._closing.callback(self._stop)
         self._values.start(self._running, ranks=Ranks.of())
         return self._running

@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class Connection:
             restore()
 
 
-def connect(device: torch.device, *, backend: str, local_size: int) -> Connection:
+def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
     """Let DeepSpeed use the process group that is there. All ranks call it.
 
     DeepSpeed's communication backend, groups and accelerator are globals. Those of an earlier process group, which
@@ -62,7 +64,9 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
     Args:
         device: where this rank computes; decides which of DeepSpeed's accelerators is used.
         backend: the process group's, such as "gloo".
+        local_rank: this process among those on its node; its device may have another index.
         local_size: processes on this node, which DeepSpeed takes for the number of its devices on a CPU.
+        timeout: how long collectives of the groups wait that DeepSpeed makes.
     """
     import deepspeed
     from deepspeed.comm import comm
@@ -79,6 +83,7 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
             _forget_releases,
             lambda: logger.setLevel(level),
             _restoring(deepspeed.DeepSpeedEngine, "_broadcast_model"),
+            lambda: vars(comm.cdb).pop("new_group", None),
         ),
     )
     # `prepare_replica` made the ranks equal; this fails for parameters without a dimension.
@@ -86,13 +91,15 @@ def connect(device: torch.device, *, backend: str, local_size: int) -> Connectio
     # DeepSpeed tells of every buffer that it makes.
     logger.setLevel(logging.WARNING)
     os.environ["LOCAL_SIZE"] = str(local_size)
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    # Read by DeepSpeed all the time, and by Lightning as the rank that it is.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     _choose_accelerator(device)
     if getattr(comm, "cdb", None) is not None and _connected.get("group") is not dist.group.WORLD:
         groups._release_process_group_references()
         comm.cdb = None
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     _connected["group"] = dist.group.WORLD
+    comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
     return connection
 
 
@@ -127,13 +134,24 @@ _connected: dict[str, object] = {}
 def _choose_accelerator(device: torch.device) -> None:
     from deepspeed import accelerator
 
-    if device.type == "cpu":
-        if not getattr(accelerator.get_accelerator(), "chosen_here", False):
-            accelerator.set_accelerator(_cpu_accelerator())
-    elif accelerator.get_accelerator().device_name() != device.type:
-        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    current = accelerator.get_accelerator()
+    if not getattr(current, "chosen_here", False) or current.device_name() != device.type:
+        accelerator.set_accelerator(_cpu_accelerator() if device.type == "cpu" else _cuda_accelerator())
 
-        accelerator.set_accelerator(CUDA_Accelerator())
+
+def _cuda_accelerator() -> Any:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    class CUDA(CUDA_Accelerator):
+        chosen_here = True
+
+        def device_name(self, device_index: int | str | None = None) -> str:
+            # What is given as text is LOCAL_RANK, which DeepSpeed takes for the index of this process' device
+            # (zero/partition_parameters.py, zero/utils.py).
+            name: str = super().device_name(self.current_device() if isinstance(device_index, str) else device_index)
+            return name
+
+    return CUDA()
 
 
 def _cpu_accelerator() -> Any:

@@ -6,6 +6,7 @@ own clipping, loss scale and norms have nothing left to do.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -60,7 +61,12 @@ class Running:
 
 
 def start(
-    module: nn.Module, *, optimizer: Optimizer | None, config: Mapping[str, Any], names: Mapping[Tensor, str]
+    module: nn.Module,
+    *,
+    optimizer: Optimizer | None,
+    config: Mapping[str, Any],
+    names: Mapping[Tensor, str],
+    device: torch.device,
 ) -> Running:
     """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
 
@@ -70,12 +76,15 @@ def start(
             ``config`` describes, and else none, for evaluation.
         config: DeepSpeed's, complete.
         names: FQN of each parameter of ``module``.
+        device: where this rank computes.
     """
     import deepspeed
 
     before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
     trainable = [p for p in module.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
+        # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
+        args=None if device.index is None else Namespace(device_rank=device.index),
         model=StepRoot(module),
         optimizer=optimizer,
         model_parameters=trainable if optimizer is None and "optimizer" in config else None,

@@ -49,6 +49,8 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]
     resolve_sections(config, facts, problems)
     _zero(config, facts, problems)
     raise_problems(problems, CONTRADICTS)
+    # Else DeepSpeed waits for the device twice in each micro-batch, to log a throughput (utils/timer.py).
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     if facts.aligned:
         _pin_contract(config)
     config["managed_gradient_accumulation"] = True

@@ -225,3 +225,13 @@ def test_a_dumped_configuration_can_be_given_again(stage: Any, aligned: bool, tm
 def test_a_value_that_json_does_not_have() -> None:
     config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "maximize": torch.float32}}}
     assert "it holds a value that JSON does not have" in contradiction(config, run_facts(optimizer=None))
+
+
+def test_deepspeeds_throughput_timer_runs_where_it_is_asked_for() -> None:
+    from deepspeed.utils.config import get_timers_config
+
+    def enabled(config: dict[str, Any]) -> bool:
+        return bool(get_timers_config(deepspeed_config(DeepSpeedFields(config=config), run_facts())).enabled)
+
+    assert not enabled({ZERO: {"stage": 2}})
+    assert enabled({ZERO: {"stage": 2}, "timers": {"throughput": {"enabled": True}}})

@@ -1,0 +1,114 @@
+"""What runs on GPUs are made of, seen without one: devices, LOCAL_RANK, and how long each group waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed import accelerator
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.distributed.distributed_c10d import _world
+
+from lightning_shard.cluster.preflight import Place
+from lightning_shard.commands import doctor
+from lightning_shard.engines.zero import process, running
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
+from tests.harness import free_port, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.strategies.engines import ENGINES
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process, and its environment and accelerator as they were afterwards."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    before = accelerator.get_accelerator()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    accelerator.set_accelerator(before)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("local_rank", "indices"), [(None, [1]), ("1", [2, 3])])
+def test_deepspeed_computes_on_the_device_of_the_trainer(
+    local_rank: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    strategy = ShardDeepSpeedStrategy(stage=3)
+    strategy.parallel_devices = [torch.device("cuda", index) for index in indices]
+    strategy.cluster_environment = LightningEnvironment()
+    device = torch.device("cuda", indices[-1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)  # as Lightning sets it
+    connection = process.connect(
+        strategy.root_device,
+        backend="gloo",
+        local_rank=strategy.local_rank,
+        local_size=len(indices),
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        assert strategy.root_device == device
+        # How zero.Init and the checks of stage 3 find their device.
+        assert accelerator.get_accelerator().device_name(os.environ["LOCAL_RANK"]) == str(device)
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(deepspeed, "initialize", lambda **kwargs: given.update(kwargs))
+        with pytest.raises(TypeError):  # nothing was initialized
+            running.start(nn.Linear(2, 2), optimizer=None, config={}, names={}, device=device)
+        devices: list[int] = []
+        monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+        engine = object.__new__(deepspeed.DeepSpeedEngine)
+        engine._configure_with_arguments(given["args"], None)
+        engine._set_distributed_vars(given["args"])
+        assert (devices, engine.device) == ([device.index], device)
+    finally:
+        connection.undo()
+
+
+def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(doctor, "connect", lambda place, seconds: dist.HashStore())
+    monkeypatch.setattr(doctor, "compare", lambda *args: [])
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt  # further than this there is no way without GPUs
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    place = Place(address="127.0.0.1", port=free_port(), rank=2, world_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine(place, 2, folder=None, seconds=1.0, megabytes=1, backend=None)
+    assert seen == [torch.device("cuda", 2)]
+
+
+def timeouts(name: str) -> dict[str, float]:
+    """Seconds that the groups wait which a run made beside the default one, by their description."""
+    known = set(_world.pg_map)
+    trainer = quiet_trainer(
+        strategy=ENGINES[name](timeout_seconds=77.0, async_save=True),
+        max_steps=1,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=".", every_n_train_steps=1)],
+    )
+    trainer.fit(TinyLM(), loader())
+    made = [group for group in _world.pg_map if group not in known]
+    return {g.group_name: g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in made}
+
+
+@pytest.mark.parametrize("name", ["hybrid_1x2", "zero_2"])
+def test_all_groups_of_a_run_wait_as_long_as_the_default_one(name: str) -> None:
+    for found in run_distributed(timeouts, 2, name):
+        assert len(found) > 0
+        assert set(found.values()) == {77.0}
