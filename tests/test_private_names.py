@@ -71,8 +71,10 @@ USES = {
     "engines/_fsdp2.py": (
         "the parameters of FSDP2's units, replicate",
         "_composable _fsdp_param_group _fsdp_state _fully_shard _get_fsdp_state _module_info _mp_policy"
-        " _orig_dtype _reduce_dtype _sharded_post_forward_param_data _unsharded_param",
+        " _orig_dtype _reduce_dtype _register_post_backward_hook _register_pre_backward_hook"
+        " _sharded_post_forward_param_data _unsharded_param",
     ),
+    "engines/after_backward.py": ("a named tuple's documented method", "_make"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
     "engines/selective.py": ("whether an operator is traced; its arguments", "_guards _schema"),

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from lightning_shard.engines.after_backward import join, mark, replaced
 from lightning_shard.private_names import require
 
 require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
-require(FSDPState, "_fsdp_param_group _mp_policy", tested="torch 2.11 to 2.13")
-require(FSDPParamGroup, "_orig_dtype _reduce_dtype", tested="torch 2.11 to 2.13")
+require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook", tested="torch 2.11 to 2.13")
+require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
 require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
 
 
@@ -61,6 +62,30 @@ def expect_gradients(root: nn.Module) -> None:
         if len(dtypes) == 1:
             group._orig_dtype = dtypes.pop()
             group._reduce_dtype = group.mp_policy.reduce_dtype
+
+
+def leave_inputs_alone(module: FSDPModule) -> None:
+    """Let ``module``'s unit learn beside autograd's graph when its backward pass is over; see `after_backward`.
+
+    Not for the root, whose backward pass ends with all.
+    """
+    state, group = _state_of(module), _group_of(module)
+    if group is None:
+        return
+    marks: list[Tensor | None] = []
+
+    def begin(args: Any, kwargs: Any) -> Any:
+        marks[:] = [mark(group.post_backward, group.device)]
+        return args, kwargs
+
+    see_outputs = state._register_pre_backward_hook
+
+    def end(output: Any) -> Any:
+        marked = marks.pop() if marks else None
+        output = see_outputs(output)
+        return output if marked is None else replaced(output, lambda tensor: join(tensor, marked))
+
+    group._register_post_backward_hook, state._register_pre_backward_hook = begin, end
 
 
 def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward
-from lightning_shard.engines._fsdp2 import dtypes_of
+from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
@@ -296,7 +296,10 @@ def shard(
     forward.gather_on_read(root)
     if units.reduce_unused:
         _reduce_unused(root)
-    _set_prefetch([m for m in root.modules() if isinstance(m, FSDPModule) and m is not root], units)
+    below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
+    for below_root in below:
+        leave_inputs_alone(below_root)
+    _set_prefetch(below, units)
     return ShardedModule(
         root=root,
         made_for=made_for,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.torch_ddp import StepRoot
-from lightning_shard.engines.zero import layout, swapping
+from lightning_shard.engines.zero import hooks, layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
@@ -95,7 +94,7 @@ def start(
     running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
     engine.lr_scheduler = None
     if stage == 3:
-        _take_any_output(getattr(engine.optimizer, "parameter_offload", engine.optimizer))
+        hooks.replace(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
         _leave_gradients_to_engine(running)
@@ -106,33 +105,6 @@ def start(
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
-
-
-def _take_any_output(offload: Any) -> None:
-    """Give DeepSpeed's hooks after each module's forward the tensors of its output alone.
-
-    They look for parameters in it, and fail for objects without ``__dict__`` and for keys that are no strings.
-    """
-    # Each module has one before its forward and one after it.
-    for handle in offload.forward_hooks[1::2]:
-        hooks = handle.hooks_dict_ref()
-        hooks[handle.id] = partial(_after_forward, hooks[handle.id])
-
-
-def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
-    shown = output
-    if output is not None and not isinstance(output, Tensor | list | tuple):
-        names = [f.name for f in fields(output)] if is_dataclass(output) else getattr(output, "__dict__", ())
-        values = output.values() if isinstance(output, Mapping) else (getattr(output, name, None) for name in names)
-        shown = [value for value in values if isinstance(value, Tensor)]
-        own = any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
-        if own and not isinstance(output, dict) and any(value.requires_grad for value in shown):
-            raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and returns a {type(output).__name__}, in which "
-                "DeepSpeed's stage 3 finds no tensors, so that it would not gather the parameters in backward. Return "
-                "a tensor, tuple, list or dict, compute in a submodule such as nn.Linear, or use shard_fsdp."
-            )
-    hook(module, inputs, shown)
 
 
 def _leave_gradients_to_engine(running: Running) -> None:

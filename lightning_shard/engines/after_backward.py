@@ -1,0 +1,100 @@
+"""Calling a function when a module's backward pass is over, on all engines without a change to autograd's sums.
+
+FSDP2 and DeepSpeed's stage 3 learn of that by a node of autograd's graph between a module and each of its inputs. What
+a module sends back to an input adds up there, before it meets what other modules send back to the same tensor: another
+order of sums than DDP's. And where query, key and value of nn.MultiheadAttention are one tensor, it gets three copies,
+and multiplies in another way. Here the node is beside the graph: a module's outputs depend on it, and it depends on
+nothing. Of the nodes that are ready autograd runs the one that was made last, and this one was made before all of the
+module's; so it runs after them and the accumulation of their gradients, and before those of earlier modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
+    """To be made before a module's forward; ``after`` is called when the backward pass of all since then is over.
+
+    None where no graph is made. ``device`` is the module's: each device has a queue of nodes of its own.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    marked: Tensor = _Mark.apply(torch.empty(0, device=device, requires_grad=True), after)
+    return marked
+
+
+def join(output: Tensor, marked: Tensor) -> Tensor:
+    """``output``, made since `mark`, as a tensor from which a backward pass also reaches ``marked``."""
+    joined: Tensor = _Join.apply(output, marked)
+    return joined
+
+
+def replaced(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """``output`` with what ``replace`` makes of the tensors in it that require gradients.
+
+    They are found in tuples, lists, dicts and dataclasses.
+    """
+    if isinstance(output, Tensor):
+        return replace(output) if output.requires_grad else output
+    if isinstance(output, tuple | list):
+        items = [replaced(item, replace) for item in output]
+        return output._make(items) if hasattr(output, "_make") else type(output)(items)
+    changed: Any
+    if isinstance(output, dict):
+        changed = copy(output)
+        for key, value in output.items():
+            changed[key] = replaced(value, replace)
+        return changed
+    if is_dataclass(output) and not isinstance(output, type):
+        changed = copy(output)
+        for field in fields(output):
+            # Frozen dataclasses refuse the plain way.
+            object.__setattr__(changed, field.name, replaced(getattr(output, field.name), replace))
+        return changed
+    return output
+
+
+class _Mark(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(anchor: Tensor, after: Callable[[], Any]) -> Tensor:
+        return anchor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.after = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.after()
+        return None, None
+
+
+class _Join(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, marked: Tensor) -> Tensor:
+        # No view, which torch would refuse to change in place.
+        return output.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient, torch.empty(0, device=gradient.device)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        return tangents[0]
