@@ -53,4 +53,5 @@ from lightning_shard._lightning.progress import (
 )
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_full_values, restore_training_results, training_results_state
+from lightning_shard._lightning.rollback import restore_steps
 from lightning_shard._lightning.signals import at_end_of_run, leave_signals_alone

@@ -58,13 +58,14 @@ def prediction_batches(trainer: Trainer) -> int:
     return 0 if batches == float("inf") else int(batches)
 
 
-def after_each_batch(replacements: Replacements, trainer: Trainer, hook: Callable[[Any], None]) -> None:
-    """Call ``hook(data_fetcher)`` when a training batch is counted and logged, ahead of a validation after it."""
+def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Callable[[Any], None]) -> None:
+    """Call each ``hook(data_fetcher)`` when a training batch is counted and logged, ahead of a validation after it."""
     loop = trainer.fit_loop.epoch_loop
     end = loop.on_advance_end
 
     def on_advance_end(data_fetcher: Any) -> None:
-        hook(data_fetcher)
+        for hook in hooks:
+            hook(data_fetcher)
         end(data_fetcher)
 
     replacements.replace(loop, "on_advance_end", on_advance_end)

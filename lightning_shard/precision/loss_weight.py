@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_shard.errors import ConfigurationError, DataError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.clipping import multiply
+from lightning_shard.tensors.host import to_host_later
 
 WEIGHT, REDUCTION = "weight", "reduction"
 """Keys of what ``training_step`` returns, beside "loss"."""
@@ -92,7 +93,7 @@ class LossWeights:
         self._is_sum = False
         self._unit = 1.0
         self._sums = self._zeros()
-        self._total: tuple[Tensor, Callable[[], None]] | None = None
+        self._total: Callable[[], Tensor] | None = None  # the weights' sum over all ranks, on the host
 
     def _zeros(self) -> Tensor:
         # fp64: sums of tokens are exact, also beyond 2**24.
@@ -175,21 +176,14 @@ class LossWeights:
             total = counted.double() * (1.0 if self._is_sum else weight)
             self._sums += torch.stack((weight, total.to(self._device)))
         if ends:
-            self._reduce()
+            # It is read after backward was launched, which then is not waited for.
+            self._total = self._reduce()
         factor = 1.0 / self._unit if self._is_sum else (weight / self._unit).to(torch.float32)
         return counted * factor
 
-    def _reduce(self) -> None:
+    def _reduce(self) -> Callable[[], Tensor]:
         dist.all_reduce(self._sums)
-        if self._device.type != "cuda":
-            self._total = self._sums[0], lambda: None
-            return
-        # It is read after backward was launched; the copy is done by then, and nothing waits for backward.
-        host = torch.empty(1, dtype=torch.float64, pin_memory=True)
-        host.copy_(self._sums[:1], non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._total = host[0], copied.synchronize
+        return to_host_later(self._sums[0])
 
     @torch.no_grad()
     def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
@@ -203,13 +197,9 @@ class LossWeights:
             The weighted mean of the losses, a scalar on the device, the same on every rank; None: the weights are 0,
             so that the step is to be skipped.
         """
-        if self._total is None:
-            self._reduce()
-        assert self._total is not None
-        (weight, wait), sums, unit = self._total, self._sums, self._unit
+        total, sums, unit = self._total or self._reduce(), self._sums, self._unit
         self._total, self._sums, self._unit = None, self._zeros(), 1.0
-        wait()
-        if weight.item() == 0:
+        if total() == 0:
             return None
         multiply(gradients, (self._ranks * micro_batches * unit / sums[0]).to(torch.float32))
         return (micro_batches * sums[1] / sums[0]).to(torch.float32)

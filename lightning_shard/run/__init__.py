@@ -25,5 +25,12 @@ from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run
-from lightning_shard.run.takeover import keeps_optimizers, settle_fit, take_over_resuming, take_over_signals
+from lightning_shard.run.rollback import Rollback
+from lightning_shard.run.takeover import (
+    keeps_optimizers,
+    let_callbacks_wait,
+    settle_fit,
+    take_over_resuming,
+    take_over_signals,
+)
 from lightning_shard.run.watch import RunWatch

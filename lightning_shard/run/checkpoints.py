@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,9 @@ from lightning_shard.tensors.names import fqns
 class Checkpoints(CheckpointIO):
     """Saves and loads the tensors of an engine, and beside them what Lightning dumps."""
 
-    def __init__(self) -> None:
-        """Nothing can be saved before `attach`."""
+    def __init__(self, *, settle: Callable[[], None] = lambda: None) -> None:
+        """Nothing can be saved before `attach`; ``settle`` raises, on all ranks, what was found of the last step."""
+        self._settle = settle
         self.saver = Saver()
         """What writes the checkpoints of all runs of a strategy, one after the other."""
         self.opened: OpenCheckpoint | None = None
@@ -43,6 +44,8 @@ class Checkpoints(CheckpointIO):
         self._loading: OpenCheckpoint | None = None
         self._converted: Path | None = None
         self._training = False
+        self.saved: list[str] = []
+        """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
 
     def attach(
         self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, *, root: str
@@ -61,6 +64,7 @@ class Checkpoints(CheckpointIO):
         self._policy = policy
         self._ledger = ledger
         self._root = root
+        self.saved = []
 
     def check_optimizers(self, trainer: Trainer) -> None:
         """Refuse optimizers whose state no checkpoint can have, with a ConfigurationError, where there will be some."""
@@ -131,6 +135,8 @@ class Checkpoints(CheckpointIO):
                 leave_out=leave_out,
             )
 
+        if with_optimizers:
+            self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         self.saver.save(target, collect, background=background and self._training)
 
@@ -141,6 +147,7 @@ class Checkpoints(CheckpointIO):
 
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0, so that evaluation and checkpoints do not depend on the rank."""
+        self._settle()
         broadcast_from_rank_0(persistent_buffers(self._module))
 
     def _left_out(self, kept: Mapping[str, Any]) -> set[str]:
@@ -175,6 +182,7 @@ class Checkpoints(CheckpointIO):
     def end_of_training(self) -> None:
         """Have everything saved; see `finish`. All ranks call it."""
         self._training = False
+        self._settle()
         self.finish()
 
     def look(self) -> None:
@@ -241,12 +249,13 @@ class Checkpoints(CheckpointIO):
         if converted is not None:
             self.remove_checkpoint(converted)
 
-    def load_tensors(self, *, optimizers: bool, strict: bool) -> None:
+    def load_tensors(self, *, optimizers: bool, strict: bool, speak: bool = True) -> None:
         """Read the tensors into the live parameters, buffers and optimizer slots. All ranks call it.
 
         Args:
             optimizers: whether optimizer state is read too.
             strict: refuse missing and unexpected tensors.
+            speak: warn of hyperparameters that change.
 
         Raises:
             CheckpointError: on every rank, before anything was changed.
@@ -265,7 +274,7 @@ class Checkpoints(CheckpointIO):
         finally:
             self._loading = None
             self.remove_converted()
-        if report.overridden:
+        if report.overridden and speak:
             rank_zero_warn(f"The checkpoint's hyperparameters win: {'; '.join(report.overridden)} as configured.")
         self._engine.publish()
         if optimizers:

@@ -41,6 +41,12 @@ def take_over_signals(replacements: _lightning.Replacements, trainer: Trainer, p
             preemption.take_over_signals()
 
 
+def let_callbacks_wait(replacements: _lightning.Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
+    """Let the Trainer's callbacks know of checkpoints that are written in the background."""
+    writing, link = checkpoints.saver.is_writing, checkpoints.link
+    _lightning.let_checkpoints_wait(replacements, trainer, is_writing=writing, link=link)
+
+
 def settle_fit(replacements: _lightning.Replacements, trainer: Trainer) -> None:
     """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time."""
     _lightning.count_sharded_parameters(replacements, trainer)

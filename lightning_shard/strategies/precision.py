@@ -37,6 +37,8 @@ from lightning_shard.precision.loss_scale import (
 )
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, autocasting, policy_from
+from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
+from lightning_shard.run.rollback import Rollback
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -55,6 +57,9 @@ class GradientOptions:
     loss_weight_key: str | None = None
     """Where batches have the weights of their losses; see `LossWeights`."""
 
+    nonfinite: NonFinite | None = None
+    """What to do at a loss or gradient of inf or NaN; None: nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Connected:
@@ -65,6 +70,7 @@ class _Connected:
     module: LightningModule
     options: GradientOptions
     weights: LossWeights
+    watch: NonFiniteWatch | None
 
 
 class ShardPrecision(Precision):
@@ -166,7 +172,12 @@ class ShardPrecision(Precision):
                 "Multiply the losses by their weights in training_step, or use automatic optimization."
             )
         weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        self._connected = _Connected(engine=engine, run=run, module=module, options=options, weights=weights)
+        watch = None
+        if run.fitting and options.nonfinite is not None:
+            watch = NonFiniteWatch(options.nonfinite, module, engine, device=run.device)
+        self._connected = _Connected(
+            engine=engine, run=run, module=module, options=options, weights=weights, watch=watch
+        )
 
     @property
     def _now(self) -> _Connected:
@@ -207,7 +218,13 @@ class ShardPrecision(Precision):
         self._optimizers = optimizers
         self._overflows = {}
         self.step_skipped = False
-        if self._scale is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in optimizers)
+        if lbfgs and self._watch is not None:
+            raise ConfigurationError(
+                "nonfinite is set, which may skip steps, but LBFGS evaluates the loss several times in a step. Remove "
+                "it, or use another optimizer."
+            )
+        if self._scale is not None and lbfgs:
             raise PrecisionError(
                 f"precision is {self.precision!r}, whose loss scale skips steps with an overflow, but LBFGS evaluates "
                 "the loss several times in a step. Use 'bf16-mixed' or '32-true', or another optimizer."
@@ -228,6 +245,8 @@ class ShardPrecision(Precision):
         if now.weights.given:
             ends = not _lightning.should_accumulate(module.trainer)
             tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
+        if now.watch is not None:
+            now.watch.see_loss(tensor)
         if self._scale is not None:
             tensor = scaled(tensor, self._scale)
         return super().pre_backward(tensor, module)
@@ -245,8 +264,8 @@ class ShardPrecision(Precision):
     ) -> Any:
         """Run the closure, unscale, clip, and step, or skip the step on every rank.
 
-        It is skipped after an overflow on any rank, and where the weights of all losses are 0. Hooks run, and
-        ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
+        It is skipped after an overflow on any rank, where the weights of all losses are 0, and as ``nonfinite`` says.
+        Hooks run, and ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
         engine, weights = self._now.engine, self._now.weights
 
@@ -255,7 +274,7 @@ class ShardPrecision(Precision):
             engine.finish_gradients()
             return result
 
-        plain = self._scale is None and not engine.steps_itself
+        plain = self._scale is None and not engine.steps_itself and self._watch is None
         if plain and weights.given is False:
             return super().optimizer_step(optimizer, model=model, closure=closure_with_reduction, **kwargs)
         result = closure_with_reduction()
@@ -265,6 +284,7 @@ class ShardPrecision(Precision):
             return super().optimizer_step(optimizer, model=model, closure=lambda: next(results), **kwargs)
         counts = not weights.given or self._divide_by_weights(optimizer, model)
         overflow = self._scale is not None and self._unscale(optimizer)
+        counts = not self._is_refused(optimizer, model) and counts
         self.step_skipped = overflow or not counts
         if self._scale is not None:
             model.log("loss_scale", self._scale.scale)
@@ -273,6 +293,40 @@ class ShardPrecision(Precision):
         if self._scale is not None:
             self._update(optimizer, counts=counts)
         return result
+
+    def _is_refused(self, optimizer: Optimizer, module: LightningModule) -> bool:
+        """Whether to skip the step for a loss or gradient of inf or NaN."""
+        if (watch := self._watch) is None:
+            return False
+        gradients = [] if self._scale is not None else self._now.engine.gradients(optimizer)[0]
+        refused = watch.judge(gradients, step=module.trainer.global_step + 1)
+        module.log("nonfinite_steps", float(watch.steps))
+        return refused
+
+    @property
+    def _watch(self) -> NonFiniteWatch | None:
+        return None if self._connected is None else self._connected.watch
+
+    def settle(self) -> None:
+        """Look at losses and gradients of the last step that were not looked at yet. All ranks call it.
+
+        Raises:
+            DataError: on every rank, because of inf or NaN.
+        """
+        if self._watch is not None:
+            self._watch.settle()
+
+    def after_batch(self, rollback: Rollback, data_fetcher: Any) -> None:
+        """Go back to a checkpoint where the last step asks for it. All ranks call it."""
+        if self._watch is not None and (why := self._watch.rollback_due) is not None:
+            self._watch.rollback_due = None
+            rollback.run(why)
+
+    def teardown(self) -> None:
+        """Take what was put on the module off it."""
+        if self._watch is not None:
+            self._watch.close()
+        super().teardown()
 
     def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Divide the gradients by the weights of the step's losses; whether there are any."""

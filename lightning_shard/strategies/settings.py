@@ -15,6 +15,7 @@ from lightning_shard.engines.units import ClassNames, class_names
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.loss_weight import WeightKey
+from lightning_shard.run.nonfinite import Action, NonFinite
 from lightning_shard.run.processes import ProcessOptions
 from lightning_shard.strategies.precision import GradientOptions
 
@@ -33,6 +34,7 @@ class CommonArguments(TypedDict, total=False):
     log_grad_norm: bool
     error_if_nonfinite: bool
     loss_weight_key: str | None
+    nonfinite: NonFinite | Action | None
     timeout_seconds: float
     init_timeout_seconds: float
     lost_rank_seconds: float | None
@@ -63,6 +65,8 @@ class CommonSettings:
             accumulated micro-batches: the sum of an entry, "attention_mask" (or "2", of a tuple), or the number of its
             elements that differ from a number, "labels != -100". ``training_step`` may return the weight instead:
             ``{"loss": loss, "weight": n}``, with ``"reduction": "sum"`` where the loss is a sum and no mean.
+        nonfinite: what to do at a loss or gradient of inf or NaN on any rank: "raise", "skip" the step, or "rollback"
+            to the newest checkpoint; a mapping sets more. null: nothing.
         timeout_seconds: how long a collective waits before the run fails.
         init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
         lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it;
@@ -81,6 +85,7 @@ class CommonSettings:
     log_grad_norm: bool = False
     error_if_nonfinite: bool = False
     loss_weight_key: str | None = None
+    nonfinite: NonFinite | Action | None = None
     timeout_seconds: float = 1800.0
     init_timeout_seconds: float = 300.0
     lost_rank_seconds: float | None = 120.0
@@ -98,6 +103,8 @@ class CommonSettings:
             if seconds is not None and not 0 < seconds < math.inf:
                 none = ", or None" if name == "lost_rank_seconds" else ""
                 raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
+        if isinstance(self.nonfinite, str):
+            object.__setattr__(self, "nonfinite", NonFinite(action=self.nonfinite))
         if self.loss_weight_key is not None:
             WeightKey.parse(self.loss_weight_key)
 
@@ -130,6 +137,7 @@ class CommonSettings:
             log_grad_norm=self.log_grad_norm,
             error_if_nonfinite=self.error_if_nonfinite,
             loss_weight_key=self.loss_weight_key,
+            nonfinite=self.nonfinite,  # type: ignore[arg-type]
         )
 
 

@@ -35,7 +35,7 @@ from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.precision import ShardPrecision, translate
 from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm
 from lightning_shard.strategies.settings import CommonSettings
-from lightning_shard.strategies.warnings import warn_of_low_memory, warn_of_upcast
+from lightning_shard.strategies.warnings import warn_of_precision
 
 
 class ShardStrategy(ParallelStrategy):
@@ -57,7 +57,7 @@ class ShardStrategy(ParallelStrategy):
         self.num_nodes = 1
         vars(self).update(vars(settings))
         self.timeout = timedelta(seconds=settings.timeout_seconds)
-        self.checkpoints = parts.Checkpoints()
+        self.checkpoints = parts.Checkpoints(settle=lambda: self.precision_plugin.settle())
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
@@ -263,9 +263,8 @@ class ShardStrategy(ParallelStrategy):
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
         self.checkpoints.check_optimizers(trainer)
-        warn_of_upcast(engine.upcast(), self.policy)
         self._ledger.start_of_fit(self.optimizers)
-        warn_of_low_memory(self.precision_plugin.precision, self.policy, self.optimizers)
+        warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
     @property
@@ -346,12 +345,12 @@ class ShardStrategy(ParallelStrategy):
         trainer = self._module.trainer
         self.checkpoints.start_of_training()
         if self.async_save:
-            writing, link = self.checkpoints.saver.is_writing, self.checkpoints.link
-            _lightning.let_checkpoints_wait(self._replacements, trainer, is_writing=writing, link=link)
+            parts.let_callbacks_wait(self._replacements, trainer, self.checkpoints)
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
-        after_batch = partial(self._preemption.after_batch, parts.Fit(trainer))
-        _lightning.after_each_batch(self._replacements, trainer, after_batch)
+        go_back = partial(self.precision_plugin.after_batch, parts.Rollback(trainer, self.checkpoints))
+        stop = partial(self._preemption.after_batch, parts.Fit(trainer))
+        _lightning.after_each_batch(self._replacements, trainer, go_back, stop)  # which saves what it went back to
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer)
         self._compiler.start()

@@ -11,7 +11,15 @@ from torch.optim import Optimizer
 from lightning_shard.precision.policy import PrecisionPolicy, short
 
 
-def warn_of_upcast(upcast: Mapping[str, torch.dtype], policy: PrecisionPolicy) -> None:
+def warn_of_precision(
+    precision: str, policy: PrecisionPolicy, upcast: Mapping[str, torch.dtype], optimizers: Iterable[Optimizer]
+) -> None:
+    """Say which parameters are stepped in another dtype than they were loaded in, and what 16-bit steps lose."""
+    _warn_of_upcast(upcast, policy)
+    _warn_of_low_memory(precision, policy, optimizers)
+
+
+def _warn_of_upcast(upcast: Mapping[str, torch.dtype], policy: PrecisionPolicy) -> None:
     """Name the trainable parameters whose masters have another dtype than they were loaded in."""
     if not upcast:
         return
@@ -24,7 +32,7 @@ def warn_of_upcast(upcast: Mapping[str, torch.dtype], policy: PrecisionPolicy) -
     )
 
 
-def warn_of_low_memory(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> None:
+def _warn_of_low_memory(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> None:
     """Say what an optimizer that steps 16-bit parameters loses."""
     if not policy.is_low_memory:
         return

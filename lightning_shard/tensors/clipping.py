@@ -8,6 +8,7 @@ every rank gets the same fp32 number and so the same coefficient.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -152,6 +153,16 @@ def unscale(gradients: Iterable[Tensor], scale: float, *, device: torch.device) 
         torch._amp_foreach_non_finite_check_and_unscale_(locals_, here, inverse)
         found = torch.maximum(found, here.to(device))
     return found
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """Whether no element on this rank is inf or NaN, a boolean scalar on ``device``; no communication."""
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    for locals_ in _by_device_and_dtype(tensors):
+        if filled := [t for t in locals_ if t.numel() > 0]:
+            finite = finite & torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all().to(device)
+    return finite
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -121,6 +121,11 @@ class FlatTensor:
             self._boxes = [Box(offsets=origin, sizes=tuple(self.shape), start=0)]
             self._views = {origin: torch.empty(self.shape, dtype=dtype)}
 
+    @property
+    def views(self) -> list[Tensor]:
+        """The live boxes that this rank has of it."""
+        return list(self._views.values())
+
     def __repr__(self) -> str:
         elements = sum(box.length for box in self._boxes)
         return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"

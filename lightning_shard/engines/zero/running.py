@@ -6,9 +6,10 @@ own clipping, loss scale and norms have nothing left to do.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,17 +130,19 @@ def _take_over_steps(running: Running) -> None:
         zero.overflow = running.overflow
 
     def no_norm(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), device=zero.device)
+        # Where there is no loss scale, DeepSpeed skips a step by its norm alone.
+        return torch.full((), math.inf if running.overflow else 0.0, device=zero.device)
 
     if layout.kind(zero) == layout.BF16:
-        # It has no loss scale, and asks for the gradients that its norm is of.
-        zero.get_grads_for_norm = lambda for_clipping=False: ([torch.zeros(1)], {})
+        # It asks for the gradients that its norm is of.
+        zero.get_grads_for_norm = lambda for_clipping=False: ([no_norm().view(1)], {})
         return
     zero.check_overflow = check_overflow
     if layout.kind(zero) == layout.STAGE_3:
         zero._get_norm_groups = lambda: [no_norm()]
         swapping.take_over(zero)
     else:
+        zero.check_grad_overflow = True
         zero.scaled_global_norm = no_norm
 
 
@@ -187,7 +190,8 @@ def step(running: Running, *, skip: bool) -> None:
     running.overflow = skip
     if running.groups:
         layout.wait_for_gradients(running.zero)
-    running.engine.step()
+    with _no_step(running.zero) if skip and running.stage == 0 else nullcontext():
+        running.engine.step()
     if running.groups:
         layout.drop_gradients(running.zero)
     if running.saved is not None and not skip:
@@ -195,6 +199,20 @@ def step(running: Running, *, skip: bool) -> None:
     swapping.show(running.zero)
     running.pending = running.overflow = False
     set_boundary(running, True)
+
+
+@contextmanager
+def _no_step(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Let the user's optimizer step nothing: stage 0 has no word for a skipped step."""
+    own = vars(optimizer).get("step")
+    vars(optimizer)["step"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del vars(optimizer)["step"]
+        if own is not None:
+            # A schedule counts the steps there.
+            vars(optimizer)["step"] = own
 
 
 @torch.no_grad()

@@ -1,0 +1,161 @@
+"""Losses and gradients of inf or NaN: seen on all ranks alike, and answered as the user asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.arguments import checked_fields
+from lightning_shard.engines.engine import Engine
+from lightning_shard.errors import ConfigurationError, DataError
+from lightning_shard.ranks import Ranks, warn_on_first_rank
+from lightning_shard.tensors.clipping import all_finite
+from lightning_shard.tensors.flat import FlatTensor
+from lightning_shard.tensors.host import to_host_later
+from lightning_shard.tensors.tracing import tree_leaves
+
+Action = Literal["raise", "skip", "rollback"]
+
+
+@checked_fields("nonfinite")
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """What a fit does at a loss or a gradient of inf or NaN."""
+
+    action: Action
+    """"raise": end the run, one step later, before anything is saved, so that no step waits for the device; "skip":
+    leave the step out on every rank; "rollback": leave it out and go back to the newest checkpoint of this fit (or that
+    it resumed from): weights, optimizers, schedulers, loss scale, generators and ``global_step``; the data goes on."""
+
+    limit: int = 3
+    """Steps skipped in a row, or rollbacks in all, after which it raises."""
+
+    find_module: bool = False
+    """Name the first module whose output is not finite, or else the first parameter whose gradient is not. It costs a
+    pass over all outputs, and "raise" then waits for the device in every step."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't work."""
+        if self.limit < 0:
+            raise ConfigurationError(f"nonfinite.limit is {self.limit}, but must be 0 or more.")
+
+
+class NonFiniteWatch:
+    """Looks at the losses and gradients of a fit. All ranks call each method at the same point of a step."""
+
+    def __init__(self, config: NonFinite, module: nn.Module, engine: Engine, *, device: torch.device) -> None:
+        """``module``: whose outputs are looked at where ``find_module`` asks for it; ``engine`` prepared it."""
+        self._config = config
+        self._module = module
+        self._engine = engine
+        self._device = device
+        self._loss = self._no()
+        self._pending: tuple[int, Callable[[], Tensor]] | None = None
+        self._outputs: list[tuple[str, Tensor]] = []
+        self._closing = ExitStack()
+        self.steps = 0
+        """Steps with a loss or gradient of inf or NaN so far."""
+        self._in_a_row = 0
+        self.rollback_due: str | None = None
+        """Why the fit has to go back to a checkpoint; None: it goes on."""
+        if config.find_module:
+            for name, part in module.named_modules():
+                self._closing.callback(part.register_forward_hook(partial(self._see, name)).remove)
+
+    def _no(self) -> Tensor:
+        return torch.zeros((), dtype=torch.bool, device=self._device)
+
+    def _see(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [t.detach() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        if tensors:
+            self._outputs.append((name, all_finite(tensors, device=self._device)))
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Look at a loss ahead of its backward pass, without a loss scale in it."""
+        self._loss = self._loss | ~torch.isfinite(loss.detach()).all().to(self._device)
+
+    def judge(self, gradients: Sequence[Tensor], *, step: int) -> bool:
+        """Look at a step that is about to be taken; whether to skip it, the same on every rank.
+
+        Args:
+            gradients: this rank's reduced ones; none where the loss scale sees to them.
+            step: its number, for messages.
+
+        Raises:
+            DataError: on every rank.
+        """
+        self.settle()
+        loss, self._loss = self._loss, self._no()
+        bad = torch.stack((loss, ~all_finite(gradients, device=self._device))).to(torch.float32)
+        dist.all_reduce(bad)
+        self._pending = step, to_host_later(bad)
+        if self._config.action == "raise" and not self._config.find_module:
+            return False
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Answer what was not looked at yet; whether the step is to be skipped.
+
+        Raises:
+            DataError: on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        (step, read), outputs, self._outputs = pending, self._outputs, []
+        losses, gradients = read().tolist()
+        if not losses and not gradients:
+            self._in_a_row = 0
+            return False
+        self.steps += 1
+        self._in_a_row += 1
+        what = f"the loss is inf or NaN on {losses:.0f} of {dist.get_world_size()} ranks"
+        what = what if losses else "gradients are inf or NaN, while the losses are finite"
+        self._answer(f"In step {step} {what}.{self._where(outputs)}")
+        return True
+
+    def _answer(self, what: str) -> None:
+        action, limit = self._config.action, self._config.limit
+        if action == "raise":
+            raise DataError(f"{what} Look at the data of that step, lower the learning rate, or clip.{self._advice()}")
+        past, times = (self._in_a_row, "in a row") if action == "skip" else (self.steps, "in all")
+        if past > limit:
+            raise DataError(f"{what} It is the {past}th time {times}, more than nonfinite.limit = {limit}.")
+        self.rollback_due = what if action == "rollback" else None
+        if action == "skip":
+            warn_on_first_rank(f"{what} The step is skipped.")
+
+    def _advice(self) -> str:
+        return "" if self._config.find_module else " nonfinite: {action: raise, find_module: true} names the module."
+
+    def _where(self, outputs: Iterable[tuple[str, Tensor]]) -> str:
+        """The first module, or parameter, of each rank, in words."""
+        if not self._config.find_module:
+            return ""
+        found = Ranks.of().gather(next((name for name, finite in outputs if not finite), None))
+        kind = "the output of"
+        if not any(name is not None for name in found):
+            kind, found = "the gradient of", Ranks.of().gather(self._first_gradient())
+        named = [(rank, name or "the LightningModule") for rank, name in enumerate(found) if name is not None]
+        return "".join(f" First on rank {rank}: {kind} {name}." for rank, name in named[:4])
+
+    def _first_gradient(self) -> str | None:
+        for name, parameter in self._module.named_parameters():
+            gradient = self._engine.tensors.gradient(name, parameter)
+            if gradient is None:
+                continue
+            parts = gradient.views if isinstance(gradient, FlatTensor) else [gradient]
+            if not all_finite(parts, device=self._device):
+                return name
+        return None
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        self._closing.close()
