@@ -1,12 +1,24 @@
 """Sharded training strategies for PyTorch Lightning.
 
 Importing this package registers its strategy names, so that ``Trainer(strategy="shard_fsdp_aligned")`` and
-``trainer.strategy: shard_fsdp_aligned`` in YAML work. Everything else is imported when it is first used.
+``trainer.strategy: shard_fsdp_aligned`` in YAML work; ``lightning-shard strategies`` lists them. Everything else is
+imported when it is first used:
+
+- strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
+- their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
+  ZeroPlusPlus
+- precision: ShardPrecision, PrecisionPolicy, LossScaling
+- functions: full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
+- the command line: ShardCLI
+- errors: ShardError and what ``lightning_shard.errors`` derives from it
+- ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, ProfilerCallback, PretrainedWeights
+- ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import (
@@ -29,6 +41,13 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
+    from lightning_shard.engines.zero.config.fields import (
+        OptimizerOffload,
+        ParameterOffload,
+        Stage3Options,
+        ZeroBuckets,
+        ZeroPlusPlus,
+    )
     from lightning_shard.mesh import MeshConfig
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
@@ -52,6 +71,8 @@ __all__ = [
     "MaterializationError",
     "MeshConfig",
     "MeshError",
+    "OptimizerOffload",
+    "ParameterOffload",
     "PrecisionContractError",
     "PrecisionError",
     "PrecisionPolicy",
@@ -62,7 +83,10 @@ __all__ = [
     "ShardError",
     "ShardFSDPStrategy",
     "ShardPrecision",
+    "Stage3Options",
     "WrappingError",
+    "ZeroBuckets",
+    "ZeroPlusPlus",
     "__version__",
     "full_tensor",
     "load_from_checkpoint",
@@ -81,6 +105,10 @@ _LAZY = {
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.strategies.precision",
+    **dict.fromkeys(
+        ("OptimizerOffload", "ParameterOffload", "Stage3Options", "ZeroBuckets", "ZeroPlusPlus"),
+        "lightning_shard.engines.zero.config.fields",
+    ),
     "full_tensor": "lightning_shard.strategies.full_tensors",
     "set_full_tensor": "lightning_shard.strategies.full_tensors",
     "load_from_checkpoint": "lightning_shard.run.loading",
@@ -97,6 +125,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """All names; but for ``help()``, which would print thousands of lines of Lightning's own, what is no class."""
+    callers = inspect.stack(0)[1:4]
+    if any(caller.frame.f_globals.get("__name__") == "pydoc" for caller in callers):
+        return ["__all__", "__version__"]
     return sorted({*globals(), *_LAZY})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import subprocess
 import sys
@@ -28,6 +29,8 @@ def test_exact_public_names() -> None:
         "MaterializationError",
         "MeshConfig",
         "MeshError",
+        "OptimizerOffload",
+        "ParameterOffload",
         "PrecisionContractError",
         "PrecisionError",
         "PrecisionPolicy",
@@ -38,7 +41,10 @@ def test_exact_public_names() -> None:
         "ShardError",
         "ShardFSDPStrategy",
         "ShardPrecision",
+        "Stage3Options",
         "WrappingError",
+        "ZeroBuckets",
+        "ZeroPlusPlus",
         "__version__",
         "full_tensor",
         "load_from_checkpoint",
@@ -47,6 +53,12 @@ def test_exact_public_names() -> None:
     ]
     assert [name for name in lightning_shard.__all__ if not hasattr(lightning_shard, name)] == []
     assert set(lightning_shard.__all__) <= set(dir(lightning_shard))
+
+
+def test_help_is_short() -> None:
+    lines = pydoc.plain(pydoc.render_doc(lightning_shard)).splitlines()
+    assert len(lines) < 90
+    assert any("ShardFSDPStrategy" in line for line in lines)
 
 
 def test_unknown_attribute() -> None:

@@ -1,0 +1,8 @@
+"""What users add to a Trainer's callbacks."""
+
+from lightning_shard.callbacks.memory import MemoryCallback
+from lightning_shard.callbacks.pretrained import PretrainedWeights
+from lightning_shard.callbacks.profiler import ProfilerCallback
+from lightning_shard.callbacks.throughput import ThroughputCallback
+
+__all__ = ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "ThroughputCallback"]

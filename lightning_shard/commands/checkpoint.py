@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
-from lightning_shard.checkpoint.files import layout
 from lightning_shard.commands import COMMANDS
 from lightning_shard.commands.parser import ShardArgumentParser
-from lightning_shard.errors import CheckpointError, ConfigurationError
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DType = Literal["fp32", "bf16", "fp16"]
 
 _HELP = {
@@ -72,40 +66,25 @@ def _inspect(arguments: Mapping[str, Any]) -> str:
 
 
 def _verify(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.inspect import verify
+    from lightning_shard.tools import verify
 
     checked = verify(arguments["path"])
     return f"{arguments['path']} is whole: {len(checked)} file{'s' * (len(checked) != 1)} checked"
 
 
 def _convert(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
-    from lightning_shard.checkpoint.foreign.forms import open_any
-    from lightning_shard.checkpoint.foreign.lightning_file import write_full
-    from lightning_shard.checkpoint.save import write_portable
+    from lightning_shard.tools import convert
 
-    path, target = arguments["path"], Path(arguments["target"])
-    if target.exists():
-        raise CheckpointError(f"{target} exists: choose another path, or remove it")
-    stored = open_any(path, optimizers="none" if arguments["weights_only"] else "named")
-    form = arguments["form"] or (FULL if stored.form == PORTABLE else PORTABLE)
-    (write_full if form == FULL else write_portable)(target, stored)
-    return f"{path} ({stored.form}) -> {target} ({form})"
+    options = {name: arguments[name] for name in ("path", "target", "form", "weights_only")}
+    done = convert(**options)
+    return f"{arguments['path']} ({done.source_form}) -> {done.path} ({done.form})"
 
 
 def _export(arguments: Mapping[str, Any]) -> str:
-    from lightning_shard.checkpoint.foreign.export import export
-    from lightning_shard.checkpoint.foreign.forms import open_any
+    from lightning_shard.tools import export
 
-    limit = _bytes(arguments["max_shard_size"])
-    files = export(
-        open_any(arguments["path"], optimizers="none"),
-        arguments["folder"],
-        dtype=layout.torch_dtype(_DTYPES[arguments["dtype"]]) if arguments["dtype"] else None,
-        module=arguments["module"],
-        max_shard_bytes=limit,
-    )
-    return "\n".join(str(file) for file in files)
+    options = {name: arguments[name] for name in ("path", "folder", "dtype", "module", "max_shard_size")}
+    return "\n".join(str(file) for file in export(**options))
 
 
 def _clean(arguments: Mapping[str, Any]) -> str:
@@ -117,10 +96,3 @@ def _clean(arguments: Mapping[str, Any]) -> str:
 
 
 _RUN = {"clean": _clean, "inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export}
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", text.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
-        raise ConfigurationError(f"max_shard_size is {text!r}, but must be a number of bytes, such as 5GB or 500MB.")
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from lightning_shard.commands.options import UsageError, options_parser
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate import Known, migrate, report
+from lightning_shard.migrate import Known, report
+from lightning_shard.migrate import migrate as read_and_migrate
 from lightning_shard.strategies.precision import ShardPrecision
 
 _DESCRIPTION = """\
@@ -51,24 +54,62 @@ def main(arguments: Sequence[str]) -> int:
     """Run it; the exit code. After an error nothing was written."""
     options = parser().parse_args(arguments)
     refuse_to_replace(options.output, options.force)
-    if options.to is not None:
-        options.to = registry.find(options.to.lower()).name
+    done = migrate(options.files, to=options.to, lossy=options.lossy, command=["migrate", *arguments])
+    if options.output is None:
+        print(done.table, file=sys.stderr, flush=True)
+        print(done.yaml, end="")
+    else:
+        options.output.write_text(done.yaml, encoding="utf-8")
+        print(f"{done.table}\nwritten to {options.output}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migrated:
+    """A configuration for this package, made from another."""
+
+    content: Mapping[str, Any]
+    """What ``lightning-shard fit --config`` reads."""
+
+    yaml: str
+    """The same as text, with what was lost as comments."""
+
+    table: str
+    """What became what, a line for each field."""
+
+    lost: Sequence[str]
+    """Fields without a counterpart."""
+
+
+def migrate(
+    files: Sequence[str | os.PathLike[str]], *, to: str | None = None, lossy: bool = False, command: Sequence[str] = ()
+) -> Migrated:
+    """Read an Accelerate, DeepSpeed or Lightning configuration into one for this package. One process calls it.
+
+    Args:
+        files: the configuration; several Lightning YAMLs are laid over one another.
+        to: strategy name to write for; None: the source's own engine.
+        lossy: go on without fields that have no counterpart.
+        command: arguments of ``lightning-shard`` that the text's first line names.
+
+    Raises:
+        ConfigurationError: everything that is wrong with the files, fields that would be lost, and what the strategy
+            itself refuses.
+    """
+    name = None if to is None else registry.find(to.lower()).name
     # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.
     with contextlib.redirect_stdout(sys.stderr):
-        migration = migrate(options.files, known(), options.to)
-        if migration.lost and not options.lossy:
-            raise ConfigurationError(report.refusal(migration.lost))
-        check(migration.content)
-    command = shlex.join(["lightning-shard", "migrate", *arguments])
-    text = report.document(migration.content, command=command, launch=migration.launch, lost=migration.lost)
-    table = report.table(migration.rows, migration.idle, migration.lost)
-    if options.output is None:
-        print(table, file=sys.stderr, flush=True)
-        print(text, end="")
-    else:
-        options.output.write_text(text, encoding="utf-8")
-        print(f"{table}\nwritten to {options.output}")
-    return 0
+        found = read_and_migrate([Path(file) for file in files], known(), name)
+        if found.lost and not lossy:
+            raise ConfigurationError(report.refusal(found.lost))
+        check(found.content)
+    line = shlex.join(["lightning-shard", *(command or ["migrate", *map(str, files)])])
+    return Migrated(
+        content=found.content,
+        yaml=report.document(found.content, command=line, launch=found.launch, lost=found.lost),
+        table=report.table(found.rows, found.idle, found.lost),
+        lost=[lost.field for lost in found.lost],
+    )
 
 
 def known() -> Known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,14 +65,43 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
+    print(parsed(arguments).text)
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will need."""
+
+    configured: Row
+    """The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time."""
+
+    memory: int
+    """Bytes of a device that the run may use."""
+
+    others: tuple[Row, ...] = ()
+    """With ``compare``: the engines of the package, each with why it is refused if it is."""
+
+    best: Row | None = None
+    """The one of ``others`` that is recommended."""
+
+    text: str = ""
+    """All of it, as the command prints it."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run as configured fits into a device."""
+        return self.configured.most.device.total <= self.memory
+
+
+def parsed(arguments: Sequence[str]) -> Plan:
+    """The plan that the command's arguments ask for."""
     options, rest = parser().parse_known_args(arguments)
     check(options)
     measured = None if options.links is None else read_links(options.links)
     if options.picture is not None:
         report.require_matplotlib()
-    inputs = plan_inputs.read(rest, nodes=options.nodes, devices=options.devices)
-    print(plan(options, inputs, measured))
-    return 0
+    return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -95,7 +124,7 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigurationError("--reserve leaves nothing of --device-memory: give less.")
 
 
-def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> str:
+def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
     machines = _machines(options, inputs, measured)
     planner = _planner(options, inputs, machines)
     nodes, memory, strategy = machines.nodes, machines.memory, inputs.strategy
@@ -108,6 +137,7 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     parts.append(report.traffic(configured.sent, nodes))
     parts += [report.timing(configured.time)] if configured.time else []
     parts += _hybrid(planner, inputs, own, configured)
+    best = None
     if options.compare:
         rows += _others(planner, inputs)
         parts.append(report.comparison(rows, memory))
@@ -118,7 +148,8 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
         report.draw([row for row in rows if not row.refused], memory, options.picture)
         parts.append(f"picture: {options.picture}")
     notes = [f"note: {note}" for note in dict.fromkeys(planner.notes)]
-    return "\n\n".join([*notes, *parts])
+    text = "\n\n".join([*notes, *parts])
+    return Plan(configured=configured, memory=memory, others=tuple(rows[1:]), best=best, text=text)
 
 
 def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Machines:

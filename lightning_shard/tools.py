@@ -1,0 +1,130 @@
+"""The commands as functions: plan a run, migrate a configuration, verify, convert and export checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_shard.checkpoint.files import layout
+from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
+from lightning_shard.checkpoint.foreign.export import export as export_contents
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.save import write_portable
+from lightning_shard.commands.migrate import Migrated, migrate
+from lightning_shard.commands.plan import Plan, parsed
+from lightning_shard.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Converted", "Migrated", "Plan", "convert", "export", "migrate", "plan", "verify"]
+
+StrPath = str | os.PathLike[str]
+DType = Literal["fp32", "bf16", "fp16"]
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def plan(
+    configs: StrPath | Sequence[StrPath],
+    *,
+    device_memory: str,
+    nodes: int | None = None,
+    devices: int | None = None,
+    batch_size: int | None = None,
+    compare: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Say what a run will need per device and what it will send, without starting it. One process calls it.
+
+    Args:
+        configs: YAML files of the run, later ones laid over earlier ones.
+        device_memory: memory of a device, such as "80GB".
+        nodes: nodes of the run; None: the configuration's.
+        devices: devices on each node; None: the configuration's, or 1.
+        batch_size: samples per device and micro-batch; None: those of the data's first batch.
+        compare: predict every engine of the package too.
+        options: further options of ``lightning-shard plan`` and of fit, such as
+            ``{"intra-node": "450GB/s", "trainer.precision": "bf16-mixed"}``.
+
+    Raises:
+        ConfigurationError: what the run itself would refuse, and numbers that can't be.
+        UsageError: a configuration that can't be parsed.
+    """
+    files = [configs] if isinstance(configs, str | os.PathLike) else configs
+    given = {"nodes": nodes, "devices": devices, "batch-size": batch_size, **(options or {})}
+    words = [
+        f"--device-memory={device_memory}",
+        *(f"--{key}={value}" for key, value in given.items() if value is not None),
+    ]
+    return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A checkpoint that was written in another form."""
+
+    source_form: str
+    """The form that was read."""
+
+    path: Path
+    """What was written."""
+
+    form: str
+    """"portable" or "full"."""
+
+
+def convert(
+    path: StrPath, target: StrPath, *, form: Literal["portable", "full"] | None = None, weights_only: bool = False
+) -> Converted:
+    """Write a checkpoint of any form as a portable directory or as one stock Lightning file. One process calls it.
+
+    Args:
+        path: a checkpoint of this package, of stock Lightning, FSDP or DeepSpeed.
+        target: where to write; there must be nothing.
+        form: what to write; None: "full" of a portable directory, "portable" of all else.
+        weights_only: leave the optimizers' state out.
+
+    Raises:
+        CheckpointError: ``target`` exists, or ``path`` is no checkpoint that can be read.
+    """
+    if Path(target).exists():
+        raise CheckpointError(f"{target} exists: choose another path, or remove it")
+    stored = open_any(path, optimizers="none" if weights_only else "named")
+    written = form or (FULL if stored.form == PORTABLE else PORTABLE)
+    (write_full if written == FULL else write_portable)(Path(target), stored)
+    return Converted(source_form=stored.form, path=Path(target), form=written)
+
+
+def export(
+    path: StrPath, folder: StrPath, *, dtype: DType | None = None, module: str = "", max_shard_size: str = "5GB"
+) -> list[Path]:
+    """Write a checkpoint's weights as safetensors files with a Hugging Face index; returns the files.
+
+    Args:
+        path: a checkpoint of any form.
+        folder: where to write; it is made where there is none.
+        dtype: of floating-point tensors; None: as stored.
+        module: FQN of a submodule to export alone, under its own names; "": all.
+        max_shard_size: bytes of tensors in a file, such as "5GB".
+
+    Raises:
+        CheckpointError: nothing was written.
+        ConfigurationError: a size that is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", max_shard_size.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise ConfigurationError(
+            f"max_shard_size is {max_shard_size!r}, but must be a number of bytes, such as 5GB or 500MB."
+        )
+    return export_contents(
+        open_any(path, optimizers="none"),
+        folder,
+        dtype=layout.torch_dtype(_DTYPES[dtype]) if dtype else None,
+        module=module,
+        max_shard_bytes=int(float(found[1]) * _UNITS[(found[2] or "").upper()]),
+    )

@@ -1,0 +1,72 @@
+"""The commands as functions: what they return, and that bad arguments are refused as the commands do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shard import CheckpointError, ConfigurationError, callbacks
+from lightning_shard.tools import convert, export, migrate, plan, verify
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stock Lightning file."""
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(BoringModel())
+    path = tmp_path_factory.mktemp("saved") / "stock.ckpt"
+    trainer.save_checkpoint(path)
+    return path
+
+
+def test_a_checkpoint_is_converted_verified_and_exported(saved: Path, tmp_path: Path) -> None:
+    done = convert(saved, tmp_path / "portable.ckpt", weights_only=True)
+    assert (done.form, done.path) == ("portable", tmp_path / "portable.ckpt")
+    assert "trainer.pt" in verify(done.path)
+    back = convert(done.path, tmp_path / "back.ckpt")
+    assert (back.source_form, back.form) == ("portable", "full")
+    before, after = (torch.load(path, weights_only=False)["state_dict"] for path in (saved, back.path))
+    assert {name: tensor.tolist() for name, tensor in before.items()} == {n: t.tolist() for n, t in after.items()}
+    files = export(done.path, tmp_path / "weights", dtype="bf16")
+    assert [file.suffix for file in files] == [".safetensors"]
+    with pytest.raises(CheckpointError, match=r"back\.ckpt exists: choose another path"):
+        convert(done.path, back.path)
+    with pytest.raises(ConfigurationError, match="max_shard_size is '5 apples', but must be a number of bytes"):
+        export(done.path, tmp_path / "again", max_shard_size="5 apples")
+
+
+def test_a_configuration_is_migrated(tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+    done = migrate([source], to="shard_fsdp")
+    assert done.content["trainer"]["precision"] == "bf16-mixed"
+    assert "shard_fsdp" in done.yaml
+    assert "zero_optimization.stage" in done.table
+    assert done.lost == []
+    with pytest.raises(ConfigurationError, match="no strategy 'shard_fdsp'"):
+        migrate([source], to="shard_fdsp")
+
+
+def test_a_run_is_planned(tmp_path: Path) -> None:
+    demo = "lightning.pytorch.demos.boring_classes"
+    run = tmp_path / "run.yaml"
+    run.write_text(f"model: {demo}.BoringModel\ndata: {demo}.BoringDataModule\ntrainer: {{strategy: shard_fsdp}}\n")
+    found = plan(run, device_memory="1GB", devices=2, options={"trainer.precision": "bf16-mixed"})
+    assert found.fits
+    assert found.configured.most.device.total > 0
+    assert "fits: " in found.text
+    assert not plan(run, device_memory="1KB", devices=2).fits
+    with pytest.raises(ConfigurationError, match="--nodes is 0, but must be 1 or more"):
+        plan(run, device_memory="1GB", nodes=0)
+
+
+def test_callbacks_are_imported_from_one_place() -> None:
+    assert callbacks.__all__ == ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "ThroughputCallback"]
+    assert [name for name in callbacks.__all__ if not hasattr(callbacks, name)] == []
