@@ -16,6 +16,7 @@ from lightning_shard._lightning import names
 from lightning_shard._lightning.progress import settle_progress
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
+from lightning_shard.resume.loader import Draws
 from lightning_shard.resume.shape import KINDS
 from lightning_shard.resume.wrap import resumable
 
@@ -65,14 +66,19 @@ def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler):
         return sampler
-    ranks = {"seed": int(os.environ.get("PL_GLOBAL_SEED", 0)), **ranks}
+    ranks = {"seed": _seed(), **ranks}
     permutes = type(sampler) is RandomSampler and not sampler.replacement
     if (permutes or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return DistributedSampler(loader.dataset, shuffle=permutes, **ranks)
     return DistributedSamplerWrapper(sampler, shuffle=False, **ranks)
 
 
-def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int) -> Any:
+def _seed() -> int:
+    """Of ``seed_everything``, which Lightning's samplers take too; 0 without it."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: int, sample_seeds: bool = False) -> Any:
     """The training ``dataloader`` made resumable (`resume.wrap.resumable`), with the loop's loaded counters settled.
 
     For the strategy to call for each training dataloader that it is asked to process, on all ranks, in the order of
@@ -84,7 +90,8 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     dealt = getattr(getattr(dataloader, "sampler", None), "dataset", None)
     # What Lightning wrapped in a distributed sampler.
     inner = dealt._sampler if isinstance(dealt, names.DatasetSamplerWrapper) else None
-    loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner)
+    draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
+    loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
     states = loop._combined_loader_states_to_load
     if loop.is_resuming and not loop.restarting and states and has_state(loader):
         state = states.pop(0)

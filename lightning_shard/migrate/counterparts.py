@@ -123,6 +123,7 @@ TABLE: Mapping[str, Row] = {
     "lost_rank_seconds": _everywhere("any"),
     "preemption": _everywhere("mapping"),
     "async_save": _everywhere("bool"),
+    "sample_seeds": _everywhere("any"),
     # FSDP's.
     "units": _fsdp_only(
         "any",

@@ -7,18 +7,29 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_shard.errors import DataError
 from lightning_shard.resume.delegate import DelegatingLoader
+from lightning_shard.resume.draws import DrawingDataset
 from lightning_shard.resume.order import global_order, rank_share
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.samplers import States
 from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of
 from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapshot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What random numbers of samples are seeded by, besides the sample's index."""
+
+    seed: int
+    """The same on all ranks."""
+    epoch: Callable[[], int]
+    """The epoch that the training loop is in."""
 
 
 @dataclasses.dataclass
@@ -31,6 +42,8 @@ class _Run:
     """At the start, as `generators`."""
     generators: list[Any]
     attributes: dict[str, Any]
+    draws: tuple[int, int, int] | None
+    """What random numbers of samples are seeded by: seed, epoch, iteration in the epoch."""
     seeded: bool
     """Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once)."""
     start: int = 0
@@ -49,13 +62,30 @@ class ResumableLoader(DelegatingLoader):
 
     An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn
     again from its state at the epoch's start, without a trace in the global ones; so are samplers with a
-    ``state_dict``, and with generators and counters of their own. Random numbers drawn inside worker processes are not
-    restored.
+    ``state_dict``, and with generators and counters of their own. Random numbers that the dataset draws in worker
+    processes are the same after a resume with `draws`, else a warning says that they are not.
+
+    Args:
+        inner: the loader.
+        world_size: number of ranks that read data of their own.
+        rank: this one's number among them.
+        inner_sampler: what the loader's sampler takes its indices from.
+        draws: how random numbers of samples are seeded.
     """
 
-    _own = frozenset({"_source", "_generators", "_states", "_world_size", "_rank", "_pending", "_run"})
+    _own = frozenset(
+        {"_source", "_generators", "_states", "_draws", "_drawing", "_world_size", "_rank", "_pending", "_run"}
+    )
 
-    def __init__(self, inner: DataLoader[Any], *, world_size: int, rank: int, inner_sampler: Any = None) -> None:
+    def __init__(
+        self,
+        inner: DataLoader[Any],
+        *,
+        world_size: int,
+        rank: int,
+        inner_sampler: Any = None,
+        draws: Draws | None = None,
+    ) -> None:
         batched = inner.batch_sampler is not None
         full = inner.batch_sampler if batched else inner.sampler
         samplers = [full, inner.sampler, getattr(full, "sampler", None), inner_sampler]
@@ -65,12 +95,22 @@ class ResumableLoader(DelegatingLoader):
         inner = copy.copy(inner)
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
+        samples = inner.dataset
+        drawing = DrawingDataset(samples, seeded=draws is not None, workers=inner.num_workers > 0)
+        if draws is not None or inner.num_workers > 0:
+            inner.__dict__["dataset"] = drawing
         super().__init__(inner)
+        self._draws, self._drawing, self._samples = draws, drawing, samples
         self._source, self._states = source, states
-        self._generators = Generators(inner, samplers)
+        self._generators = Generators(inner, samplers, samples)
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
+
+    @property
+    def dataset(self) -> Any:  # type: ignore[override]
+        """The original."""
+        return self._samples
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]
@@ -130,6 +170,8 @@ class ResumableLoader(DelegatingLoader):
             "generators_now": generators_now,
             "attributes_now": attributes_now,
             "states": self._states.saved(),
+            "draws": run.draws if run else None,
+            "drawn": self._drawing.drawn,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,6 +194,14 @@ class ResumableLoader(DelegatingLoader):
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
         lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost")
+        goes_on = is_midway(state) or (self._inner.persistent_workers and self._inner.num_workers > 0)
+        if state.get("drawn") and self._draws is None and goes_on and self._rank == 0:
+            warnings.warn(
+                "the dataset drew random numbers in the worker processes of its DataLoader, whose generators are not in"
+                " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
+                " seed them by epoch and sample.",
+                stacklevel=2,
+            )
         if lost and self._rank == 0:
             warnings.warn(
                 f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
@@ -183,7 +233,7 @@ class ResumableLoader(DelegatingLoader):
         else:
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
-        run = _Run(epoch, self._shape, *generators.snapshot(), seeded)
+        run = _Run(epoch, self._shape, *generators.snapshot(), self._next_draws(resumed), seeded)
         plan = None
         self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
@@ -197,6 +247,18 @@ class ResumableLoader(DelegatingLoader):
             set_rng_state(now[0])
         self._run = run
         return run, batches
+
+    def _next_draws(self, resumed: dict[str, Any] | None) -> tuple[int, int, int] | None:
+        """Seed what the samples of this iteration draw."""
+        if self._draws is None:
+            return None
+        seed, epoch, cycle = self._draws.seed, self._draws.epoch(), 0
+        if resumed and resumed.get("draws"):
+            seed, epoch, cycle = resumed["draws"]
+        elif self._run is not None and self._run.draws is not None and self._run.draws[1] == epoch:
+            cycle = self._run.draws[2] + 1
+        self._drawing.begin(seed, epoch, cycle)
+        return seed, epoch, cycle
 
     def _rest(self, state: dict[str, Any]) -> Iterator[Any]:
         """Indices (batches of them) from the position of `state` on.

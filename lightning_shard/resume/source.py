@@ -17,11 +17,11 @@ Snapshot = tuple[dict[str, Any], list[Any], dict[str, Any]]
 class Generators:
     """What a loader's order can depend on: random number generators, and further attributes of its samplers."""
 
-    def __init__(self, loader: Any, samplers: list[Any]) -> None:
+    def __init__(self, loader: Any, samplers: list[Any], dataset: Any) -> None:
         found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
         unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
         self._own = list(unique.values())
-        self._attributes = Attributes(samplers, loader.dataset)
+        self._attributes = Attributes(samplers, dataset)
 
     def states(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Of the loader's and its samplers' own, not of the global ones."""

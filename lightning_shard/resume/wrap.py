@@ -7,10 +7,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
-from lightning_shard.resume.loader import ResumableLoader
+from lightning_shard.resume.loader import Draws, ResumableLoader
 
 
-def resumable(dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None) -> Any:
+def resumable(
+    dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any = None, draws: Draws | None = None
+) -> Any:
     """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
 
     Call it on every rank for a loader whose sampler is already the one to train with. What comes back:
@@ -27,11 +29,13 @@ def resumable(dataloader: Any, *, world_size: int, rank: int, inner_sampler: Any
         rank: this one's number among them.
         inner_sampler: what the loader's sampler takes its indices from, where that is another sampler: its generator
             is restored too.
+        draws: what random numbers of a map-style dataset's samples are seeded by; None: they are not.
     """
     if not isinstance(dataloader, DataLoader) or has_state(dataloader):
         return dataloader
     if not isinstance(dataloader.dataset, IterableDataset):
-        return ResumableLoader(dataloader, world_size=world_size, rank=rank, inner_sampler=inner_sampler)
+        ranks = {"world_size": world_size, "rank": rank}
+        return ResumableLoader(dataloader, **ranks, inner_sampler=inner_sampler, draws=draws)
     if has_state(dataloader.dataset) and dataloader.num_workers == 0:
         return StatefulIterableLoader(dataloader, world_size=world_size)
     return dataloader

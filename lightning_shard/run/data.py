@@ -75,8 +75,13 @@ class Predictions:
 class Data:
     """The loaders of a run and the state that a checkpoint keeps of them."""
 
-    def __init__(self) -> None:
-        """Nothing was resumed yet."""
+    def __init__(self, *, sample_seeds: bool) -> None:
+        """Nothing was resumed yet.
+
+        Args:
+            sample_seeds: whether random numbers of training samples are seeded by epoch and index.
+        """
+        self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
 
     def process(self, loader: Any, trainer: Trainer, *, coordinates: tuple[int, int]) -> Any:
@@ -94,7 +99,8 @@ class Data:
         """
         if trainer.training:
             world_size, rank = coordinates
-            loader = _lightning.prepare_loader(trainer, loader, world_size=world_size, rank=rank)
+            ranks = {"world_size": world_size, "rank": rank}
+            loader = _lightning.prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
             if self._resumed is not None and (warning := order_warning(loader)) is not None:
                 rank_zero_warn(warning)
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"

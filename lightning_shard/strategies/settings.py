@@ -41,6 +41,7 @@ class CommonArguments(TypedDict, total=False):
     process_group_backend: str | None
     preemption: PreemptionConfig | None
     async_save: bool
+    sample_seeds: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ class CommonSettings:
         preemption: what a fit does when it is told to stop by a signal or a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
             which takes memory for that one copy. A write that fails is raised at the next batch.
+        sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
+            sample, so that neither resuming, the number of workers nor that of processes changes them; null: under
+            ``aligned``.
     """
 
     mesh: MeshConfig
@@ -92,6 +96,7 @@ class CommonSettings:
     process_group_backend: str | None = None
     preemption: PreemptionConfig | None = None
     async_save: bool = False
+    sample_seeds: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse what can't work."""
@@ -112,6 +117,11 @@ class CommonSettings:
     def at_boundary(self) -> bool:
         """Whether accumulated gradients are reduced once, at the accumulation boundary."""
         return self.accumulate_sync == "boundary"
+
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether random numbers of samples are seeded by epoch and sample."""
+        return self.aligned if self.sample_seeds is None else self.sample_seeds
 
     @property
     def forward(self) -> ForwardOptions:

@@ -62,7 +62,7 @@ class ShardStrategy(ParallelStrategy):
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds)
-        self._data = parts.Data()
+        self._data = parts.Data(sample_seeds=settings.seeds_samples)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
         self._ledger = parts.RunLedger()
@@ -188,8 +188,7 @@ class ShardStrategy(ParallelStrategy):
         return _lightning.SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        self._failed = False
-        self._replacements = _lightning.Replacements()
+        self._failed, self._replacements = False, _lightning.Replacements()
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.

@@ -44,6 +44,7 @@ COMMON: dict[str, Any] = {
     "lost_rank_seconds": 9.0,
     "preemption": PreemptionConfig(exit_code=3),
     "async_save": True,
+    "sample_seeds": True,
 }
 CHANGED: list[tuple[type[ShardStrategy], dict[str, Any]]] = [
     (

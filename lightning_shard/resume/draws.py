@@ -1,0 +1,135 @@
+"""The random numbers that a dataset draws for a sample: seeded by the sample, or seen to be drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+_LOOKS = 64
+"""Samples of a worker process after which numbers that were drawn are not looked for any more."""
+
+
+class DrawingDataset(Dataset[Any]):
+    """In a DataLoader's place of a map-style dataset: the same, but for the random numbers that it draws.
+
+    With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
+    ahead of each sample by the run's seed, the epoch and the sample's index; of a dataset with ``__getitems__``, by the
+    indices of the batch. In a worker that holds for what comes after the sample too, such as collating; in the training
+    process the global generators are as if nothing had been drawn. Without it, it is noted whether workers draw any.
+
+    Args:
+        samples: the dataset.
+        seeded: as above.
+        workers: whether samples are loaded in other processes.
+    """
+
+    _own = frozenset({"_samples", "_seeded", "_now", "_generators", "_looks", "_before"})
+
+    def __init__(self, samples: Any, *, seeded: bool, workers: bool) -> None:
+        self._samples, self._seeded = samples, seeded
+        now = torch.zeros(4, dtype=torch.int64)  # seed, epoch, iteration in the epoch, whether numbers were drawn
+        self._now = now.share_memory_() if workers else now
+        self._generators: list[Any] | None = None
+        self._looks, self._before = 0, b""
+
+    def begin(self, seed: int, epoch: int, cycle: int) -> None:
+        """Samples are of the ``cycle``-th iteration in an epoch from here on."""
+        self._now[:3] = torch.tensor([seed, epoch, cycle])
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random numbers of worker processes are neither seeded nor saved."""
+        return bool(self._now[3])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._call(self._samples.__getitem__, index)
+
+    @property
+    def __getitems__(self) -> Callable[[Any], Any]:
+        own = self._samples.__getitems__
+        return lambda indices: self._call(own, indices)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self._samples, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._samples, name, value)
+
+    def _call(self, get: Callable[[Any], Any], index: Any) -> Any:
+        if self._generators is None:
+            self._generators = list(_generators(self._samples, set()))
+        in_worker = get_worker_info() is not None
+        if not self._seeded:
+            if in_worker and self._looks < _LOOKS:
+                self._look()
+            return get(index)
+        key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+        digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
+        if in_worker:
+            # Also for what comes after the samples, such as collating them.
+            _seed(digest, self._generators)
+            return get(index)
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        _seed(digest, self._generators)
+        try:
+            return get(index)
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+    def _look(self) -> None:
+        """Compare the generators with those at this process' first sample."""
+        legacy: Any = np.random.get_state()
+        state = (
+            repr((random.getstate(), legacy[1].tobytes(), legacy[2])).encode() + torch.get_rng_state().numpy().tobytes()
+        )
+        self._before = self._before or state
+        self._looks += 1
+        if state != self._before or self._generators:
+            self._now[3] = 1
+
+
+def _generators(owner: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
+    """The generators among the attributes of ``owner``, and of the datasets and transforms that it holds."""
+    held = owner if isinstance(owner, list | tuple) else getattr(owner, "__dict__", {}).values()
+    for value in itertools.islice(list(held), 100):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+            yield value
+        elif depth:
+            yield from _generators(value, seen, depth - 1)
+
+
+def _seed(digest: bytes, generators: list[Any]) -> None:
+    seed = int.from_bytes(digest[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed seeds CUDA too, which no worker may touch.
+    torch.default_generator.manual_seed(seed)
+    for number, generator in enumerate(generators, 1):
+        own = int.from_bytes(hashlib.sha256(digest + bytes([number % 256])).digest()[:8], "little")
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, np.random.Generator):
+            bits: Any = generator.bit_generator
+            bits.state = type(bits)(own).state
+        else:
+            generator.seed(own % 2**32)
