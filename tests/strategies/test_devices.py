@@ -16,11 +16,13 @@ from deepspeed import accelerator
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _world
 
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.commands import doctor
 from lightning_shard.engines.zero import process, running
+from lightning_shard.engines.zero.values import Values
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import free_port, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -72,6 +74,15 @@ def test_deepspeed_computes_on_the_device_of_the_trainer(
         assert (devices, engine.device) == ([device.index], device)
     finally:
         connection.undo()
+
+
+def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> None:
+    with FakeTensorMode():
+        module = nn.ParameterList(torch.zeros(4, device="cuda") for _ in range(2))
+        values = Values(module)
+        values.remember(torch.bfloat16)
+    assert {part.data.device.type for part in values.loaded.values()} == {"cpu"}
+    assert values.loaded.keys() == dict(module.named_parameters()).keys()
 
 
 def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

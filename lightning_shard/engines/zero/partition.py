@@ -35,8 +35,8 @@ def partition(
         config: DeepSpeed's, complete.
 
     Returns:
-        This rank's shards of the parameters that the cast rounded; and for each parameter that was on the meta device
-        the one that replaced it.
+        This rank's shards of the parameters that the cast rounded, on the host; and for each parameter that was on the
+        meta device the one that replaced it.
 
     Raises:
         MaterializationError: before anything was changed.
@@ -85,7 +85,7 @@ def _shard_parameter(
     parameter.partition()
     if is_rounded(full, compute):
         start, length = layout.own_range(parameter)
-        loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].clone(), start)
+        loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].to("cpu", copy=True), start)
 
 
 def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) -> None:
@@ -94,7 +94,7 @@ def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) 
         return
     if is_rounded(shard, compute):
         start, length = layout.own_range(parameter)
-        loaded[fqn] = FlatSlice(shard.detach()[:length].clone(), start)
+        loaded[fqn] = FlatSlice(shard.detach()[:length].to("cpu", copy=True), start)
     shard.data = shard.data.to(compute)
     parameter.data = parameter.data.to(compute)
 

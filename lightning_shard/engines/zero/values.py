@@ -56,8 +56,14 @@ class Values:
         return [part.data for part in self._frozen.values()]
 
     def remember(self, compute: torch.dtype) -> None:
-        """Refer to the memory of the parameters that DeepSpeed's cast to ``compute`` will round."""
+        """Refer to the memory of the parameters that DeepSpeed's cast to ``compute`` will round.
+
+        They move to the host, where DeepSpeed casts them: the device is to have nothing beside its copies, of the cast
+        parameters and flat.
+        """
         rounded = {fqn: p for fqn, p in self.parameters.items() if is_rounded(p, compute)}
+        for parameter in rounded.values():
+            parameter.data = parameter.data.cpu()
         self.loaded = {fqn: FlatSlice(p.detach().flatten(), 0) for fqn, p in rounded.items()}
 
     @torch.no_grad()
@@ -112,12 +118,12 @@ class Values:
         Without ``communicate``, where other ranks may be anywhere, full parameters keep the compute dtype's values.
         """
         if running.stage == 3:
-            # Copies, or what is mapped from files as it is.
+            # Copies on the host, or what is mapped from files as it is: the device has the engine's still.
             in_files = {
                 member.fqn for group in running.groups if group.new_slot is not None for member in group.members
             }
             masters = {
-                member.fqn: FlatSlice(part if member.fqn in in_files else part.clone(), member.start)
+                member.fqn: FlatSlice(part if member.fqn in in_files else part.to("cpu", copy=True), member.start)
                 for member, part in layout.shards(running.groups)
                 if member.stepped
             }
