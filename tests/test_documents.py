@@ -6,6 +6,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from lightning_shard import errors
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *ROOT.glob("configs/**/*.md"), *ROOT.glob("examples/**/*.md")]
@@ -102,3 +104,31 @@ def test_a_path_that_is_gone_is_found(tmp_path: Path) -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 220
+
+
+def test_the_readme_has_few_words() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1500
+
+
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+
+
+def _contents(document: Path) -> list[str]:
+    """The links that a page with several headings begins with, one for each."""
+    headings = re.findall(r"^## +(.*)$", _prose(document), re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return [f"- [{heading}](#{slug})" for heading, slug in zip(headings, slugs, strict=True)]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_a_guide_with_several_headings_begins_with_their_list(guide: Path) -> None:
+    expected = _contents(guide)
+    if len(expected) > 1:
+        assert "\n".join(expected) in guide.read_text().partition("\n## ")[0]
+
+
+def test_every_error_has_its_cause_and_cure() -> None:
+    page = (ROOT / "examples" / "guides" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `(\w+Error)`[^|]*\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == {name for name in vars(errors) if name.endswith("Error")}
+    assert all(cause.strip() and cure.strip() for _, cause, cure in rows)

@@ -1,0 +1,137 @@
+"""What README and guides show runs: Python blocks as scripts, commands in a folder that has the files they name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from examples.guides import api
+from tests.harness import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
+NOT_RUN = {
+    "pip install .": "it changes the environment",
+    "lightning-shard fit --config configs/quickstart.yaml\n": "minutes; tests/examples/test_examples.py runs it",
+    "lightning-shard validate --config configs/quickstart.yaml --ckpt_path PATH": "the same",
+    "$ lightning-shard migrate ds_config.json": "of another file; tests/migrate/test_command.py has the message",
+    "def ": "a method, of a module of the reader's",
+    "from lightning_shard import full_tensor, set_full_tensor": "a callback of the reader's",
+}
+DEMO = "lightning.pytorch.demos.boring_classes"
+RUN = {
+    "model": f"{DEMO}.BoringModel",
+    "data": f"{DEMO}.BoringDataModule",
+    "trainer": {"strategy": "shard_fsdp", "accelerator": "cpu", "devices": 2, "max_steps": 1},
+}
+FILES = {
+    "run.yaml": yaml.safe_dump(RUN),
+    "model.yaml": yaml.safe_dump({key: RUN[key] for key in ("model", "data")}),
+    "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+    "fsdp_config: {fsdp_version: 2}\nnum_processes: 2\nnum_machines: 1\n",
+    "ds_config.json": '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
+}
+
+
+class Block(NamedTuple):
+    page: Path
+    language: str
+    text: str
+
+
+def _blocks(*languages: str) -> Iterator[Block]:
+    for page in PAGES:
+        for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            if language in languages:
+                yield Block(page, language, text)
+
+
+def _left_out(block: Block) -> bool:
+    return any(block.text.startswith(beginning) for beginning in NOT_RUN)
+
+
+PYTHON = list(_blocks("python"))
+COMMANDS = [block for block in _blocks("sh", "bash", "console") if not _left_out(block)]
+
+
+def _id(block: Block) -> str:
+    return f"{block.page.stem}: {block.text.splitlines()[0][:50]}"
+
+
+def test_every_block_that_is_left_out_is_there() -> None:
+    texts = [block.text for block in _blocks("python", "sh", "bash", "console")]
+    assert [beginning for beginning in NOT_RUN if not any(text.startswith(beginning) for text in texts)] == []
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=_id)
+def test_python_blocks_compile(block: Block) -> None:
+    compile(block.text, str(block.page), "exec")
+
+
+@pytest.mark.parametrize("block", list(_blocks("yaml")), ids=_id)
+def test_yaml_blocks_are_yaml(block: Block) -> None:
+    assert yaml.safe_load(block.text)
+
+
+def _run_python(block: Block, folder: Path) -> None:
+    (folder / "script.py").write_text(block.text)
+    ended = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, env=_environ())
+    assert ended.returncode == 0, ended.stderr
+
+
+def _environ() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    [block] = [block for block in PYTHON if block.page.name == "README.md"]
+    _run_python(block, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.page.name != "README.md" and not _left_out(b)], ids=_id)
+def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
+    _run_python(block, tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files that pages name."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy="shard_ddp", max_steps=1, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(BoringModel(), BoringDataModule())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    return tmp_path
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("block", COMMANDS, ids=_id)
+def test_commands_run_and_say_what_is_shown(block: Block, folder: Path) -> None:
+    script, shown = block.text, ""
+    if block.language == "console":
+        script, shown = re.fullmatch(r"\$ (.*?[^\\])\n(.*)", block.text, re.DOTALL).groups()
+    script = script.replace(" --module model", " --module layer").replace("--picture plan.png", "")
+    ended = subprocess.run(["bash", "-ec", script], cwd=folder, capture_output=True, text=True, env=_environ())
+    assert ended.returncode == (2 if shown.startswith("error: ") else 0), ended.stderr
+    assert shown.strip() in ended.stdout + ended.stderr
+
+
+def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
+    assert api.PAGE.read_text() == api.page(), "run `python -m examples.guides.api`"
