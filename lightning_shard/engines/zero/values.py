@@ -62,9 +62,10 @@ class Values:
         parameters and flat.
         """
         rounded = {fqn: p for fqn, p in self.parameters.items() if is_rounded(p, compute)}
-        for parameter in rounded.values():
-            parameter.data = parameter.data.cpu()
-        self.loaded = {fqn: FlatSlice(p.detach().flatten(), 0) for fqn, p in rounded.items()}
+        self.loaded = {}
+        for fqn, parameter in rounded.items():
+            parameter.data = loaded = parameter.detach().cpu()
+            self.loaded[fqn] = FlatSlice(loaded.flatten(), 0)
 
     @torch.no_grad()
     def start(self, running: zero.Running, *, ranks: Ranks) -> None:
