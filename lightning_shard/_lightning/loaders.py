@@ -17,7 +17,7 @@ from lightning_shard._lightning.progress import settle_progress
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.loader import Draws
-from lightning_shard.resume.shape import KINDS
+from lightning_shard.resume.shape import KINDS, stock_type
 from lightning_shard.resume.wrap import resumable
 
 
@@ -41,7 +41,7 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
     def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if not isinstance(dataloader, DataLoader) or not connector._requires_distributed_sampler(dataloader):
             return prepare(dataloader, shuffle, mode)
-        given = dataloader.batch_sampler
+        given: Any = dataloader.batch_sampler
         if mode == RunningStage.TRAINING:
             sampler = _dealt(dataloader, trainer.distributed_sampler_kwargs or {})
             if not sampler.shuffle and not said and not getattr(trainer, "overfit_batches", 0):
@@ -53,9 +53,10 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
             prepared: Any = names.update_dataloader(dataloader, sampler, mode)
         else:
             prepared = prepare(dataloader, shuffle, mode)
-        if type(given) is BatchSampler and dataloader.batch_size is None and mode != RunningStage.PREDICTING:
+        if stock_type(given) is BatchSampler and mode != RunningStage.PREDICTING:
             # A DataLoader refuses to have it set.
-            vars(prepared)["batch_sampler"] = BatchSampler(prepared.sampler, given.batch_size, given.drop_last)
+            dealing = getattr(prepared.batch_sampler, "sampler", prepared.sampler)
+            vars(prepared)["batch_sampler"] = BatchSampler(dealing, given.batch_size, given.drop_last)
         return prepared
 
     replacements.replace(connector, "_prepare_dataloader", prepare_dataloader)
@@ -67,7 +68,7 @@ def _dealt(loader: DataLoader[Any], ranks: dict[str, Any]) -> DistributedSampler
     if isinstance(sampler, DistributedSampler):
         return sampler
     ranks = {"seed": _seed(), **ranks}
-    permutes = type(sampler) is RandomSampler and not sampler.replacement
+    permutes = stock_type(sampler) is RandomSampler and not sampler.replacement
     if (permutes or type(sampler) is SequentialSampler) and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
         return DistributedSampler(loader.dataset, shuffle=permutes, **ranks)
     return DistributedSamplerWrapper(sampler, shuffle=False, **ranks)

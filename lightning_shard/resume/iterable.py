@@ -1,4 +1,4 @@
-"""A DataLoader over an IterableDataset whose state is the dataset's own."""
+"""A DataLoader whose state is that of its IterableDataset, or its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has_state(thing: Any) -> bool:
 
 
 class StatefulIterableLoader(DelegatingLoader):
-    """Carries the ``state_dict`` of the dataset, as it was after the last batch that was trained on.
+    """Carries the ``state_dict`` of the dataset, or of `inner` itself, as it was after the last batch trained on.
 
     Making an iterator draws nothing from the global generators (torch draws a seed for workers, which there are
     none of), so that it may be made before or after a checkpoint's are set. A dataset that draws from them itself
@@ -29,11 +29,12 @@ class StatefulIterableLoader(DelegatingLoader):
     many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
     """
 
-    _own = frozenset({"lookahead", "_world_size", "_history", "_ended"})
+    _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_stateful"})
 
-    def __init__(self, inner: DataLoader[Any], *, world_size: int) -> None:
+    def __init__(self, inner: DataLoader[Any], *, world_size: int, source: Any) -> None:
         super().__init__(inner)
-        self.lookahead = 0 if _sized(inner) else 1
+        self._stateful = source
+        self.lookahead = 0 if is_sized(inner) else 1
         self._world_size = world_size
         # (batches, dataset state) after the last batches given out, oldest first.
         self._history: list[tuple[int, Any]] = []
@@ -58,14 +59,16 @@ class StatefulIterableLoader(DelegatingLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand the dataset its state; warns at another world size, where only the dataset knows what it means."""
+        if "kind" not in state:  # the loader's own, of before
+            state = {"world_size": self._world_size, "dataset": state, "batches": 0, "finished": False}
         if state["world_size"] != self._world_size:
             warnings.warn(
-                f"the state of {type(self.dataset).__name__} was written by {state['world_size']} processes, each"
+                f"the state of {type(self._stateful).__name__} was written by {state['world_size']} processes, each"
                 f" with a stream of its own, and is resumed on {self._world_size}: what was seen is not known in"
                 " common, samples may be repeated or missed",
                 stacklevel=2,
             )
-        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        self._stateful.load_state_dict(copy.deepcopy(state["dataset"]))
         self._history = [(0 if state["finished"] else state["batches"], copy.deepcopy(state["dataset"]))]
         self._ended = False
 
@@ -94,17 +97,16 @@ class StatefulIterableLoader(DelegatingLoader):
             history.append((history[-1][0], self._dataset_state()))
             self._ended = True
 
-    @property
-    def _dataset(self) -> Any:
-        # The type of a dataset knows nothing of its state.
-        return self._inner.dataset
-
     def _dataset_state(self) -> Any:
+        before = torch.get_rng_state()  # of which torchdata's loader draws a seed when it is asked for its state
         # Datasets tend to give the very dictionary that they go on to change.
-        return copy.deepcopy(self._dataset.state_dict())
+        state = copy.deepcopy(self._stateful.state_dict())
+        torch.set_rng_state(before)
+        return state
 
 
-def _sized(loader: Any) -> bool:
+def is_sized(loader: Any) -> bool:
+    """Whether it has a length."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):

@@ -18,7 +18,7 @@ from lightning_shard.resume.draws import DrawingDataset
 from lightning_shard.resume.order import global_order, rank_share
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.samplers import States
-from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of
+from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of, stock_type
 from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapshot
 
 
@@ -123,7 +123,7 @@ class ResumableLoader(DelegatingLoader):
         full = self._source.full
         if self._inner.batch_sampler is None:
             return full
-        return full.sampler if type(full) is BatchSampler else self._inner.sampler
+        return full.sampler if stock_type(full) is BatchSampler else self._inner.sampler
 
     @property
     def batches_done(self) -> int:

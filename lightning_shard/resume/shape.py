@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from lightning_shard.errors import DataError
 from lightning_shard.resume.order import batch_count, share_size
@@ -41,9 +41,17 @@ class Shape:
         return batch_count(share, self.batch_size, drop_last=self.drop_batch)
 
 
+def stock_type(sampler: Any) -> type:
+    """The class of a sampler; torch's own for those that torchdata's loader makes in their place."""
+    cls = type(sampler)
+    if cls.__module__ == "torchdata.stateful_dataloader.sampler":
+        return {"BatchSampler": BatchSampler, "RandomSampler": RandomSampler}.get(cls.__name__, cls)
+    return cls
+
+
 def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
     """The shape of a loader with this sampler and batch sampler (None: single samples)."""
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+    if batch_sampler is not None and stock_type(batch_sampler) is not BatchSampler:
         length = _length(batch_sampler)
         return Shape(kind="batches", length=length, replicas=1, drop_samples=False, batch_size=1, drop_batch=False)
     distributed = isinstance(sampler, DistributedSampler)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
+from lightning_shard.resume.iterable import StatefulIterableLoader, has_state, is_sized
 from lightning_shard.resume.loader import Draws, ResumableLoader
 
 
@@ -17,11 +17,11 @@ def resumable(
 
     Call it on every rank for a loader whose sampler is already the one to train with. What comes back:
 
-    - map-style dataset: a :class:`ResumableLoader`;
-    - IterableDataset that has ``state_dict``/``load_state_dict``, loaded in this process (``num_workers=0``): a
-      :class:`StatefulIterableLoader`;
-    - a loader that has ``state_dict``/``load_state_dict`` itself, and whatever can't be resumed (see
-      :func:`order_warning`): the same object.
+    - map-style dataset: a :class:`ResumableLoader`, also of torchdata's ``StatefulDataLoader``, unless the dataset has
+      ``state_dict``/``load_state_dict``;
+    - IterableDataset that has ``state_dict``/``load_state_dict``, loaded in this process (``num_workers=0``), or under
+      torchdata's loader, and a DataLoader without a length that has them itself: a :class:`StatefulIterableLoader`;
+    - whatever else has a state or can't be resumed (see :func:`order_warning`): the same object.
 
     Args:
         dataloader: anything to iterate; only a torch DataLoader is changed.
@@ -31,14 +31,24 @@ def resumable(
             is restored too.
         draws: what random numbers of a map-style dataset's samples are seeded by; None: they are not.
     """
-    if not isinstance(dataloader, DataLoader) or has_state(dataloader):
+    if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader
-    if not isinstance(dataloader.dataset, IterableDataset):
+    dataset = dataloader.dataset
+    torchdata, iterable = _is_torchdata(dataloader), isinstance(dataset, IterableDataset)
+    if has_state(dataloader) and not (torchdata and not iterable and not has_state(dataset)):
+        if not torchdata and is_sized(dataloader):
+            return dataloader
+        return StatefulIterableLoader(dataloader, world_size=world_size, source=dataloader)
+    if not iterable:
         ranks = {"world_size": world_size, "rank": rank}
         return ResumableLoader(dataloader, **ranks, inner_sampler=inner_sampler, draws=draws)
-    if has_state(dataloader.dataset) and dataloader.num_workers == 0:
-        return StatefulIterableLoader(dataloader, world_size=world_size)
+    if has_state(dataset) and dataloader.num_workers == 0:
+        return StatefulIterableLoader(dataloader, world_size=world_size, source=dataset)
     return dataloader
+
+
+def _is_torchdata(loader: Any) -> bool:
+    return any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(loader).__mro__)
 
 
 def order_warning(loader: Any) -> str | None:
