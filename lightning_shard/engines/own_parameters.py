@@ -116,7 +116,12 @@ class ModuleTensors:
         return [self._whole[id(o)].owned() if id(o) in self._whole else o for o in self._optimizers]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        return self._whole[id(optimizer)].stepped() if id(optimizer) in self._whole else None
+        if id(optimizer) in self._whole:
+            return self._whole[id(optimizer)].stepped()
+        if not self._masters:
+            return None
+        names: dict[Tensor, str] = {p: fqn for fqn, p in self._module.named_parameters()}
+        return [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
         return parameter.grad

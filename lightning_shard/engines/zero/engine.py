@@ -142,7 +142,7 @@ class Zero:
         if not run.fitting:
             if self._stage == 3:
                 self._start_evaluation()
-            elif run.policy.compute != torch.float32:
+            else:
                 self._values.round(run.policy.compute)
             self._register_masters()
         return module
@@ -174,7 +174,7 @@ class Zero:
         if self._stage == 3:
             self._partition()
         else:
-            self._values.remember(self._run.policy.compute)
+            self._values.cast(self._run.policy.compute)
         step = self._take_over_step(optimizer) if full and optimizer is not None else None
         running = self._start(optimizer)
         assert running.optimizer is not None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
-from lightning_shard.engines.zero.values import Loaded, is_rounded
+from lightning_shard.engines.zero.values import Loaded, is_kept
 from lightning_shard.tensors.flat import FlatSlice
 
 
@@ -83,7 +83,7 @@ def _shard_parameter(
     # Without the broadcast of `Init`, which fails for parameters without a dimension.
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()
-    if is_rounded(full, compute):
+    if is_kept(parameter, full, compute):
         start, length = layout.own_range(parameter)
         loaded[fqn] = FlatSlice(full.reshape(-1)[start : start + length].to("cpu", copy=True), start)
 
@@ -92,7 +92,7 @@ def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) 
     shard = parameter.ds_tensor
     if not shard.is_floating_point() or shard.dtype == compute:
         return
-    if is_rounded(shard, compute):
+    if is_kept(parameter, shard, compute):
         start, length = layout.own_range(parameter)
         loaded[fqn] = FlatSlice(shard.detach()[:length].to("cpu", copy=True), start)
     shard.data = shard.data.to(compute)

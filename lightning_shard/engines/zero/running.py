@@ -131,7 +131,7 @@ def _take_over_steps(running: Running) -> None:
 
     def no_norm(*args: Any, **kwargs: Any) -> Tensor:
         # Where there is no loss scale, DeepSpeed skips a step by its norm alone.
-        return torch.full((), math.inf if running.overflow else 0.0, device=zero.device)
+        return torch.full((), math.inf if running.overflow else 0.0, device=running.engine.device)
 
     if layout.kind(zero) == layout.BF16:
         # It asks for the gradients that its norm is of.

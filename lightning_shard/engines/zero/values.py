@@ -25,9 +25,13 @@ _MASTERS = "_shard_zero_masters"
 """Where a module that stage 3 has sharded keeps this rank's masters between runs."""
 
 
-def is_rounded(parameter: Tensor, compute: torch.dtype) -> bool:
-    """Whether casting ``parameter`` to ``compute`` may change values."""
-    return parameter.is_floating_point() and torch.promote_types(parameter.dtype, compute) != compute
+def is_kept(parameter: Tensor, values: Tensor, compute: torch.dtype) -> bool:
+    """Whether the loaded ``values`` of ``parameter`` are kept beside those cast to ``compute``.
+
+    Those that the cast rounds are, and those that nothing steps, so that checkpoints have them in their own dtype.
+    """
+    rounds = torch.promote_types(values.dtype, compute) != compute
+    return values.is_floating_point() and (rounds or (values.dtype != compute and not parameter.requires_grad))
 
 
 class Values:
@@ -55,17 +59,19 @@ class Values:
         """This rank's shards of the loaded values that nothing steps, on the host."""
         return [part.data for part in self._frozen.values()]
 
-    def remember(self, compute: torch.dtype) -> None:
-        """Refer to the memory of the parameters that DeepSpeed's cast to ``compute`` will round.
+    def cast(self, compute: torch.dtype) -> None:
+        """Cast all parameters to ``compute``, which DeepSpeed does in 16 bits alone, and refer to what they were.
 
-        They move to the host, where DeepSpeed casts them: the device is to have nothing beside its copies, of the cast
-        parameters and flat.
+        Those that are kept move to the host, from where DeepSpeed moves the cast ones: the device is to have nothing
+        beside its copies, of the cast parameters and flat.
         """
-        rounded = {fqn: p for fqn, p in self.parameters.items() if is_rounded(p, compute)}
         self.loaded = {}
-        for fqn, parameter in rounded.items():
-            parameter.data = loaded = parameter.detach().cpu()
-            self.loaded[fqn] = FlatSlice(loaded.flatten(), 0)
+        for fqn, parameter in self.parameters.items():
+            if is_kept(parameter, parameter, compute):
+                parameter.data = loaded = parameter.detach().cpu()
+                self.loaded[fqn] = FlatSlice(loaded.flatten(), 0)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute)
 
     @torch.no_grad()
     def start(self, running: zero.Running, *, ranks: Ranks) -> None:
@@ -131,11 +137,13 @@ class Values:
             self._module.__dict__[_MASTERS] = {**self._frozen, **masters}
         elif communicate:
             zero.make_full(running, self.parameters, device=device)
+            for fqn, tensor in self._frozen_tensors().items():
+                self.parameters[fqn].data = gather_full(tensor, device=device).cpu()
 
     def round(self, compute: torch.dtype) -> None:
         """Cast the parameters for an evaluation without an engine, until `unround`."""
         for fqn, parameter in self.parameters.items():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and parameter.dtype != compute:
                 self._rounded[fqn] = parameter, parameter.data
                 parameter.data = parameter.data.to(compute)
 
