@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
@@ -145,6 +146,10 @@ _autocast: dict[str, bool] = {}
 """Device type to whether autocast was on where the outermost of them was called."""
 
 
+_LEAVING = 2**62
+"""The number of the hook after a module's call, which no other hook has."""
+
+
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
     """Cast the output of calls that come from no other module, and switch autocast off for what runs inside of them.
 
@@ -173,10 +178,15 @@ def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], Non
             torch.set_autocast_enabled(*_autocast.popitem())
         return cast_floating(output, dtype)
 
-    return [
-        module.register_forward_pre_hook(enter, prepend=True).remove,
-        module.register_forward_hook(leave, always_call=True).remove,
-    ]
+    entering = module.register_forward_pre_hook(enter, prepend=True)
+    # Compiled code looks for the numbers of hooks that are always called; another one for each module would have each
+    # of a unit's copies compiled anew.
+    RemovableHandle.next_id, following = _LEAVING, RemovableHandle.next_id
+    try:
+        leaving = module.register_forward_hook(leave, always_call=True)
+    finally:
+        RemovableHandle.next_id = following
+    return [entering.remove, leaving.remove]
 
 
 def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
