@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, meeting_point
+from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.commands.options import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, write_links
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, set_timeout
 from lightning_shard.text import columns
 
 _DESCRIPTION = """\
@@ -103,6 +104,7 @@ def examine(
     store = connect(place, seconds)
     warnings = compare(store, place, Facts(node=own.node, versions=own.versions), seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
+    prepare_gloo(place.address, os.environ, gpu=gpu)
     if gpu:
         # Collectives and objects go over the current device, which is the first one in every process.
         torch.cuda.set_device(device)
@@ -116,9 +118,22 @@ def examine(
     )
     try:
         seen = replace(own, sums=_adds_up(device), link=_link(device, megabytes))
-        return Ranks.of().gather(seen), warnings
+        return _gather_over_gloo(seen, seconds), warnings
     finally:
         dist.destroy_process_group()
+
+
+def _gather_over_gloo(seen: Rank, seconds: float) -> list[Rank]:
+    """What every rank has seen, over the backend that runs on GPUs need too."""
+    set_timeout(timedelta(seconds=seconds))
+    try:
+        return Ranks.of().gather(seen)
+    except RuntimeError as error:
+        listens = os.environ.get("GLOO_SOCKET_IFNAME", "the interface that the host's name resolves to")
+        raise ConfigurationError(
+            f"[rank {dist.get_rank()} on {seen.node}] gloo, over which ranks exchange objects, can't connect them: it "
+            f"listens on {listens}. Set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes. ({error})"
+        ) from error
 
 
 def _adds_up(device: torch.device) -> bool:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
+from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
@@ -105,6 +106,7 @@ class Processes:
         backend = self._options.process_group_backend or dist.get_default_backend_for_device(device)
         if not dist.is_initialized() and environment.world_size() > 1:
             store, place = self._meet(environment, launch, os.environ, settings, root)
+            prepare_gloo(place.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
             _lightning.init_process_group(environment, backend, store=store, **options)
             remember(place)

@@ -126,6 +126,24 @@ def test_each_missing_tool_is_named_with_its_package(tmp_path: Path, monkeypatch
     assert kernels.lacking(("async_io", "pin_memory"), "cpu") == []
 
 
+def test_kernels_of_gpus_need_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    monkeypatch.setattr("deepspeed.ops.op_builder.builder.OpBuilder._loaded_ops", {})
+    monkeypatch.setattr(accelerator, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setenv("PATH", path_with(tmp_path / "bin", "ninja", "c++"))
+    for home in (None, str(tmp_path)):  # a runtime alone has no nvcc
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+        [problem] = kernels.lacking(("cpu_adam", "fused_adam"), "cuda")
+        assert problem.startswith("DeepSpeed compiles fused_adam, but there is no CUDA toolkit with nvcc here")
+        assert "torch_adam: true" in problem
+    # What is compiled for the host needs none.
+    assert kernels.lacking(("cpu_adam", "pin_memory"), "cuda") == []
+    (tmp_path / "bin" / "nvcc").symlink_to("/bin/true")
+    assert kernels.lacking(("fused_adam",), "cuda") == []
+
+
 def test_a_kernel_that_the_device_does_not_have_is_refused() -> None:
     [problem] = kernels.lacking(("fused_lamb",), "cpu")
     assert problem == "DeepSpeed has no kernel fused_lamb for cpu: use another option or optimizer"

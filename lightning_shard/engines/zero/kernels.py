@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 BY_OPTIMIZER = {
@@ -96,6 +97,13 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
             f"{what}, but there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this "
             f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
         )
+    on_device = [name for name in to_build if device_type == "cuda" and _compiles_for_cuda(name)]
+    if on_device and not _has_cuda_toolkit():
+        instead = " Or use torch's AdamW: torch_adam: true in the section's params" if "fused_adam" in on_device else ""
+        problems.append(
+            f"DeepSpeed compiles {', '.join(on_device)}, but there is no CUDA toolkit with nvcc here: install that of "
+            f"CUDA {torch.version.cuda}, which torch was built with, or set CUDA_HOME to it.{instead}"
+        )
     if "async_io" in to_build and not problems and not _links_libaio(compiler):
         problems.append(f"{what}, but libaio can't be compiled against: apt-get install libaio-dev")
     return problems
@@ -106,6 +114,20 @@ def _exists(name: str) -> bool:
 
     builder: Any = get_accelerator().get_op_builder(BUILDERS[name])
     return builder is not None and builder.__name__ != "NotImplementedBuilder"
+
+
+def _compiles_for_cuda(name: str) -> bool:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    return issubclass(get_accelerator().get_op_builder(BUILDERS[name]), CUDAOpBuilder)
+
+
+def _has_cuda_toolkit() -> bool:
+    """Whether there is what DeepSpeed calls ``installed_cuda_version`` for; without it fails with a TypeError."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME is not None and os.access(Path(CUDA_HOME, "bin", "nvcc"), os.X_OK)
 
 
 def _is_there(name: str) -> bool:
