@@ -193,23 +193,36 @@ class ResumableLoader(DelegatingLoader):
             set_rng_state(before)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
-        lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost")
+        lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost", [])
+        if self._rank == 0:
+            for message in self._differences(state, lost):
+                warnings.warn(message, stacklevel=2)
+        self._pending, self._run = dict(state), None
+
+    def _differences(self, state: dict[str, Any], lost: list[str]) -> Iterator[str]:
+        """What does not go on as if the run had not been interrupted."""
+        sampler = self._epoch_sampler()
+        for name, where in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
+            saved, own = state.get(name), getattr(sampler, name, None)
+            if saved != own and None not in (saved, own):
+                yield (
+                    f"the order of the data is of {name} {saved} in the checkpoint, and of {own} here: an epoch that"
+                    f" was begun is finished in the one, and those after it follow the other. Give {where} {saved} to"
+                    " go on as if the run had not been interrupted."
+                )
         goes_on = is_midway(state) or (self._inner.persistent_workers and self._inner.num_workers > 0)
-        if state.get("drawn") and self._draws is None and goes_on and self._rank == 0:
-            warnings.warn(
+        if state.get("drawn") and self._draws is None and goes_on:
+            yield (
                 "the dataset drew random numbers in the worker processes of its DataLoader, whose generators are not in"
                 " the checkpoint: after resuming, its samples have others. Set sample_seeds: true on the strategy to"
-                " seed them by epoch and sample.",
-                stacklevel=2,
+                " seed them by epoch and sample."
             )
-        if lost and self._rank == 0:
-            warnings.warn(
+        if lost:
+            yield (
                 f"these attributes of samplers change between epochs and are not in the checkpoint: {', '.join(lost)}."
                 " They begin anew, and the order of the data with them. Give the sampler state_dict() and"
-                " load_state_dict() to go on where it was.",
-                stacklevel=2,
+                " load_state_dict() to go on where it was."
             )
-        self._pending, self._run = dict(state), None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         run, batches = self._begin()

@@ -66,8 +66,15 @@ class Checkpoints(CheckpointIO):
         self._root = root
         self.saved = []
 
-    def check_optimizers(self, trainer: Trainer) -> None:
-        """Refuse optimizers whose state no checkpoint can have, with a ConfigurationError, where there will be some."""
+    def check(self, trainer: Trainer) -> None:
+        """Refuse what no checkpoint of a fit can be saved with, where there will be some.
+
+        Raises:
+            ConfigurationError: optimizers whose state can't be in a checkpoint.
+            CheckpointError: a folder of an object store.
+        """
+        for callback in trainer.checkpoint_callbacks:
+            layout.refuse_url(getattr(callback, "dirpath", None) or "")
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
 
@@ -112,6 +119,7 @@ class Checkpoints(CheckpointIO):
                 "themselves and have no CheckpointIO to pass it to. Remove it."
             )
         target = Ranks.of().broadcast(os.fspath(path))
+        layout.refuse_url(target)
         self.synchronize()
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
@@ -221,6 +229,7 @@ class Checkpoints(CheckpointIO):
         Raises:
             CheckpointError: on every rank.
         """
+        layout.refuse_url(path)
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None

@@ -261,7 +261,7 @@ class ShardStrategy(ParallelStrategy):
             self.optimizers = engaged.optimizers
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
-        self.checkpoints.check_optimizers(trainer)
+        self.checkpoints.check(trainer)
         self._ledger.start_of_fit(self.optimizers)
         warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)

@@ -8,12 +8,15 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,6 +34,7 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import load_into, save_tensors, trainer_state
 from tests.checkpoint.hostile import RAN, Hostile
 from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
 
 INFO = Facts(engine="test", policy="fp32", ledger={"model.w": "float32"})
 
@@ -385,3 +389,34 @@ def test_torchs_own_unpickler_would_have_run_it(path):
         dcp.load(fresh(), storage_reader=dcp.FileSystemReader(path), no_dist=True)
     assert RAN
     RAN.clear()
+
+
+def in_object_stores() -> list[str]:
+    """What a fit, a save and a load with the URL of one end with, and what they leave in the folder."""
+
+    def refusal(run: Callable[[], Any]) -> str:
+        with pytest.raises(CheckpointError) as refused:
+            run()
+        return str(refused.value)
+
+    def fit(**settings: Any) -> pl.Trainer:
+        trainer = quiet_trainer(strategy="shard_ddp", max_steps=1, default_root_dir=".", **settings)
+        trainer.fit(module, loader())
+        return trainer
+
+    module = TinyLM()
+    saves = {"callbacks": [ModelCheckpoint("memory://saves")], "enable_checkpointing": True}
+    said = [refusal(lambda: fit(**saves))]
+    assert not module.losses
+    trainer = fit()
+    said += [refusal(lambda: trainer.save_checkpoint("s3://bucket/a.ckpt"))]
+    said += [refusal(lambda: trainer.validate(module, loader(), ckpt_path="s3://bucket/a.ckpt"))]
+    return said + sorted(path.name for path in Path().iterdir() if ":" in path.name)
+
+
+def test_urls_of_object_stores_are_refused_before_anything_is_written() -> None:
+    [said] = run_distributed(in_object_stores, 1)
+    assert [message.partition(",")[0] for message in said] == [
+        "the checkpoint's path is 'memory://saves'",
+        *["the checkpoint's path is 's3://bucket/a.ckpt'"] * 2,
+    ]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_shard.errors import CheckpointCorruptError
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
@@ -50,6 +50,15 @@ class SlotName(NamedTuple):
     def key(self) -> str:
         """The key of the tensor."""
         return f"{OPTIMIZER_PREFIX}{self.optimizer}.{self.fqn}.{self.slot}"
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError where ``path`` is of an object store, which would become a folder of that name."""
+    if re.match(r"\w[\w+.-]*://", os.fspath(path)):
+        raise CheckpointError(
+            f"the checkpoint's path is {os.fspath(path)!r}, but checkpoints are written to and read from folders of "
+            "the file system. Give such a folder, or mount the store as one."
+        )
 
 
 def model_key(fqn: str) -> str:
