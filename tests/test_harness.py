@@ -238,7 +238,7 @@ def test_a_required_group_must_run(tmp_path: Path, marks: str, required: str, st
         pytest.param(object(), "object", id="address"),
         pytest.param(os.getpid, "getpid", id="function"),
         pytest.param({"a": {"b": [1, "c"]}, "d": {}}, "a=(b=(1,c)),d={}", id="dict"),
-        pytest.param(ROOT / "configs/base.yaml", "configs/base.yaml", id="path"),
+        pytest.param(ROOT / "configs/quickstart.yaml", "configs/quickstart.yaml", id="path"),
         pytest.param("w of\n  shape \\(2,\\)", "w of shape (2,)", id="pattern"),
         pytest.param("x" * 61, "x" * 57 + "...", id="long"),
     ],

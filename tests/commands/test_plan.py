@@ -26,7 +26,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-GPT = ["--config", str(ROOT / "configs/base.yaml"), "--data.init_args.limit_bytes=100000"]
+GPT = ["--config", str(ROOT / "tests/commands/gpt.yaml"), "--data.init_args.limit_bytes=100000"]
 FAST = ["--intra-node", "450GB/s", "--inter-node", "400Gb/s", "--device-name", "NVIDIA H100 80GB HBM3"]
 
 
@@ -64,7 +64,7 @@ def check_yaml(out: str, folder: Path) -> None:
     content["trainer"] |= {"accelerator": "cpu"}
     (folder / "trainer.yaml").write_text(yaml.safe_dump(content))
     read = ShardCLI(
-        args=["--config", str(ROOT / "configs/base.yaml"), "--config", str(folder / "trainer.yaml")], run=False
+        args=["--config", str(ROOT / "tests/commands/gpt.yaml"), "--config", str(folder / "trainer.yaml")], run=False
     )
     assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
 

@@ -15,7 +15,7 @@ from examples.python_corpus import source_files, standard_library
 from tests.harness import ROOT, run_distributed
 from tests.models import whole
 
-CONFIG = str(ROOT / "configs" / "pretrained" / "minilm.yaml")
+CONFIG = str(ROOT / "configs" / "classifier.yaml")
 
 
 def _fit(encoder: str, folder: str, strategy: str) -> dict[str, Any]:

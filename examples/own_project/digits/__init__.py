@@ -1,0 +1,1 @@
+"""Made-up digits, and a model that tells them apart."""
