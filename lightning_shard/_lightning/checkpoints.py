@@ -1,4 +1,4 @@
-"""When ``ModelCheckpoint`` sees a checkpoint, and which one a run resumes from."""
+"""When ``ModelCheckpoint`` saves and sees a checkpoint, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_shard._lightning.loops import should_accumulate
 from lightning_shard._lightning.replaced import Replacements
 
 
@@ -43,6 +44,45 @@ def let_checkpoints_wait(
 
         replacements.replace(callback, "file_exists", file_exists)
         replacements.replace(callback, "_link_checkpoint", link_checkpoint)
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            follow(callback)
+
+
+def save_between_steps(replacements: Replacements, trainer: Trainer) -> None:
+    """Let ``ModelCheckpoint`` callbacks save after an optimizer step, not among the batches that one accumulates.
+
+    What is due in between, after a validation or by the clock, is saved right after the step: a checkpoint has no
+    gradients.
+    """
+
+    def follow(callback: ModelCheckpoint) -> None:
+        after_batch, after_validation = callback.on_train_batch_end, callback.on_validation_end
+        at_end, due = callback.on_train_end, [False]
+
+        def on_validation_end(trainer: Trainer, module: LightningModule) -> None:
+            due[0] = not trainer.sanity_checking and should_accumulate(trainer)
+            if not due[0]:
+                after_validation(trainer, module)
+
+        def save_due(trainer: Trainer, module: LightningModule) -> None:
+            if due[0]:
+                due[0] = False
+                after_validation(trainer, module)
+
+        def on_train_batch_end(trainer: Trainer, module: LightningModule, *batch: Any, **more: Any) -> None:
+            if not should_accumulate(trainer):
+                save_due(trainer, module)
+                after_batch(trainer, module, *batch, **more)
+
+        def on_train_end(trainer: Trainer, module: LightningModule) -> None:
+            save_due(trainer, module)
+            at_end(trainer, module)
+
+        replacements.replace(callback, "on_train_batch_end", on_train_batch_end)
+        replacements.replace(callback, "on_validation_end", on_validation_end)
+        replacements.replace(callback, "on_train_end", on_train_end)
 
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

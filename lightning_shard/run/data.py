@@ -121,8 +121,7 @@ class Data:
             rank_zero_warn(
                 f"This checkpoint is saved after batch {behind} of {trainer.accumulate_grad_batches} that one step "
                 "accumulates. Gradients are not saved: the step after resuming from it lacks these batches. Save "
-                f"after a step, with every_n_train_steps or a val_check_interval that {trainer.accumulate_grad_batches}"
-                " divides."
+                "after a step, as ModelCheckpoint does."
             )
         loops, epoch_ends = _lightning.saved_after_batch(trainer, loops)
         return {"loops": loops, RUN_STATE: state.collect(trainer, loops, rewound, epoch_ends=epoch_ends)}

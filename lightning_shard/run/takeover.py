@@ -48,9 +48,13 @@ def let_callbacks_wait(replacements: _lightning.Replacements, trainer: Trainer, 
 
 
 def settle_fit(replacements: _lightning.Replacements, trainer: Trainer) -> None:
-    """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time."""
+    """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time.
+
+    Saves come after a step.
+    """
     _lightning.count_sharded_parameters(replacements, trainer)
     _lightning.let_errors_through(replacements, trainer)
+    _lightning.save_between_steps(replacements, trainer)
     _lightning.log_full_values(replacements, trainer.lightning_module)
     _lightning.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
