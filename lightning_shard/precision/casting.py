@@ -212,14 +212,15 @@ def _has_running_statistics(module: nn.Module) -> bool:
 def _compute_in_fp32(module: nn.Module) -> Callable[[], None]:
     """Run ``module`` in fp32 from its parameters as they are seen (rounded to the compute dtype).
 
-    torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. The
-    output returns to the input's dtype.
+    torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its kernels
+    take 16-bit inputs with fp32 weights, compute in fp32, and keep the input as it is for backward. The output has the
+    input's dtype.
     """
     original = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with _seen_in(module, torch.float32):
-            return original(x.float(), *args, **kwargs).to(x.dtype)
+            return original(x, *args, **kwargs)
 
     return replace_forward(module, forward)
 

@@ -80,7 +80,7 @@ def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> N
     with FakeTensorMode():
         module = nn.ParameterList(torch.zeros(4, device="cuda") for _ in range(2))
         values = Values(module)
-        values.remember(torch.bfloat16)
+        values.cast(torch.bfloat16)
     assert {part.data.device.type for part in values.loaded.values()} == {"cpu"}
     assert values.loaded.keys() == dict(module.named_parameters()).keys()
 
