@@ -135,11 +135,13 @@ def load_training_state(
     optimizers: Sequence[AnyOptimizer] = (),
     masters: Mapping[str, LiveTensor] | None = None,
     strict: bool = True,
+    configured: bool = False,
 ) -> LoadReport:
     """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
 
     Without ``optimizers`` only the module is loaded. ``masters``: FQN to what is filled in the place of the module's
-    own tensor, which stays. Each rank reads the boxes that it has, and casts where the dtype differs.
+    own tensor, which stays. Each rank reads the boxes that it has, and casts where the dtype differs. With
+    ``configured``, hyperparameters of optimizers that differ from the checkpoint's stay as they are.
 
     Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
     reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
@@ -155,9 +157,8 @@ def load_training_state(
         aliases = {model_key(alias): model_key(fqn) for alias, fqn in names.aliases.items()}
         stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(MODEL_PREFIX)}
         matched = match(_shapes(live), aliases, stored, found.aliases)
-        plan = plan_optimizers(
-            optimizers, names, found, checkpoint.trainer_state[OPTIMIZER_STATES] if optimizers else []
-        )
+        saved = checkpoint.trainer_state[OPTIMIZER_STATES] if optimizers else []
+        plan = plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
             missing=matched.missing + plan.missing,

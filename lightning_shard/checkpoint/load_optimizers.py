@@ -94,7 +94,10 @@ class OptimizerPlan:
     """What can't be loaded even in part."""
 
     overridden: list[str] = field(default_factory=list)
-    """Hyperparameters that are another value in the checkpoint, which wins."""
+    """Hyperparameters that are another value in the checkpoint, which wins unless `configured`."""
+
+    configured: bool = False
+    """Whether such hyperparameters stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,19 @@ class _Saved:
 
 
 def plan_optimizers(
-    optimizers: Sequence[AnyOptimizer], names: Names, manifest: Manifest, saved: Sequence[Mapping[str, Any]]
+    optimizers: Sequence[AnyOptimizer],
+    names: Names,
+    manifest: Manifest,
+    saved: Sequence[Mapping[str, Any]],
+    *,
+    configured: bool = False,
 ) -> OptimizerPlan:
     """Match live optimizers with saved ones (``saved`` as `OptimizerStates.described`) by parameter name.
 
-    The order of groups and of parameters in them does not matter. Tied names are followed.
+    The order of groups and of parameters in them does not matter. Tied names are followed. With ``configured``,
+    hyperparameters that differ stay as they are.
     """
-    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers])
+    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured=configured)
     if len(saved) != len(optimizers):
         plan.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
         return plan
@@ -317,10 +326,17 @@ def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str,
             )
             return
     if values:
-        plan.groups.append((group, values[0]))
+        saved, differing = values[0], _differing(group, values[0])
+        kept = {name: group[name] for name in differing}
+        if "lr" in kept and saved.get("initial_lr"):
+            # A schedule goes on from where it is, from the configured beginning.
+            kept["initial_lr"] = group["initial_lr"] if "initial_lr" in group else group["lr"]
+            kept["lr"] = kept["initial_lr"] * (saved["lr"] / saved["initial_lr"])
+        winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
+        plan.groups.append((group, winner))
         plan.overridden.extend(
-            f"{name} of group {position} of optimizer {index} is {_shown(values[0][name])}, not {_shown(group[name])}"
-            for name in _differing(group, values[0])
+            f"{name} of group {position} of optimizer {index} is {_shown(winner[name])}, not {_shown(other[name])}"
+            for name in differing
         )
 
 

@@ -25,7 +25,7 @@ class LoadReport:
     """In the checkpoint, not asked for."""
 
     overridden: tuple[str, ...] = ()
-    """Hyperparameters of optimizers that had another value here, with both: the checkpoint's win."""
+    """Hyperparameters of optimizers that had another value here, with both, of which the first wins."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,7 @@ TABLE: Mapping[str, Row] = {
     "preemption": _everywhere("mapping"),
     "async_save": _everywhere("bool"),
     "sample_seeds": _everywhere("any"),
+    "resume_hyperparameters": _everywhere("str"),
     # FSDP's.
     "units": _fsdp_only(
         "any",

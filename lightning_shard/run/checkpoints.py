@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
+from lightning_shard.resume.schedules import differing as schedules_differing
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.names import fqns
 
@@ -34,9 +35,14 @@ from lightning_shard.tensors.names import fqns
 class Checkpoints(CheckpointIO):
     """Saves and loads the tensors of an engine, and beside them what Lightning dumps."""
 
-    def __init__(self, *, settle: Callable[[], None] = lambda: None) -> None:
-        """Nothing can be saved before `attach`; ``settle`` raises, on all ranks, what was found of the last step."""
-        self._settle = settle
+    def __init__(self, *, settle: Callable[[], None] = lambda: None, configured: bool = False) -> None:
+        """Nothing can be saved before `attach`.
+
+        Args:
+            settle: raises, on all ranks, what was found of the last step.
+            configured: where hyperparameters differ from a checkpoint's, the configuration's win.
+        """
+        self._settle, self._configured = settle, configured
         self.saver = Saver()
         """What writes the checkpoints of all runs of a strategy, one after the other."""
         self.opened: OpenCheckpoint | None = None
@@ -258,20 +264,23 @@ class Checkpoints(CheckpointIO):
         if converted is not None:
             self.remove_checkpoint(converted)
 
-    def load_tensors(self, *, optimizers: bool, strict: bool, speak: bool = True) -> None:
+    def load_tensors(
+        self, *, optimizers: bool, strict: bool, schedules: Sequence[Any] = (), begins: bool = True
+    ) -> None:
         """Read the tensors into the live parameters, buffers and optimizer slots. All ranks call it.
 
         Args:
             optimizers: whether optimizer state is read too.
             strict: refuse missing and unexpected tensors.
-            speak: warn of hyperparameters that change.
+            schedules: Lightning's configurations of schedulers, which get their state after this.
+            begins: a run begins with it: of hyperparameters that differ it is said whose win.
 
         Raises:
             CheckpointError: on every rank, before anything was changed.
         """
         assert self._loading is not None
         self.synchronize()
-        tensors = self._engine.tensors
+        tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
         try:
             report = load_training_state(
                 self._loading,
@@ -279,12 +288,27 @@ class Checkpoints(CheckpointIO):
                 optimizers=tensors.optimizers() if optimizers else [],
                 masters=tensors.masters(),
                 strict=strict,
+                configured=configured,
             )
         finally:
             self._loading = None
             self.remove_converted()
-        if report.overridden and speak:
-            rank_zero_warn(f"The checkpoint's hyperparameters win: {'; '.join(report.overridden)} as configured.")
+        differing = list(report.overridden)
+        for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
+            for name, there, here in list(schedules_differing(schedule.scheduler, saved)) if optimizers else []:
+                winner, other = (here, there) if configured else (there, here)
+                # Rates at the beginning are those of the groups.
+                differing += [f"{name} of schedule {number} is {winner[name]}, not {other[name]}"] * (
+                    name != "base_lrs"
+                )
+                there[name] = winner[name]
+        if differing and begins:
+            rank_zero_warn(
+                f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."
+                if configured
+                else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
+                "resume_hyperparameters: configuration on the strategy for those."
+            )
         self._engine.publish()
         if optimizers:
             self._engine.resumed()

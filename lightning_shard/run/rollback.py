@@ -35,7 +35,7 @@ class Rollback:
         trainer = self._trainer
         self._checkpoints.finish()
         path, checkpoint = self._open(why)
-        self._checkpoints.load_tensors(optimizers=True, strict=True, speak=False)
+        self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
         _lightning.restore_steps(trainer, checkpoint)
         states = checkpoint[RUN_STATE]["ranks"]
         if trainer.global_rank < len(states):

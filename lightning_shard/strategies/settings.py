@@ -20,6 +20,7 @@ from lightning_shard.run.processes import ProcessOptions
 from lightning_shard.strategies.precision import GradientOptions
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
+ResumeHyperparameters = Literal["checkpoint", "configuration"]
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ class CommonArguments(TypedDict, total=False):
     preemption: PreemptionConfig | None
     async_save: bool
     sample_seeds: bool | None
+    resume_hyperparameters: ResumeHyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class CommonSettings:
         sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
             sample, so that neither resuming, the number of workers nor that of processes changes them; null: under
             ``aligned``.
+        resume_hyperparameters: where those of optimizers and of torch's learning rate schedulers differ on resume,
+            whose win: the "checkpoint"'s, or the "configuration"'s, of which a schedule goes on from where it is.
     """
 
     mesh: MeshConfig
@@ -97,6 +101,7 @@ class CommonSettings:
     preemption: PreemptionConfig | None = None
     async_save: bool = False
     sample_seeds: bool | None = None
+    resume_hyperparameters: ResumeHyperparameters = "checkpoint"
 
     def __post_init__(self) -> None:
         """Refuse what can't work."""
@@ -117,6 +122,11 @@ class CommonSettings:
     def at_boundary(self) -> bool:
         """Whether accumulated gradients are reduced once, at the accumulation boundary."""
         return self.accumulate_sync == "boundary"
+
+    @property
+    def configuration_wins(self) -> bool:
+        """Whether hyperparameters that differ from a checkpoint's stay as they are."""
+        return self.resume_hyperparameters == "configuration"
 
     @property
     def seeds_samples(self) -> bool:

@@ -57,7 +57,8 @@ class ShardStrategy(ParallelStrategy):
         self.num_nodes = 1
         vars(self).update(vars(settings))
         self.timeout = timedelta(seconds=settings.timeout_seconds)
-        self.checkpoints = parts.Checkpoints(settle=lambda: self.precision_plugin.settle())
+        settle, configured = lambda: self.precision_plugin.settle(), settings.configuration_wins
+        self.checkpoints = parts.Checkpoints(settle=settle, configured=configured)
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
@@ -436,7 +437,7 @@ class ShardStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         resuming = self._fits and OPTIMIZER_STATES in checkpoint
-        self.checkpoints.load_tensors(optimizers=resuming, strict=strict)
+        self.checkpoints.load_tensors(optimizers=resuming, strict=strict, schedules=self.lr_scheduler_configs)
         if resuming:
             self._data.resume(checkpoint)
 

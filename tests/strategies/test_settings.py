@@ -45,6 +45,7 @@ COMMON: dict[str, Any] = {
     "preemption": PreemptionConfig(exit_code=3),
     "async_save": True,
     "sample_seeds": True,
+    "resume_hyperparameters": "configuration",
 }
 CHANGED: list[tuple[type[ShardStrategy], dict[str, Any]]] = [
     (

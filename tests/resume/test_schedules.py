@@ -1,0 +1,86 @@
+"""Hyperparameters that differ on resume: it is said once whose win, and an option decides."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from lightning_shard import ShardDDPStrategy
+from lightning_shard.resume.schedules import differing
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+
+
+def test_settings_differ_and_progress_does_not() -> None:
+    def schedule(gamma: float, lr: float = 1.0, milestones: int = 3) -> Any:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+        first = lr_scheduler.ExponentialLR(optimizer, gamma)
+        return lr_scheduler.SequentialLR(
+            optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, 10)], milestones=[milestones]
+        )
+
+    run = schedule(0.5)
+    for _ in range(5):
+        run.optimizer.step()
+        run.step()
+    assert list(differing(schedule(0.5), run.state_dict())) == []
+    found = [name for name, _, _ in differing(schedule(0.25, 2.0, 4), run.state_dict())]
+    assert found == ["_milestones", "base_lrs", "gamma", "base_lrs"]
+
+    class Own(lr_scheduler.LambdaLR):
+        count = 0
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    assert list(differing(Own(optimizer, float), {"count": 3, "base_lrs": [2.0]})) == []
+
+
+class Scheduled(TinyLM):
+    def __init__(self, lr: float, gamma: float) -> None:
+        super().__init__()
+        self.settings = lr, gamma
+
+    def configure_optimizers(self) -> Any:
+        lr, gamma = self.settings
+        optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=lr)
+        schedule = lr_scheduler.ExponentialLR(optimizer, gamma)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _fit(strategy: Any, lr: float, gamma: float, steps: int, ckpt_path: str | None = None) -> Any:
+    trainer = quiet_trainer(strategy=strategy, max_steps=steps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scheduled(lr, gamma), loader(), ckpt_path=ckpt_path)
+    if ckpt_path is None:
+        trainer.save_checkpoint("a.ckpt")
+    group = trainer.optimizers[0].param_groups[0]
+    said = [str(warning.message) for warning in caught if "hyperparameters win" in str(warning.message)]
+    return group["lr"], group["weight_decay"], said
+
+
+def _runs() -> list[Any]:
+    _fit("shard_ddp", 0.5, 0.5, 2)
+    configured = ShardDDPStrategy(resume_hyperparameters="configuration")
+    resumed = [(strategy, 0.25, 0.75) for strategy in ("shard_ddp", configured)]
+    return [_fit(*settings, 3, "a.ckpt") for settings in [("shard_ddp", 0.5, 0.5), *resumed]]
+
+
+def test_whose_win_is_said_and_can_be_chosen() -> None:
+    [(same, saved, own)] = run_distributed(_runs, 1)
+    assert same == (0.5**4, 0.5, [])
+    assert saved[:2] == same[:2]
+    assert saved[2] == [
+        "The checkpoint's hyperparameters win: lr of group 0 of optimizer 0 is 0.125, not 0.25; weight_decay of group "
+        "0 of optimizer 0 is 0.5, not 0.25; gamma of schedule 0 is 0.5, not 0.75 as configured. Set "
+        "resume_hyperparameters: configuration on the strategy for those."
+    ]
+    # A quarter of it is left after the two steps before.
+    assert own[:2] == (pytest.approx(0.25 * 0.25 * 0.75), 0.25)
+    assert own[2] == [
+        "The configuration's hyperparameters win: lr of group 0 of optimizer 0 is 0.0625, not 0.125; weight_decay of "
+        "group 0 of optimizer 0 is 0.25, not 0.5; gamma of schedule 0 is 0.75, not 0.5 as in the checkpoint."
+    ]
