@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 
 from lightning_shard import commands
@@ -18,8 +17,6 @@ def main() -> None:
         raise SystemExit(code)
     from lightning_shard.commands.cli import ShardCLI
 
-    # Lightning 2.6 says this of itself on every rank with torch 2.13.
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     ShardCLI(parser_kwargs={"prog": program, "description": "Train with sharded strategies."})
 
 

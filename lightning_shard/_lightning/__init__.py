@@ -25,7 +25,7 @@ from lightning_shard._lightning.loops import (
     use_no_grad_in_evaluation,
     validate_by_one_clock,
 )
-from lightning_shard._lightning.messages import leave_out_amp_message
+from lightning_shard._lightning.messages import leave_out_amp_message, leave_out_noise
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.processes import (
     DDPForwardRedirection,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from functools import cache
 
 from lightning.pytorch.strategies import Strategy
@@ -35,6 +36,23 @@ class _NoAutocast(logging.Filter):
         while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
             frame = frame.f_back
         return frame is None or not isinstance(frame.f_locals["self"].strategy, self._kind)
+
+
+class _NoAdvertisement(logging.Filter):
+    """Drops tips to install other packages."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Tip: " not in str(record.msg)
+
+
+@cache
+def leave_out_noise() -> None:
+    """Let Lightning advertise nothing, and not warn of its own calls of torch, in a process of the command line."""
+    logging.getLogger(rank_zero.__name__).addFilter(_NoAdvertisement())
+    # Lightning 2.6 says this of itself on every rank with torch 2.13.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # The command line is used with srun where it is meant to be.
+    warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")
 
 
 @cache

@@ -66,14 +66,9 @@ class MemoryCallback(Callback):
             rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what the first step will need."""
+        """Predict what the first step will need."""
         self.measured, self.ranks = None, []
         self.predicted = self._predicting(trainer, lambda memory: memory.predicted(trainer.optimizers))
-        if self.predicted is not None:
-            title = f"Memory of the fullest of {trainer.world_size} ranks in a step, predicted, without activations"
-            optimizer = self.predicted.device.optimizer + self.predicted.host.optimizer + self.predicted.nvme.optimizer
-            notes = [] if optimizer else ["optimizer state: none, or not known before a step"]
-            rank_zero_info(memory_table(self.predicted, title=title, notes=notes))
         self._meter = self._new_meter(trainer, pl_module)
         self._started, self._steps = True, trainer.global_step
         self._forward_is_next = True
@@ -124,7 +119,7 @@ class MemoryCallback(Callback):
         if device.type == "cpu":
             note = f"peak so far: {size_text(allocated)} resident in the process"
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
-        rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note]))
+        rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note], predicted=self.predicted))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave no hook behind."""

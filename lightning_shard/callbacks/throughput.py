@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_shard._lightning import Replacements
 from lightning_shard.callbacks._flops import StepFlops, compute_dtype
+from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.batch_size import batch_size
 from lightning_shard.meters.peaks import peak_flops
@@ -112,7 +113,7 @@ class ThroughputCallback(Callback):
             self.flops.measure(batch, batch_idx, device=device)
         if self.flops.count is None:
             rank_zero_info(
-                f"ThroughputCallback: no MFU for {type(trainer.lightning_module).__name__}: {self.flops.why_not}."
+                f"ThroughputCallback: no MFU for {class_name(trainer.lightning_module)}: {self.flops.why_not}."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

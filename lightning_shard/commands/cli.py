@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -13,6 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lightning_shard import commands
+from lightning_shard._lightning import leave_out_noise
 from lightning_shard._lightning.cli import ConfiguredCLI
 from lightning_shard.commands import failures, fit
 from lightning_shard.commands.options import UsageError
@@ -54,6 +56,7 @@ class ShardCLI(ConfiguredCLI):
         arguments = sys.argv[1:] if args is None else args
         self._arguments = list(arguments) if isinstance(arguments, list) else []
         _find_modules_in_current_folder(sys.path)
+        leave_out_noise()
         kwargs.setdefault("parser_class", ShardArgumentParser)
         kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
         try:
@@ -85,6 +88,8 @@ class ShardCLI(ConfiguredCLI):
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
             self.parser.list_commands(commands.COMMANDS)
+            training = self.parser.subcommands.choices["fit"]
+            training.add_argument("--verbose", action="store_true", help="Show the table of measured dtypes too.")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse into ``self.config``, and check what needs no Trainer."""
@@ -94,6 +99,8 @@ class ShardCLI(ConfiguredCLI):
             raise UsageError(f"{name}: must be the first argument.")
         for config in (self.config, self._run_config):
             config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
+        if name == "fit" and self._run_config.pop("verbose"):
+            logging.getLogger("lightning_shard").setLevel(logging.DEBUG)
         fit.check_strategy(self._run_config.get("trainer.strategy"))
         fit.check_ckpt_path(self._run_config.get("ckpt_path"))
 
@@ -120,10 +127,12 @@ class ShardCLI(ConfiguredCLI):
 
     def after_fit(self) -> None:
         """Say where the checkpoint is and how to validate it; rank 0."""
-        path = fit.print_checkpoints(self.trainer) if self.trainer.is_global_zero else ""
+        path, last = fit.print_checkpoints(self.trainer) if self.trainer.is_global_zero else ("", "")
         if path and self.subcommand == "fit" and self._arguments and self.trainer.enable_validation:
             arguments = fit.validate_arguments(self._arguments, path)
             print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
+            arguments = ["fit", *arguments[1:-1], last]
+            print(f"resume with: {_program(self.parser.prog)} {shlex.join(arguments)}")
 
 
 def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:

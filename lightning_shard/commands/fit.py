@@ -78,18 +78,18 @@ def broken_config(arguments: Sequence[str]) -> str:
     return ""
 
 
-def print_checkpoints(trainer: Trainer) -> str:
-    """Print where the best and the last checkpoint are; returns the path of the better of them, or ``""``."""
+def print_checkpoints(trainer: Trainer) -> tuple[str, str]:
+    """Print where the best and the last checkpoint are; returns both paths, one for the other or ``""``."""
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
-        return ""
+        return "", ""
     best, last = _shortest(callback.best_model_path), _shortest(callback.last_model_path)
     score = callback.best_model_score if best else None
     scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
     print(f"checkpoint: {best or last}{scored}")
     if best and last and best != last:
         print(f"last checkpoint: {last}")
-    return best or last
+    return best or last, last or best
 
 
 def _shortest(path: str) -> str:

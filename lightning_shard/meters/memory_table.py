@@ -24,16 +24,33 @@ def total(account: MemoryAccount) -> int:
     return sum(getattr(account, place).total for place in PLACES)
 
 
-def memory_table(account: MemoryAccount, *, title: str, notes: Sequence[str] = ()) -> str:
-    """One rank's account below a title, with a line for each kind that it has, a column for each place, and notes."""
-    places = [place for place in PLACES if place == "device" or getattr(account, place).total]
-    rows = [("", *places)]
+def memory_table(
+    account: MemoryAccount, *, title: str, notes: Sequence[str] = (), predicted: MemoryAccount | None = None
+) -> str:
+    """One rank's account below a title, with a line for each kind that it has, a column for each place, and notes.
+
+    With ``predicted`` each place has a column of that too, and a note says why a kind that differs does.
+    """
+    accounts = {"": account} if predicted is None else {"": account, ", predicted": predicted}
+    places = [place for place in PLACES if place == "device" or any(getattr(a, place).total for a in accounts.values())]
+    cells = {f"{place}{whose}": getattr(a, place) for place in places for whose, a in accounts.items()}
+    rows = [("", *cells)]
     for kind in KINDS:
-        sizes = [getattr(getattr(account, place), kind) for place in places]
+        sizes = [getattr(found, kind) for found in cells.values()]
         if any(sizes):
             rows.append((kind, *(size_text(size) if size else "-" for size in sizes)))
-    rows.append(("total", *(size_text(getattr(account, place).total) for place in places)))
+    rows.append(("total", *(size_text(found.total) for found in cells.values())))
+    if predicted is not None:
+        differ = [kind for kind in _REASONS if getattr(account.device, kind) != getattr(predicted.device, kind)]
+        notes = [*notes, *(f"{kind}: {_REASONS[kind]}" for kind in differ)]
     return "\n".join([title, columns(rows, numbers=True), *notes])
+
+
+_REASONS = {
+    "activations": "measured alone; `lightning-shard plan` predicts them",
+    "communication": "predicted at the peak of backward, counted at the end of it",
+}
+"""Why a kind's measured bytes differ from those predicted."""
 
 
 def to_numbers(account: MemoryAccount) -> list[int]:

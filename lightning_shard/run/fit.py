@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import _lightning
@@ -87,6 +88,8 @@ def run_of(
     watch: Callable[[], AbstractContextManager[None]],
 ) -> Run:
     """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        rank_zero_info(_set_up(trainer, planned, mesh))
     return Run(
         planned=planned,
         device=device,
@@ -97,6 +100,18 @@ def run_of(
         trainer=trainer_facts(trainer),
         watch=watch,
     )
+
+
+def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
+    """A line that says what runs where."""
+    parameters = list(trainer.lightning_module.parameters())
+    # What ZeRO-3 has sharded is empty; DTensors have their full size.
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not p.requires_grad)
+    replicate, shard = mesh.shape
+    precision = planned.precision + " aligned" * planned.aligned
+    text = f"{type(trainer.strategy).__name__}: {replicate} x {shard} ranks (replicate x shard), {precision}"
+    return f"{text}, {numel:,} parameters" + f", {frozen:,} of them frozen" * bool(frozen)
 
 
 def trainer_facts(trainer: Trainer) -> TrainerFacts:

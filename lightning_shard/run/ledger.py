@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -138,8 +139,17 @@ class FitLedger(RunLedger):
             self._hold_contract("in the first optimizer step")
             if recorder.finished():
                 self.stop()
-                rank_zero_info(recorder.ledger().table())
+                rank_zero_info(self._report(recorder.ledger()))
         return result
+
+    def _report(self, ledger: Ledger) -> str:
+        """One line where all is as asked; else, and under ``--verbose``, the table."""
+        found = violations(ledger, self._policy)
+        if found or logging.getLogger("lightning_shard").isEnabledFor(logging.DEBUG):
+            return "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
+        return (
+            f"dtypes, measured on {len(ledger.entries)} tensors in the first step, are as asked: {self._policy.text()}"
+        )
 
     @override
     def stop(self) -> None:

@@ -77,6 +77,18 @@ def test_tables_name_what_there_is() -> None:
         "buffers          5 B         -",
         "total       3.00 GiB  1.50 MiB",
     ]
+    other = MemoryAccount(device=KindBytes(parameters=3 << 30, communication=7))
+    assert memory_table(other, title="both", notes=["note"], predicted=account).splitlines() == [
+        "both",
+        "                 device  device, predicted  host  host, predicted",
+        "parameters     3.00 GiB           3.00 GiB     -                -",
+        "optimizer             -                  -     -         1.50 MiB",
+        "buffers               -                5 B     -                -",
+        "communication       7 B                  -     -                -",
+        "total          3.00 GiB           3.00 GiB   0 B         1.50 MiB",
+        "note",
+        "communication: predicted at the peak of backward, counted at the end of it",
+    ]
     assert largest([MemoryAccount(), account, MemoryAccount(host=KindBytes(masters=1 << 40))]) == 1
 
 
@@ -248,7 +260,8 @@ def test_all_meters_in_one_run(strategy: str) -> None:
     assert first["ranks"] == second["ranks"]
     text = "\n".join(first["lines"])
     for line in (
-        "predicted, without activations", "measured in the first step", "ProfilerCallback: snapshots is true",
+        "device, predicted", "measured in the first step", "activations: measured alone",
+        "ProfilerCallback: snapshots is true",
         "Throughput: 5 optimizer steps in 3 windows, 2 devices", "waiting for data", "gradient norm", "MFU",
     ):  # fmt: skip
         assert line in text

@@ -319,6 +319,8 @@ def test_after_fit_says_where_the_checkpoint_is(
     printed = re.search(r"^validate it with: lightning-shard (.*)$", output, re.MULTILINE)[1]
     expected = "validate --config base.yaml --config save.yaml --trainer.callbacks.save_last true --ckpt_path "
     assert printed == expected + best[1]
+    resumed = re.search(r"^resume with: lightning-shard (.*)$", output, re.MULTILINE)[1]
+    assert resumed == expected.replace("validate", "fit", 1) + last[1]
 
 
 def test_no_word_of_a_checkpoint_where_there_is_none(
