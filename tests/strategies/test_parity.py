@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,11 +71,16 @@ class Watch(pl.Callback):
 
 
 def fit(
-    engine: str, precision: str, model: Mapping[str, Any], strategy: Mapping[str, Any], trainer: Mapping[str, Any]
+    engine: str,
+    precision: str,
+    model: Mapping[str, Any],
+    strategy: Mapping[str, Any],
+    trainer: Mapping[str, Any],
+    kind: Callable[..., TinyLM] = TinyLM,
 ) -> dict[str, Any]:
     """One run; parameters and optimizer state come back whole."""
     pl.seed_everything(1, verbose=False)
-    module, watch, final = TinyLM(**model), Watch(), Final()
+    module, watch, final = kind(**model), Watch(), Final()
     loop = quiet_trainer(
         strategy=ENGINES[engine](**{"aligned": True, **strategy}),
         precision=precision,
@@ -239,6 +245,69 @@ def check_case(precision: str, **kwargs: Any) -> None:
     engines += ["ddp_plain"] if at_boundary and precision != "bf16-true" else []
     for runs in compare(2, engines, precision, **kwargs):
         assert_bitwise(runs)
+
+
+class Faulty(TinyLM):
+    """Does one thing wrong in its sixth step."""
+
+    def __init__(self, fault: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.fault = fault
+
+    def _now(self, fault: str, rank: int | None = None) -> bool:
+        return self.fault == fault and self.global_step == 5 and rank in (None, self.global_rank)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self._now("another batch", rank=1):
+            batch = (batch[0], batch[1].roll(1, 0))
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if self._now("a doubled gradient", rank=1) else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self._now("a reduction in bf16"):
+            for gradient in self.trainer.strategy.engine.gradients(self.trainer.optimizers[0])[0]:
+                gradient.copy_(gradient.bfloat16().float())
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if self._now("a skipped step"):
+            closure()
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+            closure = None
+        before = self.up.to_local().clone() if self._now("a stale shard", rank=1) else None
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        if before is not None:
+            with torch.no_grad():
+                self.up.to_local().copy_(before)
+
+    @property
+    def up(self) -> Any:
+        return dict(self.named_parameters())["blocks.0.up.weight"]
+
+
+FAULTS = ["a doubled gradient", "another batch", "a reduction in bf16", "a skipped step", "a stale shard"]
+
+
+def fit_faulty(faults: list[str], *args: Any) -> list[dict[str, Any]]:
+    return [fit("full", *args, partial(Faulty, fault)) for fault in faults]
+
+
+def test_the_comparison_sees_one_fault_in_twenty_steps() -> None:
+    """Else what it calls equal would say nothing."""
+    args = ("32-true", {}, {}, NORM)
+    expected = run_distributed(fit, 2, "ddp", *args)
+    none, *faulty = zip(*run_distributed(fit_faulty, 2, ["none", *FAULTS], *args), strict=True)
+    for rank, run in enumerate(none):
+        assert_bitwise({"ddp": expected[rank], "full": run})
+    pairs = [{"ddp": expected[0], "full": runs[0]} for runs in faulty]
+    assert [fault for fault, pair in zip(FAULTS, pairs, strict=True) if passes(pair)] == []
+
+
+def passes(runs: Mapping[str, dict[str, Any]]) -> bool:
+    try:
+        assert_bitwise(runs)
+    except AssertionError:
+        return False
+    return True
 
 
 def test_accumulation_setting_changes_the_order_of_sums() -> None:

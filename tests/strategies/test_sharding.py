@@ -253,6 +253,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_of_other_engines() -> None:
     run_distributed(_check_compiled_elsewhere, 2, COMPILED[:2], timeout=300)
 
@@ -297,6 +298,7 @@ def _check_that_breaks_are_told() -> list[str]:
     return [str(w.message) for w in caught if "compile is true" in str(w.message)]
 
 
+@pytest.mark.matrix
 def test_what_is_not_compiled_whole_is_told_once() -> None:
     first, others = run_distributed(_check_that_breaks_are_told, 2, timeout=300)
     assert len(first) == 1
