@@ -36,6 +36,9 @@ def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str
     Raises:
         ConfigurationError: naming both numbers and the line of the batch script, or the setting, to change.
     """
+    port = environ.get("MASTER_PORT", "29500")
+    if not (port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigurationError(f"MASTER_PORT is {port!r}, but must be a port, from 1 to 65535: set another, or none.")
     if job is None:
         return
     wanted = f"--nodes={launch.nodes} --ntasks-per-node={launch.devices}"

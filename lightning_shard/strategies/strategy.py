@@ -256,7 +256,7 @@ class ShardStrategy(ParallelStrategy):
         return parts.run_of(trainer, planned, device=self.root_device, mesh=self.device_mesh, watch=watch)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
-        made = [optimizer for optimizer in self.optimizers if not _lightning.is_missing_optimizer(optimizer)]
+        made = parts.same_on_all_ranks([o for o in self.optimizers if not _lightning.is_missing_optimizer(o)])
         engaged = engine.engage(made)
         if engaged.optimizers != made:
             self.optimizers = engaged.optimizers

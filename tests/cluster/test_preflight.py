@@ -24,6 +24,12 @@ def _check(environ: dict[str, str], **settings: Any) -> None:
     check_launch(read_job(environ), launch, environ)
 
 
+@pytest.mark.parametrize("port", ["70000", "0", "http"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"MASTER_PORT is '{port}', but must be a port, from 1 to 65535"):
+        _check({"MASTER_PORT": port}, launcher="torchrun")
+
+
 TORCHRUN = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 
 

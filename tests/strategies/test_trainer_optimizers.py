@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
+from lightning_shard import ConfigurationError
 from tests.harness import run_distributed
-from tests.models import quiet_trainer, whole, whole_parameters
+from tests.models import TinyLM, loader, quiet_trainer, whole, whole_parameters
 from tests.strategies.everywhere import STRATEGIES, same_everywhere
 from tests.strategies.indexed import PRECISIONS, Indexed, build, data
 
@@ -262,3 +263,22 @@ def test_frozen_parameters_stay(precision: str) -> None:
     start = {name: p.detach() for name, p in PartlyFrozen().named_parameters()}
     still = {name for name, value in run["parameters"].items() if torch.equal(value, start[name])}
     assert still == {"body.0.weight", "body.2.weight", "body.2.bias"}
+
+
+class RanksDiffer(TinyLM):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3 * (1 + self.global_rank))
+        optimizer.param_groups[0]["betas"] = (0.9, 0.9 + 0.05 * self.global_rank)
+        return optimizer
+
+
+def _made_differently(name: str) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        quiet_trainer(strategy=name, max_steps=1).fit(RanksDiffer(), loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
+def test_ranks_must_make_the_same_optimizers(name: str) -> None:
+    for text in run_distributed(_made_differently, 2, name):
+        assert "lr of group 0 of optimizer 0 is 0.001 and 0.002; betas of group 0" in text
