@@ -127,7 +127,7 @@ class WholeSteps:
         self._values: Mapping[str, Mapping[str, Any]] = {}
 
     def _own(self) -> Iterator[tuple[int, _Owned]]:
-        by_owner = [self._of(rank, range(len(self._shards))) for rank in range(self._size)]
+        by_owner = self._by_owner(range(len(self._shards)))
         lengths = [self._shards[index].value().numel() for rank in by_owner for index in rank]
         mine = by_owner[self._rank]
         found = torch.empty(self._size, len(mine), dtype=torch.int64, device=self._device)
@@ -136,12 +136,18 @@ class WholeSteps:
         known = _parameters.setdefault(self.optimizer, {})
         for index, of_ranks in zip(mine, found.t().tolist(), strict=True):
             like, fqn = self._shards[index].value(), self._shards[index].fqn
-            if fqn not in known:
+            if fqn not in known or (known[fqn].dtype, known[fqn].device) != (like.dtype, like.device):
                 known[fqn] = nn.Parameter(torch.empty(0, dtype=like.dtype, device=like.device))
             yield index, _Owned(lengths=of_ranks, parameter=known[fqn])
 
-    def _of(self, owner: int, indices: Iterable[int]) -> list[int]:
-        return [index for index in indices if self._owners[index] == owner]
+    def _by_owner(self, indices: Iterable[int]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self._size)]
+        for index in indices:
+            found[self._owners[index]].append(index)
+        return found
+
+    def _own_of(self, bucket: Iterable[int]) -> list[int]:
+        return [index for index in bucket if self._owners[index] == self._rank]
 
     # A step
 
@@ -160,7 +166,7 @@ class WholeSteps:
         with self._in_place(), torch.enable_grad():
             self._step(**kwargs)
         for bucket, shards in _overlapped((b, self._from_owners(b, values)) for b in buckets):
-            indices = [index for owner in range(self._size) for index in self._of(owner, bucket)]
+            indices = [index for owned_there in self._by_owner(bucket) for index in owned_there]
             for index, shard in zip(indices, shards.split([values[i].numel() for i in indices]), strict=True):
                 values[index].copy_(shard)
         for owned in self._owned.values():
@@ -173,30 +179,32 @@ class WholeSteps:
             kinds.setdefault((values[index].dtype, gradient.dtype), []).append(index)
         for indices in kinds.values():
             bucket: list[int] = []
+            elements = 0
             for index in indices:
                 bucket.append(index)
-                if sum(self._shards[i].shape.numel() for i in bucket) >= _BUCKET or index == indices[-1]:
+                elements += self._shards[index].shape.numel()
+                if elements >= _BUCKET or index == indices[-1]:
                     yield bucket
-                    bucket = []
+                    bucket, elements = [], 0
 
     def _to_owners(
         self, bucket: Sequence[int], values: Sequence[Tensor], sent: Mapping[int, Tensor] | Sequence[Tensor]
     ) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
-        parts = [[sent[index] for index in self._of(owner, bucket)] for owner in range(self._size)]
+        parts = [[sent[index] for index in owned_there] for owned_there in self._by_owner(bucket)]
         return self._all_to_all(parts, self._mine(bucket), like=sent[bucket[0]])
 
     def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
-        mine = [self._owned[index] for index in self._of(self._rank, bucket)]
+        mine = [self._owned[index] for index in self._own_of(bucket)]
         full = [owned.parameter.data.reshape(-1).split(owned.lengths) for owned in mine]
         parts = [[shards[rank] for shards in full] for rank in range(self._size)]
-        sizes = [sum(values[i].numel() for i in self._of(owner, bucket)) for owner in range(self._size)]
+        sizes = [sum(values[i].numel() for i in owned_there) for owned_there in self._by_owner(bucket)]
         return self._all_to_all(parts, sizes, like=values[bucket[0]])
 
     def _mine(self, bucket: Sequence[int]) -> list[int]:
         """Elements of each rank's shards of what this rank owns."""
-        mine = [self._owned[index].lengths for index in self._of(self._rank, bucket)]
+        mine = [self._owned[index].lengths for index in self._own_of(bucket)]
         return [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
 
     def _all_to_all(self, parts: Sequence[list[Tensor]], sizes: list[int], *, like: Tensor) -> Callable[[], Tensor]:
@@ -214,7 +222,7 @@ class WholeSteps:
 
     def _put_together(self, bucket: Sequence[int], shards: Tensor) -> Iterator[tuple[int, Tensor]]:
         """What this rank owns, from its shards as `_to_owners` receives them."""
-        mine = self._of(self._rank, bucket)
+        mine = self._own_of(bucket)
         rows = [self._owned[index].lengths for index in mine]
         pieces = shards.split([lengths[rank] for rank in range(self._size) for lengths in rows])
         for place, index in enumerate(mine):

@@ -199,8 +199,13 @@ class Zero:
                 "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "
                 "optimizer."
             )
-        step = optimizer.step
-        self._closing.callback(setattr, optimizer, "step", step)
+        step, own = optimizer.step, dict(vars(optimizer))
+
+        def give_back() -> None:
+            del vars(optimizer)["step"]
+            vars(optimizer).update({name: value for name, value in own.items() if name == "step"})
+
+        self._closing.callback(give_back)
 
         @wraps(step)
         def step_nothing(*args: Any, **kwargs: Any) -> None:
