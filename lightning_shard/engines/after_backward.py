@@ -30,9 +30,12 @@ def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
     return marked
 
 
-def join(output: Tensor, marked: Tensor) -> Tensor:
-    """``output``, made since `mark`, as a tensor from which a backward pass also reaches ``marked``."""
-    joined: Tensor = _Join.apply(output, marked)
+def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None) -> Tensor:
+    """``output``, made since `mark`, as a tensor from which a backward pass also reaches ``marked``.
+
+    ``before`` is called when it comes there.
+    """
+    joined: Tensor = _Join.apply(output, marked, before)
     return joined
 
 
@@ -82,18 +85,20 @@ class _Join(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(output: Tensor, marked: Tensor) -> Tensor:
+    def forward(output: Tensor, marked: Tensor, before: Callable[[], Any] | None) -> Tensor:
         # No view, which torch would refuse to change in place.
         return output.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing is saved."""
+        _, _, ctx.before = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        return gradient, torch.empty(0, device=gradient.device)
+        if ctx.before is not None:
+            ctx.before()
+        return gradient, torch.empty(0, device=gradient.device), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:

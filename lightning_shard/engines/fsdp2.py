@@ -177,7 +177,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             self._written.take_over()
             return output
 
-        return forward.run(self._sharded.root, run, *args, **kwargs)
+        # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
+        self._reshard_after_backward(False)
+        try:
+            return forward.run(self._sharded.root, run, *args, **kwargs)
+        finally:
+            self._reshard_after_backward(True)
 
     evaluate = forward
 
@@ -185,7 +190,14 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         if not self._run.automatic:
             # It starts inside the step, before FSDP saw the step's output.
             forward.hook_loss(self._sharded.root, loss)
+            self._reshard_after_backward(True)
         call(loss)
+        if not self._run.automatic:
+            self._reshard_after_backward(False)
+
+    def _reshard_after_backward(self, enabled: bool) -> None:
+        if isinstance(self._sharded.root, FSDPModule):
+            self._sharded.root.set_reshard_after_backward(enabled)
 
     def sync_gradients(self, enabled: bool) -> None:
         root = self._sharded.root

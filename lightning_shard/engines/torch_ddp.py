@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
@@ -125,7 +128,8 @@ class TorchDDP(StepsOwnParameters):
         if wrapped is None:
             return step(*args, **kwargs)
         if self._run.automatic:
-            (output,) = wrapped(step, *args, **kwargs)
+            with self._named():
+                (output,) = wrapped(step, *args, **kwargs)
             return output
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -140,6 +144,23 @@ class TorchDDP(StepsOwnParameters):
             wrapped.require_backward_grad_sync = True
         return output
 
+    @contextmanager
+    def _named(self) -> Generator[None, None, None]:
+        """Say in one sentence which parameters had no gradient, of which DDP tells the positions."""
+        try:
+            yield
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if found is None:
+                raise
+            names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+            unused = ", ".join(names[int(index)] for index in found[1].split())
+            raise ConfigurationError(
+                f"The loss of the last backward pass does not depend on {unused}, and DDP waits for their gradients. "
+                "Set find_unused_parameters: true (ShardDDPStrategy(find_unused_parameters=True)), freeze them, or use "
+                "shard_fsdp, which needs no option where all ranks leave out the same ones."
+            ) from None
+
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Evaluation needs none of DDP's collectives, and ranks may have different numbers of batches there.
         return step(*args, **kwargs)
@@ -151,7 +172,8 @@ class TorchDDP(StepsOwnParameters):
         if self._sums is not None:
             self._sums.put_aside()
         if not self._run.automatic:
-            _ddp.prepare_for_backward(self._wrapped, loss)
+            with self._named():
+                _ddp.prepare_for_backward(self._wrapped, loss)
         call(loss)
         if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
             # With a static graph DDP holds the first reduction back until its own forward ends, which encloses

@@ -129,6 +129,15 @@ class Shared(Net):
         return super().forward(x)
 
 
+class Penalty(Net):
+    """Its loss has a gradient in it, which goes through the units once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(at).sum(), at, create_graph=True)
+        return super().forward(x) + slope.square().sum()
+
+
 def _fit(
     name: str, steps: int, lr: float = 0.1, kind: Callable[[], Net] = Net, precision: str = "32-true"
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -173,7 +182,7 @@ def _fits(names: list[str], steps: int, kind: type[Net]) -> list[tuple[dict[str,
     return [_fit(name, steps, kind=kind) for name in names]
 
 
-@pytest.mark.parametrize("kind", [Net, Unusual, Shared])
+@pytest.mark.parametrize("kind", [Net, Unusual, Shared, Penalty])
 def test_one_loop_drives_every_engine_to_the_same_bits(kind: type[Net]) -> None:
     names = list(ENGINES)
     by_rank = run_distributed(_fits, 2, names, 3, kind)
@@ -187,14 +196,28 @@ def test_one_loop_drives_every_engine_to_the_same_bits(kind: type[Net]) -> None:
             assert not wrong, f"{name}: {wrong}"
 
 
-def _refused(name: str) -> str:
+class Unused(Net):
+    """One of its parameters is in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2, bias=False)
+
+
+def _refused(name: str, kind: Callable[[], Net]) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        _fit(name, 1, kind=partial(Unusual, plain=True))
+        _fit(name, 2, kind=kind)
     return str(caught.value)
 
 
+def test_ddp_names_parameters_without_a_gradient_and_the_option() -> None:
+    for said in run_distributed(_refused, 2, "torch_ddp", Unused):
+        assert "does not depend on extra.weight" in said
+        assert "Set find_unused_parameters: true" in said
+
+
 def test_stage_3_refuses_outputs_that_hide_tensors_of_own_parameters() -> None:
-    for said in run_distributed(_refused, 2, "zero_3"):
+    for said in run_distributed(_refused, 2, "zero_3", partial(Unusual, plain=True)):
         assert "Boxes has parameters of its own and returns a Plain" in said
 
 

@@ -25,9 +25,9 @@ def replace(offload: Any, device: torch.device) -> None:
     for handle in offload.forward_hooks[1::2]:
         _put(handle, partial(_after_forward, _hook(handle)))
     for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
-        pending: list[Tensor | None] = []
-        _put(marks, partial(_mark, pending, offload.post_sub_module_backward_function, device))
-        _put(joins, partial(_join, pending))
+        backward = _Backward(offload, device)
+        _put(marks, backward.begin_forward)
+        _put(joins, backward.end_forward)
 
 
 def _hook(handle: Any) -> Callable[..., Any]:
@@ -39,33 +39,47 @@ def _put(handle: Any, hook: Callable[..., Any]) -> None:
     handle.hooks_dict_ref()[handle.id] = hook
 
 
-def _mark(
-    pending: list[Tensor | None],
-    after: Callable[[nn.Module], None],
-    device: torch.device,
-    module: nn.Module,
-    inputs: Any,
-) -> None:
-    pending.append(after_backward.mark(partial(after, module), device))
+class _Backward:
+    """Gathers a module's parameters for each of its backward passes, and releases them after it.
 
+    DeepSpeed counts the passes by the calls of forward, and gathers for no more of them; but gradients that are taken
+    in a step (gradient penalties) go through a module once more.
+    """
 
-def _join(pending: list[Tensor | None], module: Any, inputs: Any, output: Any) -> Any:
-    marked = pending.pop()
-    if marked is None:
-        return output
-    own = {id(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
+    def __init__(self, offload: Any, device: torch.device) -> None:
+        self._offload, self._device = offload, device
+        self._marks: list[Tensor | None] = []
+        self._active = False
 
-    def join(tensor: Tensor) -> Tensor:
-        # What a module returns as it got it is none of its own.
-        if id(tensor) in own:
-            return tensor
-        joined: Any = after_backward.join(module.pre_bwd_fn.apply(tensor), marked)
-        if layout.is_partitioned(tensor):
-            # By it DeepSpeed knows a parameter that modules return to each other.
-            joined.ds_param_alias = tensor
-        return joined
+    def begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._marks.append(after_backward.mark(partial(self._end, module), self._device))
 
-    return after_backward.replaced(output, join)
+    def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        marked = self._marks.pop()
+        if marked is None:
+            return output
+        own = {id(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
+
+        def join(tensor: Tensor) -> Tensor:
+            # What a module returns as it got it is none of its own.
+            if id(tensor) in own:
+                return tensor
+            joined: Any = after_backward.join(tensor, marked, partial(self._begin, module))
+            if layout.is_partitioned(tensor):
+                # By it DeepSpeed knows a parameter that modules return to each other.
+                joined.ds_param_alias = tensor
+            return joined
+
+        return after_backward.replaced(output, join)
+
+    def _begin(self, module: nn.Module) -> None:
+        self._active = True
+        self._offload.pre_sub_module_backward_function(module)
+
+    def _end(self, module: nn.Module) -> None:
+        if self._active:
+            self._active = False
+            self._offload.post_sub_module_backward_function(module)
 
 
 def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
