@@ -24,7 +24,7 @@ from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
@@ -122,6 +122,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         earlier_parameters.remember(module)
         refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
+            refuse_double(module)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
             refuse_kinds(module, self.strategy, empty=True, ignored=ignored())
         # What is not in the sharded module itself may differ.

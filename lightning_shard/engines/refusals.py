@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from lightning_shard.errors import ConfigurationError
@@ -39,7 +41,11 @@ def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Cont
     Raises:
         ConfigurationError: with what to use.
     """
-    sparse = {f"{n}.weight".lstrip(".") for n, m in module.named_modules() if getattr(m, "sparse", False) is True}
+    inside = dict(module.named_modules())
+    sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
+    # Its forward writes them, where an engine sees gathered or cast copies.
+    written = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "max_norm", None) is not None}
+    scripted = {f"{n}.{p}" for n, m in inside.items() if isinstance(m, ScriptModule) for p, _ in m.named_parameters()}
     found: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters():
         if parameter in ignored:
@@ -50,6 +56,10 @@ def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Cont
             found.setdefault("complex (use its real view, torch.view_as_real)", []).append(name)
         elif name in sparse and parameter.requires_grad:
             found.setdefault("with sparse gradients (set sparse=False)", []).append(name)
+        elif name in written and parameter.requires_grad:
+            found.setdefault("renormalised in forward (clip a copy there in place of max_norm)", []).append(name)
+        elif name in scripted:
+            found.setdefault("of scripted modules (use the Python module, and compile: true)", []).append(name)
         elif empty and not getattr(parameter, "ds_numel", parameter.numel()):
             found.setdefault("without elements (register it as a buffer)", []).append(name)
     if found:
@@ -57,4 +67,17 @@ def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Cont
         raise ConfigurationError(
             f"{strategy} can't step parameters of these kinds: {lines}. Change them as said, or use shard_ddp in "
             "'32-true'."
+        )
+
+
+def refuse_double(module: nn.Module) -> None:
+    """Refuse to train fp64 parameters, which would be stepped as fp32 masters.
+
+    Raises:
+        ConfigurationError: with what to use.
+    """
+    if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:
+        raise ConfigurationError(
+            f"{', '.join(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
+            "module, or use Lightning's own strategies with precision '64-true'."
         )

@@ -21,7 +21,7 @@ from lightning_shard.engines.engine import Engaged, PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_sharded
+from lightning_shard.engines.refusals import refuse_double, refuse_sharded
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -95,6 +95,8 @@ class TorchDDP(StepsOwnParameters):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")
+        if run.fitting:
+            refuse_double(module)
         self._module, self._run = module, run
         earlier_parameters.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.engines.refusals import refuse_kinds
+from lightning_shard.engines.refusals import refuse_double, refuse_kinds
 from lightning_shard.errors import ConfigurationError
 
 
 def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     module = nn.Module()
     module.lazy, module.table = nn.LazyLinear(2), nn.Embedding(4, 2, sparse=True)
-    module.frozen = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
+    module.clipped, module.scripted = nn.Embedding(4, 2, max_norm=1.0), torch.jit.script(nn.Linear(2, 2, bias=False))
+    module.frozen = nn.Embedding(4, 2, sparse=True, max_norm=1.0).requires_grad_(False)
     module.phase, module.none = nn.Parameter(torch.zeros(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(0, 2))
     with pytest.raises(ConfigurationError, match="ShardFSDPStrategy can't step") as caught:
         refuse_kinds(module, "ShardFSDPStrategy", empty=True)
@@ -22,7 +23,9 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
         "complex (use its real view, torch.view_as_real): phase",
         "without elements (register it as a buffer): none",
         "uninitialized (run a batch through the model in configure_model): lazy.weight, lazy.bias",
-        "with sparse gradients (set sparse=False): table.weight.",
+        "renormalised in forward (clip a copy there in place of max_norm): clipped.weight",
+        "of scripted modules (use the Python module, and compile: true): scripted.weight",
+        "with sparse gradients (set sparse=False): table.weight",
     ):
         assert text in said
     with pytest.raises(ConfigurationError) as caught:
@@ -30,3 +33,10 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     assert "without elements" not in str(caught.value)
     refuse_kinds(module, "ShardFSDPStrategy", empty=True, ignored={*module.parameters()})
     refuse_kinds(module.frozen, "ShardFSDPStrategy", empty=True)
+
+
+def test_trained_fp64_parameters_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).double().requires_grad_(False))
+    with pytest.raises(ConfigurationError, match=r"^1\.weight, 1\.bias are fp64"):
+        refuse_double(module)
+    refuse_double(module[2])

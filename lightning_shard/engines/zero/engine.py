@@ -17,7 +17,7 @@ from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -129,6 +129,7 @@ class Zero:
         earlier_parameters.remember(module)
         refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
         if run.fitting:
+            refuse_double(module)
             refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=self._stage == 3)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
