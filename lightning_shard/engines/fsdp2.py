@@ -24,7 +24,7 @@ from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
-from lightning_shard.engines.refusals import refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
@@ -181,7 +181,8 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
-            return forward.run(self._sharded.root, run, *args, **kwargs)
+            with explained(self.strategy):
+                return forward.run(self._sharded.root, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
 
@@ -192,7 +193,8 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             # It starts inside the step, before FSDP saw the step's output.
             forward.hook_loss(self._sharded.root, loss)
             self._reshard_after_backward(True)
-        call(loss)
+        with explained(self.strategy):
+            call(loss)
         if not self._run.automatic:
             self._reshard_after_backward(False)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Generator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -81,3 +82,32 @@ def refuse_double(module: nn.Module) -> None:
             f"{', '.join(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
             "module, or use Lightning's own strategies with precision '64-true'."
         )
+
+
+_NOT_GATHERED = (
+    "got mixed torch.Tensor and DTensor",
+    "are out of bounds for storage of size 0",
+    "returned an invalid gradient at index 0 - got [0]",
+    "The size of tensor a (0) must match",
+)
+"""What torch says where an operator meets the shard of a parameter, or one that was full and is no more."""
+
+
+@contextmanager
+def explained(strategy: str) -> Generator[None, None, None]:
+    """Say what is wrong where a step, or its backward pass, meets parameters that are not gathered.
+
+    Raises:
+        ConfigurationError: with what to use.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _NOT_GATHERED):
+            raise
+        raise ConfigurationError(
+            f"The step reads parameters that {strategy} has not gathered at that time: it gathers those of a module "
+            "for its own forward and backward pass. For a sum over self.parameters() use the optimizer's "
+            "weight_decay, or compute it in the modules; take gradients of gradients after the step's other forward "
+            "passes; or use shard_ddp or shard_deepspeed_stage_2."
+        ) from error

@@ -133,9 +133,25 @@ class Penalty(Net):
     """Its loss has a gradient in it, which goes through the units once more."""
 
     def forward(self, x: Tensor) -> Tensor:
+        output, at = super().forward(x), x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(at).sum(), at, create_graph=True)
+        return output + slope.square().sum()
+
+
+class PenaltyFirst(Net):
+    """The same, and then another pass through the units."""
+
+    def forward(self, x: Tensor) -> Tensor:
         at = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(super().forward(at).sum(), at, create_graph=True)
         return super().forward(x) + slope.square().sum()
+
+
+class Decayed(Net):
+    """It reads the parameters of its units by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters())
 
 
 def _fit(
@@ -219,6 +235,13 @@ def test_ddp_names_parameters_without_a_gradient_and_the_option() -> None:
 def test_stage_3_refuses_outputs_that_hide_tensors_of_own_parameters() -> None:
     for said in run_distributed(_refused, 2, "zero_3", partial(Unusual, plain=True)):
         assert "Boxes has parameters of its own and returns a Plain" in said
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "zero_3"])
+@pytest.mark.parametrize("kind", [Decayed, PenaltyFirst])
+def test_a_step_that_reads_parameters_which_are_not_gathered_is_told(name: str, kind: type[Net]) -> None:
+    for said in run_distributed(_refused, 2, name, kind):
+        assert "The step reads parameters that Shard" in said
 
 
 def _faulty(steps: int) -> bool:

@@ -17,7 +17,7 @@ from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -295,7 +295,8 @@ class Zero:
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
-            return running.run(self._started, step, *args, **kwargs)
+            with explained(f"{self.strategy}(stage={self._stage})"):
+                return running.run(self._started, step, *args, **kwargs)
         finally:
             self._in_step = False
 
@@ -309,7 +310,8 @@ class Zero:
             call(loss)
             self._started.pending = True
         else:
-            running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
+            with explained(f"{self.strategy}(stage={self._stage})"):
+                running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)
