@@ -31,6 +31,7 @@ from lightning_shard._lightning.processes import (
     DDPForwardRedirection,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
+    destroy_at_exit,
     init_process_group,
     layer_sync,
     let_children_end,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_at_exit
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_reduce
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -22,6 +23,7 @@ __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "destroy_at_exit",
     "init_process_group",
     "layer_sync",
     "let_children_end",

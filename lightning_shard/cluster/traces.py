@@ -6,7 +6,8 @@ import contextlib
 import faulthandler
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ def dump_stacks() -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
-def recorded_collectives() -> bytes | None:
+def recorded_collectives(**options: bool) -> bytes | None:
     """This rank's last collectives, as torch's Flight Recorder has them, pickled; None where it has none.
 
-    Each has its name, sizes, dtypes and state. The environment variable ``TORCH_FR_BUFFER_SIZE`` says how many are
-    kept; with 0 there are none.
+    Each has its name, sizes, dtypes and state; ``options`` are torch's, of what to leave out. The environment variable
+    ``TORCH_FR_BUFFER_SIZE`` says how many are kept; with 0 there are none.
     """
     # Private, and made for CPU backends in torch 2.11 or so; what another torch does not have is not written.
     names = ["_dump_fr_trace"]
@@ -38,8 +39,25 @@ def recorded_collectives() -> bytes | None:
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError):
-                return bytes(dump())
+                return bytes(dump(**options))
     return None
+
+
+def overdue(part: float) -> bool:
+    """Whether a collective of this process has waited for more than ``part`` of its timeout."""
+    recorded = recorded_collectives(includeStackTraces=False, onlyActive=True)
+    # The record was made by this process.
+    entries = [] if recorded is None else pickle.loads(recorded).get("entries", [])
+    now = time.time_ns()
+    return any(
+        not entry["retired"] and now - entry["time_created_ns"] > part * entry["timeout_ms"] * 1_000_000
+        for entry in entries
+    )
+
+
+def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
+    """Have torch write its own record, should NCCL end this process, beside those of `write`."""
+    environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
 
 
 def last_collectives(recorded: bytes, count: int = 20) -> list[str]:

@@ -36,6 +36,8 @@ INTERVAL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """How long a main thread has to end by itself once the cause is known."""
 
+_PART_OF_TIMEOUT, _COLLECTIVES_SECONDS = 0.8, 5.0  # how late a collective is told of, and how often that is looked at
+
 _FAREWELL_SECONDS = 3.0  # how long ranks wait for each other's last words
 
 _STORE_SECONDS = 10.0  # how long the store may take to give what is there
@@ -89,7 +91,8 @@ class Watch:
         self._beats = 0
         self._counter = _Counter(self._store, self._rank, self._size, self._interval, lost_seconds)
         self._answered = time.monotonic()
-        self._line_printed = False
+        self._line_printed = self._wrote_ahead = False
+        self._looks_again = 0.0
         # Something is to be said; the main thread ends by itself; the threads are to end.
         self._wake, self._leaving, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._speaker = threading.Thread(target=self._speak, name="lightning_shard-watch", daemon=True)
@@ -99,6 +102,10 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch and to be watched."""
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            if not faulthandler.is_enabled():
+                # NCCL's watchdog aborts a process whose collective does not end in time.
+                faulthandler.enable(file=sys.__stderr__ or 2)
         self._speaker.start()
         self._guard.start()
         # For a process that ends without `end` or `failed`, and for the last words of one that failed.
@@ -234,6 +241,18 @@ class Watch:
             if self._cause is not None and not self._leaving.is_set():
                 self._bring_down(*self._cause)
                 return
+            self._look_at_collectives()
+
+    def _look_at_collectives(self) -> None:
+        """Write what this rank is in ahead of the timeout, after which NCCL's watchdog leaves no time for it."""
+        if self._folder is None or self._wrote_ahead or time.monotonic() < self._looks_again:
+            return
+        self._looks_again = time.monotonic() + _COLLECTIVES_SECONDS
+        with contextlib.suppress(Exception):
+            if traces.overdue(_PART_OF_TIMEOUT):
+                self._wrote_ahead = True
+                written = self._write_traces()
+                _say(f"[{self._name}] a collective nears its timeout. What this rank is in: {written}")
 
     def _bring_down(self, owner: int, cause: str) -> None:
         with contextlib.suppress(Exception):

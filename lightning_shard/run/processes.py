@@ -184,6 +184,8 @@ def remember(place: Place) -> None:
     global _met
     assert group.WORLD is not None
     _met = (group.WORLD, place, 0)
+    # Lightning's own, for NCCL, would wait after an exception too.
+    atexit.unregister(_lightning.destroy_at_exit)
     atexit.unregister(_leave)
     atexit.register(_leave)
 

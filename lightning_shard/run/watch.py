@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from lightning_shard.cluster import prefix
+from lightning_shard.cluster import prefix, traces
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.cluster.watch import Watch
@@ -28,6 +29,11 @@ class RunWatch:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
         self._unmark()
         self._unmark = prefix.install(prefix.rank_prefix(rank, size, socket.gethostname()))
+
+    def record_into(self, folder: Path | None) -> None:
+        """Have torch's own record of collectives in ``folder`` too; ahead of the process group."""
+        if folder is not None and self._lost_rank_seconds is not None:
+            traces.record_into(folder.absolute(), os.environ)
 
     def start(self, met: tuple[Place, int] | None, folder: Path | None) -> None:
         """Watch the other ranks until the run ends. All ranks call it.

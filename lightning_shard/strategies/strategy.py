@@ -204,6 +204,7 @@ class ShardStrategy(ParallelStrategy):
         self._watch.mark_messages(self.global_rank, self.world_size)
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
         compared, written = parts.compared_settings(self, own, trainer), root if self._fits else None
+        self._watch.record_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
         self._watch.start(parts.next_run(), self._identity.failure_folder)
