@@ -29,11 +29,14 @@ class StatefulIterableLoader(DelegatingLoader):
     many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
     """
 
-    _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_stateful"})
+    _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_stateful", "_first"})
 
     def __init__(self, inner: DataLoader[Any], *, world_size: int, source: Any) -> None:
         super().__init__(inner)
         self._stateful = source
+        # Hugging Face's begin every iteration at what was loaded, unless they were told of another epoch.
+        hugging_face = type(source).__module__ == "datasets.iterable_dataset"
+        self._first = copy.deepcopy(source.state_dict()) if hugging_face else None
         self.lookahead = 0 if is_sized(inner) else 1
         self._world_size = world_size
         # (batches, dataset state) after the last batches given out, oldest first.
@@ -68,7 +71,8 @@ class StatefulIterableLoader(DelegatingLoader):
                 " common, samples may be repeated or missed",
                 stacklevel=2,
             )
-        self._stateful.load_state_dict(copy.deepcopy(state["dataset"]))
+        begins = self._first is not None and state["finished"]
+        self._stateful.load_state_dict(copy.deepcopy(self._first if begins else state["dataset"]))
         self._history = [(0 if state["finished"] else state["batches"], copy.deepcopy(state["dataset"]))]
         self._ended = False
 
@@ -80,7 +84,9 @@ class StatefulIterableLoader(DelegatingLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A state that was loaded and not used yet is where this iteration starts.
         if len(self._history) != 1 or self._ended:
-            self._history = [(0, self._dataset_state())]
+            if self._first is not None:
+                self._stateful.load_state_dict(copy.deepcopy(self._first))
+            self._history = [(0, self._first or self._dataset_state())]
         self._ended = False
         return self._batches(self._history)
 

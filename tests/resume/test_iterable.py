@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import (
@@ -53,3 +56,32 @@ def test_iterable_to_its_end() -> None:
     with pytest.warns(UserWarning, match="written by 1 processes.*resumed on 2"):
         resumed.load_state_dict(state)
     assert ids(resumed) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("used", [0, 1, 4, 9])
+def test_streams_of_hugging_face_go_on_and_begin_again(tmp_path: Path, used: int) -> None:
+    """They begin each iteration where a state was loaded: the epoch after it would be cut short, or empty."""
+    datasets: Any = pytest.importorskip("datasets")
+    for shard in range(4):
+        lines = [json.dumps({"x": 5 * shard + i}) for i in range(5)]
+        (tmp_path / f"{shard}.jsonl").write_text("\n".join(lines))
+
+    def make() -> Any:
+        stream = datasets.load_dataset("json", data_files=str(tmp_path / "*.jsonl"), split="train", streaming=True)
+        stream = stream.filter(lambda row: row["x"] % 7)
+        return resumable(DataLoader(stream, 2), world_size=1, rank=0)
+
+    def rows(batches: Any) -> list[list[int]]:
+        return [batch["x"].tolist() for batch in batches]
+
+    whole = rows(make())
+    assert len(whole) == 9
+    loader = make()
+    iterator = iter(loader)
+    seen = rows(itertools.islice(iterator, used + 1))[:used]  # the training loop fetches one batch ahead
+    if used == 9:
+        assert next(iterator, None) is None
+    resumed = make()
+    resumed.load_state_dict(through_file(loader.state_dict()))
+    assert seen[: used % 9] + rows(resumed) == whole
+    assert rows(resumed) == whole
