@@ -102,6 +102,7 @@ class ShardCLI(ConfiguredCLI):
         if name == "fit" and self._run_config.pop("verbose"):
             logging.getLogger("lightning_shard").setLevel(logging.DEBUG)
         fit.check_strategy(self._run_config.get("trainer.strategy"))
+        fit.check_trainer(self._run_config.get("trainer"), runs=name is not None)
         fit.check_ckpt_path(self._run_config.get("ckpt_path"))
 
     @property

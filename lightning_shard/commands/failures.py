@@ -98,6 +98,8 @@ def is_mistake(error: BaseException) -> bool:
     constructed = any(_package(frame) == "jsonargparse" for frame in frames)
     if constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
         return True
+    if str(frames[-1].f_globals.get("__name__")).startswith("torch.utils.data"):
+        return True
     return _package(frames[-1]) == "lightning" and user_frame(error) is None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
@@ -15,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_shard import registry
 from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.parser import imported
+from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
@@ -23,6 +26,35 @@ _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 def check_strategy(strategy: Any) -> None:
     if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
         raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
+
+
+def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
+    """Refuse values of the Trainer that it would take without a word, or refuse without saying what is allowed.
+
+    ``runs``: the run is to start on this machine.
+    """
+    settings = trainer or Namespace()
+    devices, accelerator = str(settings.get("devices", "auto")), str(settings.get("accelerator"))
+    if not re.fullmatch(r"auto|-1|[1-9]\d*|\[?\d+(, *\d+)+,?\]?|\[\d+\]|\d+,", devices):
+        raise UsageError(f"trainer.devices: got {devices}; allowed: a number of 1 or more, indices, or auto.")
+    if runs and accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        build = "sees none" if torch.version.cuda else "is built for CPUs alone: install its CUDA build"
+        raise UsageError(
+            f"trainer.accelerator: got {accelerator}, but there is no GPU: torch {torch.__version__} {build}. "
+            "Set cpu or auto."
+        )
+    for name, least in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0), ("num_nodes", 1)):
+        value = settings.get(name)
+        if value is not None and value < least:
+            raise UsageError(f"trainer.{name}: got {value}; allowed: {least} or more.")
+    precision = settings.get("precision")
+    if _is_own(settings.get("strategy")) and precision is not None:
+        word = SHORT_FORMS.get(str(precision), str(precision))
+        if word not in PRECISIONS:
+            raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {_PRECISIONS}.")
+
+
+_PRECISIONS = ", ".join(PRECISIONS)
 
 
 def check_ckpt_path(path: Any) -> None:

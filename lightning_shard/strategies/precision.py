@@ -39,6 +39,7 @@ from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.run.rollback import Rollback
+from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -197,6 +198,7 @@ class ShardPrecision(Precision):
     def weighed(self, output: Any, arguments: Sequence[Any]) -> Any:
         """What a training step returned for ``arguments``, after its weight was taken. All ranks call it."""
         if self._now.run.automatic:
+            refuse_loss(output, self._now.module)
             self._now.weights.take(output, arguments[0] if arguments else None)
         return output
 

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lightning_shard import _lightning
 from lightning_shard.errors import ConfigurationError
+
+
+def refuse_loss(output: Any, module: LightningModule) -> None:
+    """Refuse what a training step returned, if backward can't start from it.
+
+    Raises:
+        ConfigurationError: with what was returned, what to return, and where the step is.
+    """
+    if output is None or is_overridden("backward", module):
+        return
+    if isinstance(output, Mapping) and "loss" not in output:
+        found, fix = f"a mapping of {', '.join(map(str, output)) or 'nothing'}", 'name the loss "loss"'
+    else:
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            return
+        if not isinstance(loss, Tensor):
+            found, fix = f"{loss!r}, a {type(loss).__name__}", "return the tensor, not its .item()"
+        elif loss.numel() != 1:
+            found, fix = f"a loss of shape {tuple(loss.shape)}", "return its .mean() or .sum()"
+        elif not loss.requires_grad:
+            cause = "an integer" if not loss.is_floating_point() else "detached, or computed without a parameter"
+            found, fix = f"a loss without a gradient ({cause})", "return it as the model gave it"
+        else:
+            return
+    code = inspect.unwrap(type(module).training_step).__code__
+    raise ConfigurationError(
+        f"training_step returned {found}, but backward needs one number that depends on the parameters: {fix} "
+        f"({code.co_filename}:{code.co_firstlineno})."
+    )
 
 
 def refuse_callbacks(trainer: Trainer, *, full: bool, run: str) -> None:

@@ -66,7 +66,7 @@ MISTAKES = {
     "wrong section": ({"trianer": {"devices": 1}}, [], ["trianer", "Did you mean trainer.devices"]),
     "wrong option": ({}, ["--trainer.max_epohs", "3"], ["trainer.max_epohs", "Did you mean trainer.max_epochs"]),
     "wrong type": ({"trainer": {"max_epochs": "three"}}, [], ["trainer.max_epochs", "three", "int, null"]),
-    "wrong choice": ({"trainer": {"precision": "bf17"}}, [], ["trainer.precision", "bf17", "'bf16-mixed'"]),
+    "wrong choice": ({"trainer": {"precision": "bf17"}}, [], ["trainer.precision", "bf17", "bf16-mixed"]),
     "wrong name": ({"trainer": {"strategy": "shard_fdsp"}}, [], ["'shard_fdsp'", "mean shard_fsdp", "shard_ddp_al"]),
     "name with arguments": (
         {"trainer": {"strategy": "shard_fsdp"}},
@@ -96,6 +96,22 @@ MISTAKES = {
     "no mapping": ("- 1", [], ["overlay.yaml", "- 1"]),
     "no checkpoint": ({}, ["--ckpt_path", "nope.ckpt"], ["ckpt_path", "'nope.ckpt' does not exist"]),
     "not a checkpoint": ({}, ["--ckpt_path", "base.yaml"], ["ckpt_path", "'base.yaml' is not a checkpoint"]),
+    "no GPU": ({"trainer": {"accelerator": "gpu"}}, [], ["accelerator: got gpu", "no GPU", "cpu or auto"]),
+    "devices in words": ({}, ["--trainer.devices", "two"], ["devices: got two", "1 or more, indices, or auto"]),
+    "no devices": ({"trainer": {"devices": 0}}, [], ["devices: got 0", "1 or more"]),
+    "no accumulation": (
+        {"trainer": {"accumulate_grad_batches": 0}},
+        [],
+        ["accumulate_grad_batches: got 0; allowed: 1"],
+    ),
+    "negative clipping": ({"trainer": {"gradient_clip_val": -1.0}}, [], ["gradient_clip_val: got -1.0; allowed: 0"]),
+    "no nodes": ({"trainer": {"num_nodes": 0}}, [], ["num_nodes: got 0; allowed: 1 or more"]),
+    "another word for fp16": ({"trainer": {"precision": "fp16"}}, [], ["precision: got fp16", "bf16-true, 16-mixed"]),
+    "a precision of others": (
+        {"trainer": {"precision": "transformer-engine", "strategy": "shard_ddp"}},
+        [],
+        ["precision: got transformer-engine", "run 32-true, bf16-mixed"],
+    ),
     "accelerator not there": ({"trainer": {"accelerator": "gpuu"}}, [], ["accelerator='gpuu'", "cpu"]),
     "precision that is not run": (
         {"trainer": {"precision": "64-true", "strategy": "shard_fsdp"}},
@@ -158,7 +174,8 @@ def test_traceback_on_demand(command: Callable[..., ShardCLI], capsys: pytest.Ca
 
 USER_CODE = """
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch.utils.data import DataLoader
 
 class Bug(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -177,6 +194,22 @@ class Refuses(BoringModel):
     def __init__(self, width: int = 3):
         super().__init__()
         raise ValueError(f"width is {width}, but must be even")
+
+class Returns(BoringModel):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch, batch_idx):
+        output = self.layer(batch)
+        return {
+            "float": 3.5, "vector": output.sum(0), "detached": output.sum().detach(), "integer": output.sum().long(),
+            "key": {"los": output.sum()},
+        }[self.what]
+
+class NoBatch(BoringDataModule):
+    def train_dataloader(self):
+        return DataLoader(self.random_train, batch_size=0)
 
 class Misuses(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -207,11 +240,20 @@ def test_a_bug_keeps_its_traceback(
     sys.modules.pop("usercode")
 
 
+RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "--model.what"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
         (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
+        (["--data", "usercode.NoBatch"], ["batch_size=0", "in train_dataloader"]),
+        ([*RETURNS, "float"], ["training_step returned 3.5, a float", "return the tensor, not its .item()"]),
+        ([*RETURNS, "vector"], ["a loss of shape (2,)", "return its .mean() or .sum()"]),
+        ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
+        ([*RETURNS, "integer"], ["a loss without a gradient (an integer)"]),
+        ([*RETURNS, "key"], ["a mapping of los", 'name the loss "loss"']),
     ],
 )
 def test_a_mistake_in_user_code_says_where(
@@ -222,6 +264,7 @@ def test_a_mistake_in_user_code_says_where(
         command("fit", "--config", "base.yaml", *arguments)
     error = capsys.readouterr().err
     assert all(part in error for part in [*expected, "usercode.py:"]), error
+    assert error.count("usercode.py:") == 1
     sys.modules.pop("usercode")
 
 
