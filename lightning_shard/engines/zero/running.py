@@ -130,8 +130,9 @@ def _take_over_steps(running: Running) -> None:
         zero.overflow = running.overflow
 
     def no_norm(*args: Any, **kwargs: Any) -> Tensor:
-        # Where there is no loss scale, DeepSpeed skips a step by its norm alone.
-        return torch.full((), math.inf if running.overflow else 0.0, device=running.engine.device)
+        # Where there is no loss scale, DeepSpeed skips a step by its norm alone. On the host, where it looks at it: it
+        # would wait for a device in each step.
+        return torch.full((), math.inf if running.overflow else 0.0)
 
     if layout.kind(zero) == layout.BF16:
         # It asks for the gradients that its norm is of.
@@ -144,6 +145,8 @@ def _take_over_steps(running: Running) -> None:
     else:
         zero.check_grad_overflow = True
         zero.scaled_global_norm = no_norm
+        # It looks for an overflow, which is found elsewhere, in each offloaded gradient, and waits for it.
+        zero.update_offload_overflow_tracker = lambda gradient: None
 
 
 def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

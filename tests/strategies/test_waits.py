@@ -1,0 +1,68 @@
+"""Steady steps read no value of the device, but for what is listed here with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_shard.strategies.precision import ShardPrecision
+from tests.harness import run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.strategies.engines import ENGINES, NORM
+from tests.waits import InSteps
+
+STEPS = range(9, 12)  # frozen parameters are compared in the first eight
+EVERYWHERE = {
+    # A tensor of one integer on the host, which ranks that are to be stopped have agreed on.
+    "lightning_shard/cluster/preemption.py:finish",
+    # The optimizer's count of steps, which torch keeps on the host.
+    "lightning/pytorch/plugins/precision/precision.py:optimizer_step",
+    "lightning_shard/engines/own_parameters.py:step",
+    "deepspeed/runtime/bf16_optimizer.py:step",
+    "deepspeed/runtime/zero/stage_1_and_2.py:_optimizer_step",
+    "deepspeed/runtime/zero/stage3.py:step_with_gradscaler",
+    # A zero on the host in place of the norm; ZeRO-1 in bf16 alone moves it to the device and back.
+    "deepspeed/runtime/utils.py:is_invalid_grad_norm",
+}
+# Whether a step overflowed, in fp16: once in a step.
+SCALER = "lightning_shard/precision/loss_scale.py:unscale"
+
+
+class Quiet(TinyLM):
+    """Reads nothing itself."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+
+def reads(engine: str, precision: Any) -> dict[str, int]:
+    counted = InSteps(STEPS[0], STEPS[-1])
+    trainer = quiet_trainer(
+        strategy=ENGINES[engine](),
+        plugins=[ShardPrecision(precision)],
+        max_steps=STEPS[-1] + 2,
+        callbacks=[counted],
+        **NORM,
+    )
+    trainer.fit(Quiet(), loader())
+    return dict(counted.waits.found)
+
+
+ZERO = ["zero_1", "zero_2", "zero_3", "zero_2_offload", "zero_3_offload"]
+MATRIX = [
+    pytest.param(engine, precision, marks=() if (engine, precision) in DEFAULT else pytest.mark.matrix)
+    for DEFAULT in [{("full", "16-mixed"), ("zero_2_offload", "bf16-mixed")}]
+    for engine in ["ddp", "full", "offload", *ZERO]
+    for precision in ["32-true", "bf16-mixed", "16-mixed"]
+]
+
+
+@pytest.mark.parametrize(("engine", "precision"), MATRIX)
+def test_steady_steps_do_not_wait_for_the_device(engine: str, precision: str) -> None:
+    for found in run_distributed(reads, 2, engine, precision):
+        assert found.pop(SCALER, 0) == (len(STEPS) if precision == "16-mixed" else 0)
+        assert found.keys() <= EVERYWHERE
