@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 _LOOKS = 64
 """Samples of a worker process after which numbers that were drawn are not looked for any more."""
@@ -49,12 +50,15 @@ class DrawingDataset(Dataset[Any]):
         return bool(self._now[3])
 
     def __getitem__(self, index: Any) -> Any:
-        return self._call(self._samples.__getitem__, index)
+        with self._apart():
+            return self._get(self._samples.__getitem__, index)
 
-    @property
-    def __getitems__(self) -> Callable[[Any], Any]:
-        own = self._samples.__getitems__
-        return lambda indices: self._call(own, indices)
+    def __getitems__(self, indices: Any) -> Any:
+        """A batch's samples; what a DataLoader asks for, also of a dataset that loads them one by one."""
+        with self._apart():
+            if _loads_batches(self._samples):
+                return self._get(self._samples.__getitems__, indices)
+            return [self._get(self._samples.__getitem__, index) for index in indices]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -70,24 +74,26 @@ class DrawingDataset(Dataset[Any]):
         else:
             setattr(self._samples, name, value)
 
-    def _call(self, get: Callable[[Any], Any], index: Any) -> Any:
+    def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
         if self._generators is None:
             self._generators = list(_generators(self._samples, set()))
-        in_worker = get_worker_info() is not None
-        if not self._seeded:
-            if in_worker and self._looks < _LOOKS:
-                self._look()
-            return get(index)
-        key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
-        digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
-        if in_worker:
-            # Also for what comes after the samples, such as collating them.
+        if self._seeded:
+            key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
+            digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
             _seed(digest, self._generators)
-            return get(index)
+        elif self._looks < _LOOKS and get_worker_info() is not None:
+            self._look()
+        return get(index)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave the generators of the training process as they are; in a worker, collating follows the samples too."""
+        if not self._seeded or get_worker_info() is not None:
+            yield
+            return
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        _seed(digest, self._generators)
         try:
-            return get(index)
+            yield
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
@@ -103,6 +109,13 @@ class DrawingDataset(Dataset[Any]):
         self._looks += 1
         if state != self._before or self._generators:
             self._now[3] = 1
+
+
+def _loads_batches(dataset: Any) -> bool:
+    """Whether samples are loaded several at a time. A Subset does if its dataset does, whatever it says."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def _generators(owner: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:

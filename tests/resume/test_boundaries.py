@@ -179,3 +179,42 @@ def test_saves_that_are_due_within_an_accumulation_come_after_its_step(
         assert all(torch.equal(value, other[0][name]) for other in others for name, value in parameters.items())
         for _, rest, _ in runs[3:]:
             assert rest == seen[14:]
+
+
+class Named(pl.LightningModule):
+    """Parameters with slashes, blanks and words of checkpoints in their names, and one without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleDict({"in/out": torch.nn.Linear(2, 3)})
+        self.own = torch.nn.ParameterDict({name: torch.ones(3) for name in ("a/b", "a b", "optimizer", "exp_avg")})
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.scale * (self.parts["in/out"](batch) * sum(self.own.values()) + torch.rand(())).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def _resumed_twice(strategy: str) -> list[dict[str, Tensor]]:
+    def fit(epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        module, trainer = Named(), quiet_trainer(strategy=strategy, max_epochs=epochs)
+        data = torch.randn(12, 2, generator=torch.Generator().manual_seed(5))
+        trainer.fit(module, torch.utils.data.DataLoader(data, 2, shuffle=True), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(f"{epochs}.ckpt")
+        return whole_parameters(module)
+
+    whole = fit(3)
+    fit(1)
+    fit(2, "1.ckpt")
+    return [whole, fit(3, "2.ckpt")]
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp"])
+def test_more_epochs_and_a_second_resume_with_odd_names(strategy: str) -> None:
+    [(whole, resumed)] = run_distributed(_resumed_twice, 1, strategy)
+    assert "own.a/b" in whole
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], value) for name, value in resumed.items())
