@@ -105,6 +105,8 @@ class LossWeights:
         Raises:
             DataError: some steps give a weight and others none, here or on other ranks, or it can't be one.
         """
+        if output is None:
+            return  # no loss, and no backward
         weight = output.get(WEIGHT) if isinstance(output, Mapping) else None
         if weight is None and self._key is not None:
             weight = self._key.weight_of(batch)
