@@ -53,7 +53,7 @@ def refused(kind: type[TinyLM], settings: dict[str, Any], trainer: dict[str, Any
 
 
 REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
-    (TwoOptimizers, {}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one"),
+    (TwoOptimizers, {"stage": 0}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one in stage 0"),
     (Lbfgs, {}, {}, "returns LBFGS"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "zero_grad was called between a backward pass and the optimizer's step"),

@@ -34,6 +34,7 @@ from lightning_shard.engines.zero.config import (
     run_facts,
 )
 from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -74,6 +75,7 @@ class Zero:
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
         self._whole: WholeSteps | None = None
+        self._several: SeveralOptimizers | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -164,9 +166,17 @@ class Zero:
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         earlier_parameters.follow(optimizers, self._module)
-        optimizer = self._only(optimizers)
+        self._check(optimizers)
         self._optimizers = optimizers
-        full = self._stage > 0 and optimizer is not None and needs_full_parameters(optimizer, self._run)
+        if len(optimizers) > 1:
+            for each in optimizers:
+                # They step full parameters in any case; what couples these is refused.
+                needs_full_parameters(each, self._run)
+            optimizer: Optimizer | None = Carrier(optimizers)
+            full = False
+        else:
+            optimizer = optimizers[0] if optimizers else None
+            full = self._stage > 0 and optimizer is not None and needs_full_parameters(optimizer, self._run)
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
@@ -188,9 +198,15 @@ class Zero:
                 device=self._run.device,
             )
         self._parameters = list(self._module.parameters())
-        self._optimizers = [running.optimizer]
+        if len(optimizers) > 1:
+            names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
+            group = self._run.mesh[SHARD].get_group()
+            self._several = SeveralOptimizers(running, optimizers, names, group=group, device=self._run.device)
+            self._closing.callback(self._several.close)
+        else:
+            self._optimizers = [running.optimizer]
         self._register_masters()
-        return Engaged(optimizers=[running.optimizer], scheduler=running.scheduler)
+        return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
@@ -215,14 +231,15 @@ class Zero:
         optimizer.step = step_nothing  # type: ignore[assignment]
         return step
 
-    def _only(self, optimizers: Sequence[Optimizer]) -> Optimizer | None:
-        """The optimizer that ``configure_optimizers`` made; None: the configuration describes one."""
-        if len(optimizers) > 1:
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it."""
+        if len(optimizers) > 1 and (self._stage == 0 or self._offloads_to_nvme):
+            where = "in stage 0" if self._stage == 0 else "with the optimizer offloaded to NVMe"
             raise ConfigurationError(
-                f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one. "
-                "Return one, with parameter groups where settings differ, or use shard_fsdp."
+                f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
+                "Use another stage without NVMe, or shard_ddp."
             )
-        if optimizers and isinstance(optimizers[0], LBFGS):
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ConfigurationError(
                 "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
                 "engine steps without a closure. Use another optimizer, or shard_ddp."
@@ -232,7 +249,11 @@ class Zero:
                 "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
                 "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
             )
-        return optimizers[0] if optimizers else None
+
+    @property
+    def _offloads_to_nvme(self) -> bool:
+        offload = self._fields.offload_optimizer
+        return offload is not None and offload.device == "nvme"
 
     def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run
@@ -278,7 +299,13 @@ class Zero:
     def tensors(self) -> EngineTensors:
         if self._running is not None and self._running.groups:
             return FlatTensors(
-                self._module, self._running, self._values, self._parameters, whole=self._whole, device=self._run.device
+                self._module,
+                self._running,
+                self._values,
+                self._parameters,
+                whole=self._whole,
+                several=self._several,
+                device=self._run.device,
             )
         live = self._values.tensors(self._running)
         return ModuleTensors(self._module, self._optimizers, device=self._run.device, masters=live)
@@ -319,19 +346,27 @@ class Zero:
     def finish_gradients(self) -> None:
         if not self._run.automatic:
             with self._run.watch():
-                running.finish_accumulation(self._started)
+                if self._several is not None:
+                    self._several.collect()
+                else:
+                    running.finish_accumulation(self._started)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        if self._several is not None:
+            if not skip:
+                self._several.step(optimizer, **kwargs)
+            return
         if self._whole is not None and self._started.pending and not skip:
             self._whole.step(**kwargs)
         running.step(self._started, skip=skip)
 
     def before_saving(self) -> None:
-        if self._whole is not None:
-            self._whole.share_state()
+        for whole in [self._whole] if self._several is None else self._several.all():
+            if whole is not None:
+                whole.share_state()
 
     def free_gradients(self) -> None:
         """DeepSpeed drops them after each step."""

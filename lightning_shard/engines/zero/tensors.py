@@ -13,6 +13,7 @@ from lightning_shard.engines.resident import Resident, buffers, memory_of, optim
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.several import SeveralOptimizers
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, LiveTensor
 
@@ -28,9 +29,11 @@ class FlatTensors:
         parameters: Sequence[Tensor],
         *,
         whole: WholeSteps | None,
+        several: SeveralOptimizers | None,
         device: torch.device,
     ) -> None:
         """``parameters`` are the module's, because reading them off it in forward would gather them."""
+        self._several = several
         self._module = module
         self._running = running
         self._values = values
@@ -53,21 +56,29 @@ class FlatTensors:
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
         assert self._running.optimizer is not None
+        if self._several is not None:
+            return [whole.owned() for whole in self._several.all()]
         if self._whole is not None:
             return [self._whole.owned()]
         return [FlatOptimizer(optimizer=self._running.optimizer, groups=self._running.groups)]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
+        if self._several is not None:
+            return self._several.whole(optimizer).stepped()
         if self._whole is not None:
             return self._whole.stepped()
         return [(m.fqn, group.flat) for group in self._running.groups for m in group.members if m.stepped]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
+        if self._several is not None:
+            return self._several.gradient(fqn)
         if not self._running.pending:
             return None
         return layout.gradient_of(self.zero, self._running.groups, fqn)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        if self._several is not None:
+            return self._several.gradients(optimizer)
         return layout.reduced_gradients(self.zero) if self._running.pending else []
 
     def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
