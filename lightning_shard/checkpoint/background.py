@@ -162,8 +162,9 @@ def _fail(error: Exception, _: MetadataIndex) -> Tensor:
 class HostBuffers:
     """Memory for one copy of what a rank writes, kept from one save to the next.
 
-    Pinned for boxes that come from a CUDA device, so that all copies of a save run at once. Of boxes that are mapped
-    from files (NVMe offload) the copies are in files too: there is no memory for them.
+    Pinned for boxes that come from a CUDA device, so that all copies of a save run at once, and in slabs: torch rounds
+    each pinned allocation up to a power of two. Of boxes that are mapped from files (NVMe offload) the copies are in
+    files too: there is no memory for them.
     """
 
     def __init__(self) -> None:
@@ -180,10 +181,15 @@ class HostBuffers:
         kept = {index: buffer for index in boxes if (buffer := self._buffers.get(index)) is not None}
         self._buffers = kept  # what other boxes had is free before more is taken
         devices = set()
+        pinned = {index: source for index in boxes if (source := values(index)).is_cuda}
+        if not all(index in kept and _fits(kept[index], source) for index, source in pinned.items()):
+            for index in pinned:
+                kept.pop(index, None)
+            kept.update(zip(pinned, pinned_like(list(pinned.values())), strict=True))
         for index in boxes:
-            source = values(index)
+            source = pinned[index] if index in pinned else values(index)
             buffer = kept.get(index)
-            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            if buffer is None or not _fits(buffer, source):
                 buffer = kept[index] = _new_buffer(source)
             buffer.copy_(source, non_blocking=source.is_cuda)
             if source.is_cuda:
@@ -197,10 +203,33 @@ class HostBuffers:
         self._buffers = {}
 
 
+_SLAB, _ALIGNMENT = 2**28, 512  # bytes
+
+
+def pinned_like(sources: Sequence[Tensor]) -> list[Tensor]:
+    """Pinned memory for a copy of each tensor: many in a slab of a power of two, or one that is larger alone."""
+    places: list[tuple[int, int]] = []  # slab and offset
+    ends: list[int] = []
+    for source in sources:
+        if not ends or ends[-1] + source.nbytes > _SLAB:
+            ends.append(0)
+        places.append((len(ends) - 1, ends[-1]))
+        ends[-1] += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+    slabs = [torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for end in ends]
+    return [
+        slabs[slab][offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+        for source, (slab, offset) in zip(sources, places, strict=True)
+    ]
+
+
+def _fits(buffer: Tensor, source: Tensor) -> bool:
+    return (buffer.shape, buffer.dtype) == (source.shape, source.dtype)
+
+
 def _new_buffer(source: Tensor) -> Tensor:
     name = source.untyped_storage().filename if source.device.type == "cpu" else None
     if name is None or source.numel() == 0:
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return torch.empty(source.shape, dtype=source.dtype)
     handle, path = tempfile.mkstemp(prefix=".staged-", dir=Path(name).parent)
     os.close(handle)
     try:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint import plan
-from lightning_shard.checkpoint.background import HostBuffers, Saver
+from lightning_shard.checkpoint import background, plan
+from lightning_shard.checkpoint.background import HostBuffers, Saver, pinned_like
 from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import leftovers
@@ -262,3 +262,17 @@ def plans_of_saves(folder: str) -> list[int]:
 
 def test_a_plan_is_kept_until_a_rank_is_cut_in_another_way(tmp_path: Path) -> None:
     assert run_distributed(plans_of_saves, 2, str(tmp_path)) == [[1, 1, 1, 2, 2], [0] * 5]
+
+
+def test_pinned_copies_share_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_SLAB", 4096)
+    sources = [torch.ones(n, dtype=dtype) for n, dtype in [(100, torch.float32), (3, torch.bfloat16), (1, torch.int64)]]
+    sources += [torch.ones(()), torch.ones(0), torch.ones(2000), torch.ones(700)]
+    copies = pinned_like(sources)
+    for number, (copy, source) in enumerate(zip(copies, sources, strict=True)):
+        assert (copy.shape, copy.dtype) == (source.shape, source.dtype)
+        copy.fill_(number)
+    assert all(copy.eq(number).all() for number, copy in enumerate(copies)), "two copies overlap"
+    sizes = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies if copy.numel()}
+    # The first slab has all that fits into one; what does not has memory of its own.
+    assert list(sizes.values()) == [2048, 8192, 3072]
