@@ -139,13 +139,13 @@ def test_a_save_within_an_accumulation_says_what_it_lacks() -> None:
 def _fit_with_saves_within(
     strategy: str, ckpt_path: str | None = None, **saves: Any
 ) -> tuple[dict[str, Tensor], list[Any], list[str]]:
-    """Three epochs of 10 batches, 4 for a step, with a validation after 3, 6 and 9 of them."""
+    """Two epochs of 10 batches, 4 for a step, with a validation after 3, 6 and 9 of them."""
     torch.manual_seed(3)
     module, folder = TinyLM(dropout=0.1), saves.pop("dirpath", None)
     callbacks = [ModelCheckpoint(folder, "{step}", save_top_k=-1, **saves)] if folder else []
     settings: dict[str, Any] = {"accumulate_grad_batches": 4, "limit_train_batches": 10, "val_check_interval": 3}
     trainer = quiet_trainer(
-        strategy=strategy, max_epochs=3, callbacks=callbacks, enable_checkpointing=bool(folder), **settings
+        strategy=strategy, max_epochs=2, callbacks=callbacks, enable_checkpointing=bool(folder), **settings
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -162,18 +162,20 @@ def _saves_within_and_resumed(strategy: str, root: str) -> list[Any]:
     ]
     runs = [_fit_with_saves_within(strategy, dirpath=f"{root}/{n}", **kind) for n, kind in enumerate(triggers)]
     # The first step of a fit that goes on takes no checkpoint of before it.
-    runs += [_fit_with_saves_within(strategy, f"{root}/{n}/step=4.ckpt", dirpath=f"{root}/on/{n}") for n in range(3)]
+    runs += [_fit_with_saves_within(strategy, f"{root}/{n}/step=4.ckpt", dirpath=f"{root}/on/{n}") for n in range(2)]
     return [*runs, [sorted(path.name for path in Path(root, str(n)).iterdir()) for n in range(3)]]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("shard_ddp", 2), ("shard_deepspeed_stage_2", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("shard_ddp", 1), pytest.param("shard_deepspeed_stage_2", 2, marks=pytest.mark.matrix)]
+)
 def test_saves_that_are_due_within_an_accumulation_come_after_its_step(
     tmp_path: Path, strategy: str, ranks: int
 ) -> None:
     for *runs, names in run_distributed(_saves_within_and_resumed, ranks, strategy, str(tmp_path)):
         assert not any(lacking for _, _, lacking in runs)
         # Steps come after 4, 8 and 10 batches; the first validation is after 3.
-        assert names[1] == [f"step={step}.ckpt" for step in range(1, 10)]
+        assert names[1] == [f"step={step}.ckpt" for step in range(1, 7)]
         assert set(names[0]) >= {"step=1.ckpt", "step=2.ckpt", "step=4.ckpt"}
         (parameters, seen, _), *others = runs
         assert all(torch.equal(value, other[0][name]) for other in others for name, value in parameters.items())
