@@ -38,12 +38,6 @@ TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def _matrices(make: Make, parameters: Any) -> torch.optim.Optimizer:
-    for parameter in parameters:
-        parameter.requires_grad_(parameter.ndim == 2)
-    return make([p for p in parameters if p.ndim == 2])
-
-
 def _from(package: str, name: str, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     return getattr(importlib.import_module(package), name)(parameters, **settings)
 
@@ -52,7 +46,7 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "AdamW": ("torch", functools.partial(torch.optim.AdamW, lr=1e-2)),
     "SGD": ("torch", functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9)),
     "Adafactor": ("torch", functools.partial(torch.optim.Adafactor, lr=1e-2)),
-    "Muon": ("torch", functools.partial(_matrices, functools.partial(torch.optim.Muon, lr=1e-2))),
+    "Muon": ("torch", functools.partial(torch.optim.Muon, lr=1e-2)),
     "LAMB": ("torch", functools.partial(Lamb, lr=1e-2)),
     "SOAP": ("pytorch_optimizer", functools.partial(_from, "pytorch_optimizer", "SOAP", lr=1e-2)),
     "Shampoo": ("pytorch_optimizer", functools.partial(_from, "pytorch_optimizer", "Shampoo", lr=1e-2)),
@@ -68,7 +62,11 @@ def _fit(name: str, module: str, optimizer: str, precision: str) -> dict[str, Te
     final = Final()
     trainer = quiet_trainer(strategy=name, precision=precision, max_steps=4, gradient_clip_val=0.5, callbacks=[final])
     loader = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False))
-    trainer.fit(Model(module, OPTIMIZERS[optimizer][1]), loader)
+    model = Model(module, OPTIMIZERS[optimizer][1])
+    if optimizer == "Muon":
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.ndim == 2)
+    trainer.fit(model, loader)
     return final.parameters
 
 
