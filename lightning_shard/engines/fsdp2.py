@@ -32,7 +32,13 @@ from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_pa
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
 from lightning_shard.mesh import SHARD
-from lightning_shard.precision.casting import cast_trainable_parameters, compute_in, install_casts
+from lightning_shard.precision.casting import (
+    cast_trainable_parameters,
+    compute_in,
+    install_casts,
+    round_scalars,
+    scalars_rounded,
+)
 from lightning_shard.precision.policy import PrecisionPolicy
 
 FORWARD_METHODS = ("encode", "generate")
@@ -174,7 +180,8 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
+            with scalars_rounded(self._sharded.root, self._run.policy.compute):
+                output = step(*args, **kwargs)
             self._written.take_over()
             return output
 
@@ -289,6 +296,7 @@ def shard(
     # First, so that what checkpointing runs again in backward has the casts in it.
     if policy.compute != torch.float32:
         install_casts(root, policy.compute, whole=ignored_modules, output=policy.output)
+        round_scalars(root, policy.compute)
     else:
         for module in ignored_modules:
             compute_in(module, torch.float32)

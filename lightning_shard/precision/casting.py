@@ -236,6 +236,54 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return replace_forward(module, forward)
 
 
+def round_scalars(root: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Run every module below ``root`` on its own parameters without a dimension rounded to ``dtype``.
+
+    No engine that shards by dimensions casts them. What ``root`` itself has is left to `scalars_rounded`, because its
+    code is not run by its forward.
+    """
+
+    def rounding(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with scalars_rounded(module, dtype):
+                return original(*args, **kwargs)
+
+        return forward
+
+    owners = [module for module in root.modules() if module is not root and _own_scalars(module)]
+    return [replace_forward(module, rounding(module)) for module in owners if not isinstance(module, Metric)]
+
+
+@contextmanager
+def scalars_rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``module.<name>`` give its own parameters without a dimension in ``dtype``, with gradients to the original.
+
+    What is written to them meanwhile, such as a clamp of their data, is taken over.
+    """
+    own = _own_scalars(module)
+    hidden = {name: parameter.to(dtype) for name, parameter in own.items()}
+    given = {name: value.detach().clone() for name, value in hidden.items()}
+    before = {name: module.__dict__[name] for name in hidden if name in module.__dict__}
+    module.__dict__.update(hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+    for name, value in hidden.items():
+        if value is not own[name]:
+            written, original = value.detach(), own[name].data
+            original.copy_(torch.where(written == given[name], original, written.to(original.dtype)))
+
+
+def _own_scalars(module: nn.Module) -> dict[str, nn.Parameter]:
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {name: p for name, p in own if p.ndim == 0 and p.is_floating_point()}
+
+
 @contextmanager
 def _seen_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Let ``module.<name>`` give every parameter below ``module`` in ``dtype``, with gradients to the original."""

@@ -69,6 +69,14 @@ class Scalars(Regression):
         return self.net(x) * self.temperature.exp()
 
 
+class Clamped(Scalars):
+    """As CLIP's, with a clamp of the data in the step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature.data.clamp_(max=1.2)
+        return super().forward(x)
+
+
 class Frozen(Regression):
     """Frozen parameters in other dtypes, in units and outside."""
 
@@ -220,6 +228,7 @@ CASES: list[tuple[type[Regression], list[dict[str, Any]]]] = [
     (WithAdapter, [{"ignored_modules": ["Adapter"]}, {"ignored_modules": ["Linear", "Adapter"]}]),
     (LoadedInBf16, [{"ignored_modules": ["Adapter"]}]),
     (Scalars, [{}, {"units": 1}]),
+    (Clamped, [{}]),
     (Frozen, [{}, {"units": 1}, {"ignored_modules": ["Linear"]}]),
     (OnlyItsOwn, [{}, {"cpu_offload": True}]),
     (SharedBlock, [{}, {"units": ["Linear"]}, {"units": ["Layer", "Linear"]}]),
