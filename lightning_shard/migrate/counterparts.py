@@ -117,6 +117,8 @@ TABLE: Mapping[str, Row] = {
     "aligned": _everywhere("bool"),
     "log_grad_norm": _everywhere("bool"),
     "error_if_nonfinite": _everywhere("bool"),
+    "loss_weight_key": _everywhere("str"),
+    "nonfinite": _everywhere("any"),
     "timeout_seconds": _everywhere("float"),
     "process_group_backend": _everywhere("str"),
     "init_timeout_seconds": _everywhere("float"),
