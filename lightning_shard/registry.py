@@ -115,6 +115,14 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}
 
 
 _STRATEGIES = "lightning.pytorch.strategies"
+_OTHERS = {
+    "pytorch_lightning.strategies": (
+        "StrategyRegistry",
+        "pytorch_lightning's; import lightning.pytorch in its place, also where the LightningModule is",
+    ),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "Fabric; use the Trainer, or Fabric's own strategies"),
+}
+"""Modules with registries in which a name says why it is of no use there."""
 
 
 def register() -> None:
@@ -124,19 +132,26 @@ def register() -> None:
 
     What is registered is a factory, so that the strategy classes and their engines are imported when one is built.
     """
-    if _STRATEGIES in sys.modules:
-        _register_in(sys.modules[_STRATEGIES].StrategyRegistry)
-    elif not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport())
+    waiting = set()
+    for module in (_STRATEGIES, *_OTHERS):
+        if module in sys.modules:
+            _register_in(sys.modules[module])
+        else:
+            waiting.add(module)
+    if waiting and not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport(waiting))
 
 
 class _RegisterOnImport(MetaPathFinder):
     """Waits for the first import of Lightning's strategies, which takes seconds that a command may not need."""
 
+    def __init__(self, waiting: set[str]) -> None:
+        self._waiting = waiting
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _STRATEGIES:
+        if name not in self._waiting:
             return None
-        sys.meta_path.remove(self)
+        self._waiting.remove(name)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.loader is not None
@@ -144,16 +159,26 @@ class _RegisterOnImport(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register_in(module.StrategyRegistry)
+            _register_in(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
-def _register_in(strategies: Any) -> None:
+def _register_in(module: ModuleType) -> None:
+    if module.__name__ in _OTHERS:
+        registry, where = _OTHERS[module.__name__]
+        for name in PRESETS:
+            getattr(module, registry).register(name, partial(_refuse, name, where), description="", override=True)
+        return
+    strategies: Any = module.StrategyRegistry
     for preset in PRESETS.values():
         strategies.register(preset.name, partial(build, preset.name), description=preset.description, override=True)
     strategies.available_strategies = partial(_available, strategies)
+
+
+def _refuse(name: str, where: str) -> None:
+    raise ConfigurationError(f"{name} is a strategy of lightning.pytorch's Trainer, and this is {where}.")
 
 
 def _available(strategies: Any) -> list[str]:

@@ -136,3 +136,17 @@ def test_a_bare_trainer_lists_the_names_with_the_nearest() -> None:
 
 def test_names_that_are_advised_are_registered() -> None:
     assert {*memory_table.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("module", "registry", "said"),
+    [
+        ("pytorch_lightning.strategies", "StrategyRegistry", "pytorch_lightning's; import lightning.pytorch"),
+        ("lightning.fabric.strategies", "STRATEGY_REGISTRY", "Fabric; use the Trainer"),
+    ],
+)
+def test_a_name_says_why_it_is_of_no_use_elsewhere(module: str, registry: str, said: str) -> None:
+    strategies = getattr(pytest.importorskip(module), registry)
+    for name in PLAIN:
+        with pytest.raises(ConfigurationError, match=f"^{name} is a strategy of lightning.pytorch's Trainer.*{said}"):
+            strategies.get(name)
