@@ -1,8 +1,13 @@
-"""Optimizers that were made before an engine put other parameters into the module, such as in ``__init__``."""
+"""What was made of parameters before an engine put others in their place, such as in ``__init__``.
+
+Optimizers step the new ones, and lists that modules keep of their parameters show them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -57,3 +62,79 @@ def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     for group, parameters in replaced:
         # In place: some optimizers (LBFGS) hold the list elsewhere too.
         group["params"][:] = parameters
+
+
+def follow_in_lists(module: nn.Module) -> None:
+    """Let the lists, tuples and dicts that modules keep of replaced parameters show what took their place.
+
+    A look at one gives what the parameter's own module has at that moment: in its forward the gathered parameter.
+    """
+    names = _names.get(module, WeakTensorKeyDictionary())
+    live = dict(module.named_parameters(remove_duplicate=False))
+
+    def look(value: Any) -> Callable[[], Any] | None:
+        """What to call for an item in the place of ``value``; None: it is no replaced parameter and holds none."""
+        if isinstance(value, nn.Parameter):
+            fqn = names.get(value)
+            if fqn is None or fqn not in live or live[fqn] is value:
+                return None
+            owner, _, name = fqn.rpartition(".")
+            return lambda: getattr(module.get_submodule(owner), name)
+        shown = _shown(value, look)
+        return None if shown is None else lambda: shown
+
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if not name.startswith("_") and (shown := _shown(value, look)) is not None:
+                vars(part)[name] = shown
+
+
+def _shown(value: Any, look: Callable[[Any], Callable[[], Any] | None]) -> Any:
+    """A live view of a plain list, tuple or dict in which there are replaced parameters, else None."""
+    if type(value) not in (list, tuple, dict):
+        return None
+    items: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+    looks = {key: found for key, item in items.items() if (found := look(item)) is not None}
+    if not looks:
+        return None
+    reads = {key: looks.get(key) or partial(_same, item) for key, item in items.items()}
+    return LiveDict(reads) if isinstance(value, dict) else LiveList(list(reads.values()))
+
+
+def _same(item: Any) -> Any:
+    return item
+
+
+class LiveList(Sequence[Any]):
+    """Parameters, and what else was in a list or tuple, as they are at each look."""
+
+    def __init__(self, reads: Sequence[Callable[[], Any]]) -> None:
+        self._reads = reads
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [read() for read in self._reads[index]] if isinstance(index, slice) else self._reads[index]()
+
+    def __add__(self, other: Iterable[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[Any]) -> list[Any]:
+        return [*other, *self]
+
+
+class LiveDict(Mapping[Any, Any]):
+    """The same of a dict."""
+
+    def __init__(self, reads: Mapping[Any, Callable[[], Any]]) -> None:
+        self._reads = reads
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._reads)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._reads[key]()

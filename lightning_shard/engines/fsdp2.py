@@ -158,6 +158,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             apply=self._applier(run, mp_policy),
             made_for=made_for,
         )
+        earlier_parameters.follow_in_lists(module)
         module.__dict__[_STATE] = self._sharded
         self._upcast = self._sharded.upcast
         self._written = WrittenInSteps(module)

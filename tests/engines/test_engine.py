@@ -147,6 +147,30 @@ class PenaltyFirst(Net):
         return super().forward(x) + slope.square().sum()
 
 
+class Listed(nn.Module):
+    """Computes with its parameters through what it keeps of them beside their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+        self.weights = [self.one, (self.other, "other")]
+        self.by_name = {"shift": self.shift, "scale": self.scale}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, (second, _) = self.weights
+        x = torch.tanh(nn.functional.linear(x, first, self.by_name["shift"]))
+        return nn.functional.linear(x, second) * self.by_name["scale"]
+
+
+class Lists(Net):
+    """Such a module is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listed() for _ in range(2))
+
+
 class Decayed(Net):
     """It reads the parameters of its units by itself."""
 
@@ -198,7 +222,7 @@ def _fits(names: list[str], steps: int, kind: type[Net]) -> list[tuple[dict[str,
     return [_fit(name, steps, kind=kind) for name in names]
 
 
-@pytest.mark.parametrize("kind", [Net, Unusual, Shared, Penalty])
+@pytest.mark.parametrize("kind", [Net, Unusual, Shared, Penalty, Lists])
 def test_one_loop_drives_every_engine_to_the_same_bits(kind: type[Net]) -> None:
     names = list(ENGINES)
     by_rank = run_distributed(_fits, 2, names, 3, kind)

@@ -275,6 +275,7 @@ class Zero:
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
         partition.replace_parameters(self._optimizers, made)
+        earlier_parameters.follow_in_lists(self._module)
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
