@@ -154,7 +154,9 @@ class _Copies:
             return torch.randn(tuple(shape), generator=generator).to(device=device, dtype=dtype)
 
         self._values = [made(), made()]
-        self._gradients = [[made(), made()] for _ in range(_STEPS)]
+        different = [[made(), made()] for _ in range(_STEPS)]
+        # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
+        self._gradients = [different[0], *different]
 
     def _copy(self, tensors: list[Tensor]) -> Optimizer:
         group = {**self._group, "params": tensors}

@@ -200,7 +200,6 @@ class ShardStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        # From here on messages come from several ranks.
         self._watch.mark_messages(self.global_rank, self.world_size)
         own = {**plain_settings(self._settings), **self.engine_for().settings()}
         compared, written = parts.compared_settings(self, own, trainer), root if self._fits else None

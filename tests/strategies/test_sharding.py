@@ -353,7 +353,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"units": ["Blok"]}, WrappingError, r"'Blok'.*Block \(x3\)"),
     ({"activation_checkpointing": ["Blok"]}, WrappingError, "activation_checkpointing names 'Blok'.*Block"),
     ({"activation_checkpointing": 0}, WrappingError, "activation_checkpointing is 0"),
-    ({"activation_checkpointing": "blocks"}, WrappingError, "activation_checkpointing is 'blocks'"),
+    ({"activation_checkpointing": "blocks"}, ConfigurationError, "activation_checkpointing is 'blocks'"),
     ({"activation_checkpointing": "units", "units": []}, WrappingError, "none below its root"),
     ({"compile": True, "units": []}, WrappingError, "compile goes by shard units, but the model has none"),
     ({"ignored_modules": ["Blok", "Block"]}, WrappingError, "ignored_modules names 'Blok'.*LayerNorm"),
