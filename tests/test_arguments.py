@@ -102,7 +102,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardFSDPStrategy, {"state_dict_type": "full"}, 'ModelCheckpoint(filename="{epoch}.full") writes one stock file'),
     (ShardFSDPStrategy, {"timeout": 60}, "no argument 'timeout'. It is stock Lightning's. Use timeout_seconds."),
     (ShardFSDPStrategy, {"use_orig_params": True}, "parameters keep their shapes and names always. Remove it."),
-    (ShardFSDPStrategy, {"reshard_after_forwards": True}, "Did you mean reshard_after_forward? It takes: mesh, "),
+    (ShardFSDPStrategy, {"reshard_after_forwards": True}, "Did you mean reshard_after_forward"),
     (ShardDeepSpeedStrategy, {"stage": True}, "stage is True, but must be 0, 1, 2, 3 or None."),
     (ShardDeepSpeedStrategy, {"stage": 5}, "stage is 5, but must be 0, 1, 2, 3 or None."),
     (ShardDeepSpeedStrategy, {"offload_optimizer": True}, "Write offload_optimizer={}."),
