@@ -6,6 +6,7 @@ A test of a marked group runs only when `-m` names the group: `pytest` alone lea
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Generator
@@ -27,12 +28,16 @@ _MISSING = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo a test's changes to the environment (``seed_everything`` sets a variable, which workers would inherit)."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        # Recorded even where it is not set, so that it is taken out again at the test's end.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def _own_environment() -> Generator[None, None, None]:
+    """Undo a test's changes to the environment, which processes of later tests would inherit.
+
+    ``seed_everything`` sets a seed there, and a Trainer in this process its port and its rank on the node.
+    """
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name not in before and name != "PYTEST_CURRENT_TEST"]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
 
 
 @pytest.fixture(autouse=True)

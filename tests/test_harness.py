@@ -250,3 +250,11 @@ def test_a_case_is_named_by_its_value(value: object, name: str) -> None:
 def test_a_lambda_needs_an_id() -> None:
     with pytest.raises(pytest.UsageError, match="case: the cases need ids"):
         pytest_make_parametrize_id({"f": lambda: 0}, "case")
+
+
+def test_a_test_that_leaves_its_port_behind() -> None:
+    os.environ["MASTER_PORT"] = "1"
+
+
+def test_leaves_later_tests_without_it() -> None:
+    assert os.environ.get("MASTER_PORT") != "1"
