@@ -71,6 +71,7 @@ def follow_in_lists(module: nn.Module) -> None:
     """
     names = _names.get(module, WeakTensorKeyDictionary())
     live = dict(module.named_parameters(remove_duplicate=False))
+    inside: set[int] = set()  # the containers that are being looked into: one may hold itself
 
     def look(value: Any) -> Callable[[], Any] | None:
         """What to call for an item in the place of ``value``; None: it is no replaced parameter and holds none."""
@@ -80,13 +81,17 @@ def follow_in_lists(module: nn.Module) -> None:
                 return None
             owner, _, name = fqn.rpartition(".")
             return lambda: getattr(module.get_submodule(owner), name)
+        if id(value) in inside:
+            return None
+        inside.add(id(value))
         shown = _shown(value, look)
+        inside.remove(id(value))
         return None if shown is None else lambda: shown
 
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            if not name.startswith("_") and (shown := _shown(value, look)) is not None:
-                vars(part)[name] = shown
+            if not isinstance(value, nn.Parameter) and (read := look(value)) is not None:
+                vars(part)[name] = read()
 
 
 def _shown(value: Any, look: Callable[[Any], Callable[[], Any] | None]) -> Any:

@@ -1,4 +1,4 @@
-"""Losses and gradients of inf or NaN: seen on all ranks alike, and answered as the user asked."""
+"""Losses and gradients of inf or NaN: seen by all ranks together, and answered as the user asked."""
 
 from __future__ import annotations
 

@@ -155,12 +155,13 @@ class Listed(nn.Module):
         self.one, self.other = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
         self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
         self.weights = [self.one, (self.other, "other")]
-        self.by_name = {"shift": self.shift, "scale": self.scale}
+        self._by_name: dict[str, Any] = {"shift": self.shift, "scale": self.scale}
+        self._by_name["itself"] = self._by_name
 
     def forward(self, x: Tensor) -> Tensor:
         first, (second, _) = self.weights
-        x = torch.tanh(nn.functional.linear(x, first, self.by_name["shift"]))
-        return nn.functional.linear(x, second) * self.by_name["scale"]
+        x = torch.tanh(nn.functional.linear(x, first, self._by_name["shift"]))
+        return nn.functional.linear(x, second) * self._by_name["scale"]
 
 
 class Lists(Net):
@@ -265,7 +266,7 @@ def test_stage_3_refuses_outputs_that_hide_tensors_of_own_parameters() -> None:
 @pytest.mark.parametrize("kind", [Decayed, PenaltyFirst])
 def test_a_step_that_reads_parameters_which_are_not_gathered_is_told(name: str, kind: type[Net]) -> None:
     for said in run_distributed(_refused, 2, name, kind):
-        assert "The step reads parameters that Shard" in said
+        assert "The step uses parameters that Shard" in said
 
 
 def _faulty(steps: int) -> bool:
