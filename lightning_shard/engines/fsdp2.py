@@ -141,7 +141,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             _check_adoption(earlier, made_for)
             self._sharded = earlier
             forward.reshard(earlier.root)
-            self._written = WrittenInSteps(module)
+            self._watch_writes(module)
             return module
         mp_policy = MixedPrecisionPolicy(
             # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
@@ -161,10 +161,14 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         earlier_parameters.follow_in_lists(module)
         module.__dict__[_STATE] = self._sharded
         self._upcast = self._sharded.upcast
-        self._written = WrittenInSteps(module)
+        self._watch_writes(module)
         forward.install_runner(module)
         forward.patch_methods(module, self._methods)
         return module
+
+    def _watch_writes(self, module: nn.Module) -> None:
+        self._written = WrittenInSteps(module)
+        self._closing.callback(self._written.close)
 
     @property
     def tensors(self) -> ModuleTensors:

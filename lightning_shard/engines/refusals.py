@@ -105,9 +105,14 @@ def explained(strategy: str) -> Generator[None, None, None]:
     except RuntimeError as error:
         if not any(text in str(error) for text in _NOT_GATHERED):
             raise
-        raise ConfigurationError(
-            f"The step reads parameters that {strategy} has not gathered at that time: it gathers those of a module "
-            "for its own forward and backward pass. For a sum over self.parameters() use the optimizer's "
-            "weight_decay, or compute it in the modules; take gradients of gradients after the step's other forward "
-            "passes; or use shard_ddp or shard_deepspeed_stage_2."
-        ) from error
+        raise not_gathered(strategy) from error
+
+
+def not_gathered(strategy: str) -> ConfigurationError:
+    """What to say of a step of ``strategy`` that uses parameters which are sharded at that time."""
+    return ConfigurationError(
+        f"The step uses parameters that {strategy} has not gathered at that time: it gathers those of a module for its "
+        "own forward and backward pass. For a sum over self.parameters() use the optimizer's weight_decay, or compute "
+        "it in the modules; take gradients of gradients after the step's other forward passes; read and write values "
+        "between steps with full_tensor and set_full_tensor; or use shard_ddp or shard_deepspeed_stage_2."
+    )

@@ -16,9 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
 
-_COMPARED = 8
-"""Steps in which frozen parameters that are cast are looked at; the first ones of an average may round to nothing."""
+_COMPARED = 3
+"""Steps in which values are compared, which waits for the device."""
+
+_AVERAGED = 8
+"""Steps in which frozen parameters that are cast are compared; the first ones of an average may round to nothing."""
 
 
 def assign_in_place() -> Callable[[], None]:
@@ -43,38 +47,69 @@ def assign_in_place() -> Callable[[], None]:
 
 
 class WrittenInSteps:
-    """Takes over what a step writes to gathered parameters that were frozen when the module was sharded."""
+    """Takes over what a step writes to gathered parameters that were frozen when the module was sharded.
+
+    What a module's own forward writes to its parameters is freed before, and refused.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._frozen = {p: n for n, p in root.named_parameters() if not p.requires_grad and isinstance(p, DTensor)}
+        self._units: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._names = {p: n for n, p in root.named_parameters() if isinstance(p, DTensor)}
+        self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
+        self._lost: set[str] = set()
         self._steps = 0
+        # Before FSDP's own hooks, which free what was gathered.
+        self._hooks = [unit.register_forward_hook(self._compare, prepend=True) for unit in self._units]
+
+    def close(self) -> None:
+        """Take the hooks off the units."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @torch.no_grad()
+    def _compare(self, unit: Any, *arguments: Any) -> None:
+        for shard, full, _ in gathered_parameters(unit):
+            if (shard.requires_grad or unit is not self._root) and not _has_its_values(full, shard):
+                self._lost.add(self._names[shard])
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """At the end of a step, while what it gathered is there: write it into the shards. No communication.
+        """At the end of a step, while what it gathered is there: write it into the shards. All ranks call it.
 
         Raises:
-            ConfigurationError: the step wrote to a parameter that it has in a dtype of fewer digits.
+            ConfigurationError: a module's forward wrote to its parameters, or the step to one that it has in a dtype of
+                fewer digits.
         """
         self._steps += 1
-        units = [m for m in self._root.modules() if isinstance(m, FSDPModule)] if self._frozen else []
-        for shard, full, memory in (found for unit in units for found in gathered_parameters(unit)):
-            if shard not in self._frozen or shard.requires_grad:
-                continue
-            local, own = shard.to_local(), _own_part(full, shard)
-            if full.dtype == shard.dtype:
-                local.copy_(own)
-            elif self._steps <= _COMPARED and not torch.equal(own, local.to(own)):
-                raise ConfigurationError(
-                    f"The step writes to {self._frozen[shard]}, which is gathered in {full.dtype} there while its "
-                    f"values are {shard.dtype}: what is written would be lost. Write to it outside of the step, such "
-                    "as in on_train_batch_start or on_train_batch_end."
-                )
-            if full.data_ptr() != memory.data_ptr():
-                # The step set ``parameter.data``; FSDP gathers into its own memory.
-                memory.data.copy_(full)
-                full.data = memory
+        for unit in self._units if self._frozen else []:
+            for shard, full, memory in gathered_parameters(unit):
+                if shard not in self._frozen or shard.requires_grad or self._names[shard] in self._lost:
+                    continue
+                if full.dtype == shard.dtype:
+                    shard.to_local().copy_(_own_part(full, shard))
+                elif self._steps <= _AVERAGED and not _has_its_values(full, shard):
+                    self._lost.add(self._names[shard])
+                if full.data_ptr() != memory.data_ptr():
+                    # The step set ``parameter.data``; FSDP gathers into its own memory.
+                    memory.data.copy_(full)
+                    full.data = memory
+        if self._steps <= (_AVERAGED if self._frozen else _COMPARED) and (
+            lost := set().union(*Ranks.of().gather(self._lost))
+        ):
+            raise ConfigurationError(
+                f"The step writes to {', '.join(sorted(lost))} while gathered, such as with clamp_ in forward: that is "
+                "a copy, which is freed with what was written, or has fewer digits than the masters. Write to them "
+                "outside of the step, such as in on_train_batch_start or on_train_batch_end, or to a parametrization "
+                "(torch.nn.utils.parametrize); or use shard_ddp in '32-true'."
+            )
+        if self._steps == _COMPARED:
+            self.close()
+
+
+def _has_its_values(full: Tensor, shard: DTensor) -> bool:
+    own = _own_part(full, shard)
+    return torch.allclose(own, shard.to_local().to(own), rtol=0, atol=0, equal_nan=True)
 
 
 def _own_part(full: Tensor, shard: DTensor) -> Tensor:

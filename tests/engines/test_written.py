@@ -65,15 +65,59 @@ def test_no_idiom_of_a_moving_average_is_lost() -> None:
     assert run_distributed(_lost, 2, ["torch_ddp", "fully_shard"]) == [[], []]
 
 
+class Clipped(Net):
+    """The weights of a critic, clipped after each step."""
+
+    def __init__(self, idiom: str) -> None:
+        super().__init__()
+        self.idiom = idiom
+
+    def after_step(self) -> None:
+        weight = self.blocks[0][0].weight
+        if self.idiom == "set":
+            weight.data = weight.data.clamp(-0.1, 0.1)
+        elif self.idiom == "data":
+            weight.data.clamp_(-0.1, 0.1)
+        else:
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+
+
+IDIOMS = ("set", "data", "in place")
+
+
+def _unclipped(names: list[str]) -> list[str]:
+    lost = []
+    for idiom in IDIOMS:
+        expected, *others = (_fit(name, 3, kind=partial(Clipped, idiom))[0] for name in ["torch_ddp", *names])
+        assert expected["blocks.0.0.weight"].abs().max() == torch.tensor(0.1)
+        for name, found in zip(names, others, strict=True):
+            if not all(torch.equal(found[fqn], expected[fqn]) for fqn in expected):
+                lost.append(f"{name}: {idiom}")
+    return lost
+
+
+def test_weights_that_are_clipped_after_a_step_stay_clipped() -> None:
+    assert run_distributed(_unclipped, 2, ["fully_shard", "zero_1", "zero_2"]) == [[], []]
+
+
 class SetsFull(Net):
     def after_step(self) -> None:
         self.head.weight.data = torch.zeros(3, 6)
 
 
-def _refused(precision: str, kind: type[Net]) -> str:
+def _refused(precision: str, kind: type[Net], name: str = "fully_shard") -> str:
     with pytest.raises(ConfigurationError) as caught:
-        _fit("fully_shard", 3, kind=kind, precision=precision)
+        _fit(name, 3, kind=kind, precision=precision)
     return str(caught.value)
+
+
+class Monotone(Net):
+    """Weights that its own forward keeps positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_pre_hook(lambda block, _: block[0].weight.data.clamp_(0))
 
 
 def test_values_that_can_not_be_written_are_refused() -> None:
@@ -81,3 +125,12 @@ def test_values_that_can_not_be_written_are_refused() -> None:
         assert "parameter.data is set to a Tensor of (3, 6)" in said
     for said in run_distributed(_refused, 2, "bf16-mixed", partial(Student, "lerp", True)):
         assert "The step writes to teacher." in said
+    for said in run_distributed(_refused, 2, "32-true", Monotone):
+        assert "The step writes to blocks.0.0.weight while gathered" in said
+
+
+@pytest.mark.parametrize(("name", "precision"), [("zero_3", "32-true"), ("zero_2", "bf16-mixed")])
+def test_writes_that_deepspeed_would_lose_are_refused(name: str, precision: str) -> None:
+    for idiom in IDIOMS:
+        for said in run_distributed(_refused, 2, precision, partial(Clipped, idiom), name):
+            assert "blocks.0.0.weight was written to between two steps" in said

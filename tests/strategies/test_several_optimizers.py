@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard import ConfigurationError, ShardDeepSpeedStrategy, full_tensor
 from lightning_shard.registry import build
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -61,6 +61,13 @@ class Adversaries(pl.LightningModule):
             self.manual_backward(self.losses(x)[index])
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             optimizer.step()
+            if self.kind == "clamped":
+                for parameter in self.parameters():
+                    parameter.data.clamp_(-0.2, 0.2)
+            if self.kind == "written":
+                self.discriminator[0].weight.data.clamp_(-0.2, 0.2)
+            if self.kind == "read":
+                torch.stack([parameter.detach().norm() for parameter in self.parameters()])
             if self.kind == "toggled":
                 optimizer.zero_grad()
                 self.untoggle_optimizer(optimizer)
@@ -112,6 +119,32 @@ def _different(names: list[str], kind: str, **more: Any) -> dict[str, list[str]]
 @pytest.mark.parametrize("kind", ["toggled", "one backward", "leaks"])
 def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
+
+
+def test_weights_that_a_step_clamps_stay_clamped() -> None:
+    assert run_distributed(_different, 2, [FSDP, *STAGES[:2]], "clamped") == [{}] * 2
+
+
+def _refused(kind: str, threshold: int) -> str:
+    strategy = ShardDeepSpeedStrategy(stage=3, stage3={"param_persistence_threshold": threshold})
+    with pytest.raises(ConfigurationError) as raised:
+        quiet_trainer(strategy=strategy, max_steps=2).fit(Adversaries(kind), DataLoader(torch.randn(16, 4), 2))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold", "said"),
+    [
+        # Small parameters stay gathered, but the optimizer's masters are written over them.
+        ("clamped", 1000, "The step writes to shift with clamp_"),
+        ("clamped", 0, "The step uses parameters that"),
+        ("written", 0, "The step writes to discriminator.0.weight with clamp_"),
+        ("read", 0, "The step uses parameters that"),
+    ],
+)
+def test_stage_3_refuses_to_use_parameters_of_which_it_has_shards(kind: str, threshold: int, said: str) -> None:
+    for told in run_distributed(_refused, 2, kind, threshold):
+        assert said in told
 
 
 @pytest.mark.matrix

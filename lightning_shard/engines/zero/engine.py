@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -37,6 +36,8 @@ from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.values import Values
+from lightning_shard.engines.zero.watched_uses import WatchedUses
+from lightning_shard.engines.zero.written import Written
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
@@ -76,11 +77,13 @@ class Zero:
         self._running: Running | None = None
         self._whole: WholeSteps | None = None
         self._several: SeveralOptimizers | None = None
+        self._written: Written | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._in_step = False
+        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", self._name_of)
         self._failed = False
         self._closing = ExitStack()
 
@@ -198,6 +201,7 @@ class Zero:
                 device=self._run.device,
             )
         self._parameters = list(self._module.parameters())
+        self._written = Written(self._module, running, self._values) if running.groups else None
         if len(optimizers) > 1:
             names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
             group = self._run.mesh[SHARD].get_group()
@@ -216,19 +220,9 @@ class Zero:
                 "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "
                 "optimizer."
             )
-        step, own = optimizer.step, dict(vars(optimizer))
-
-        def give_back() -> None:
-            del vars(optimizer)["step"]
-            vars(optimizer).update({name: value for name, value in own.items() if name == "step"})
-
-        self._closing.callback(give_back)
-
-        @wraps(step)
-        def step_nothing(*args: Any, **kwargs: Any) -> None:
-            """The values are there before DeepSpeed casts and gathers them."""
-
-        optimizer.step = step_nothing  # type: ignore[assignment]
+        step = optimizer.step
+        # The values are there before DeepSpeed casts and gathers them.
+        self._closing.enter_context(running.steps_nothing(optimizer))
         return step
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
@@ -286,6 +280,9 @@ class Zero:
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
 
+    def _name_of(self, parameter: Tensor) -> str:
+        return next(fqn for fqn, own in self._module.named_parameters() if own is parameter)
+
     def _register_masters(self) -> None:
         """Let who fills the module's parameters find their masters."""
         masters.register(self._module, masters.Masters(tensors=lambda: self.tensors.masters(), publish=self.publish))
@@ -315,7 +312,13 @@ class Zero:
         if not self._run.automatic:
             # Which of the step's backward passes is the last is known when the optimizer steps.
             running.set_boundary(self._started, False)
+        self._take_over()
         return self._inside(step, *args, **kwargs)
+
+    def _take_over(self) -> None:
+        # Inside of a step of stage 3 parameters are gathered and freed.
+        if self._written is not None and not (self.gathers_in_forward and self._in_step):
+            self._written.take_over()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
@@ -323,10 +326,15 @@ class Zero:
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
-            with explained(f"{self.strategy}(stage={self._stage})"):
+            with explained(f"{self.strategy}(stage={self._stage})"), self._uses.watched(self.gathers_in_forward):
                 return running.run(self._started, step, *args, **kwargs)
         finally:
             self._in_step = False
+            self._note_gathered()
+
+    def _note_gathered(self) -> None:
+        if self._written is not None and self.gathers_in_forward:
+            self._written.note()
 
     @property
     def _started(self) -> Running:
@@ -338,8 +346,9 @@ class Zero:
             call(loss)
             self._started.pending = True
         else:
-            with explained(f"{self.strategy}(stage={self._stage})"):
+            with explained(f"{self.strategy}(stage={self._stage})"), self._uses.paused():
                 running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
+        self._note_gathered()
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)
@@ -356,15 +365,20 @@ class Zero:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
-        if self._several is not None:
-            if not skip:
-                self._several.step(optimizer, **kwargs)
-            return
-        if self._whole is not None and self._started.pending and not skip:
-            self._whole.step(**kwargs)
-        running.step(self._started, skip=skip)
+        self._take_over()
+        with self._uses.paused():
+            if self._several is not None:
+                if not skip:
+                    self._several.step(optimizer, **kwargs)
+            else:
+                if self._whole is not None and self._started.pending and not skip:
+                    self._whole.step(**kwargs)
+                running.step(self._started, skip=skip)
+        if self._written is not None:
+            self._written.stepped()
 
     def before_saving(self) -> None:
+        self._take_over()
         for whole in [self._whole] if self._several is None else self._several.all():
             if whole is not None:
                 whole.share_state()
@@ -379,10 +393,12 @@ class Zero:
         )
 
     def before_reading(self) -> None:
-        """Masters are where they are stepped."""
+        self._take_over()
 
     def publish(self) -> None:
         self._values.show(self._running, device=self._run.device)
+        if self._written is not None:
+            self._written.note()
 
     def resumed(self) -> None:
         if self._running is not None and self._running.optimizer is not None:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -138,6 +139,8 @@ def _take_over_steps(running: Running) -> None:
         # It asks for the gradients that its norm is of.
         zero.get_grads_for_norm = lambda for_clipping=False: ([no_norm().view(1)], {})
         return
+    # It warns of an overflow where a step is skipped; the loss is scaled elsewhere.
+    zero.loss_scaler.update_scale = lambda overflow: None
     zero.check_overflow = check_overflow
     if layout.kind(zero) == layout.STAGE_3:
         zero._get_norm_groups = lambda: [no_norm()]
@@ -193,7 +196,8 @@ def step(running: Running, *, skip: bool) -> None:
     running.overflow = skip
     if running.groups:
         layout.wait_for_gradients(running.zero)
-    with _no_step(running.zero) if skip and running.stage == 0 else nullcontext():
+    # Stage 0 has no word for a skipped step.
+    with steps_nothing(running.zero) if skip and running.stage == 0 else nullcontext():
         running.engine.step()
     if running.groups:
         layout.drop_gradients(running.zero)
@@ -205,10 +209,15 @@ def step(running: Running, *, skip: bool) -> None:
 
 
 @contextmanager
-def _no_step(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Let the user's optimizer step nothing: stage 0 has no word for a skipped step."""
+def steps_nothing(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Let the user's optimizer step nothing."""
     own = vars(optimizer).get("step")
-    vars(optimizer)["step"] = lambda *args, **kwargs: None
+
+    @wraps(optimizer.step)
+    def step(*args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    vars(optimizer)["step"] = step
     try:
         yield
     finally:

@@ -99,7 +99,7 @@ class SavedWeights:
         if not (same and _is_gathered(parameter) and parameter.is_contiguous() and tensor.dtype == parameter.dtype):
             return None
         offset = int(tensor.storage_offset() - parameter.storage_offset())
-        return _Part(parameter, tensor.size(), tensor.stride(), offset, _version(parameter), self._changes)
+        return _Part(parameter, tensor.size(), tensor.stride(), offset, version(parameter), self._changes)
 
     def _made(self, part: _Part) -> Tensor:
         parameter = part.parameter
@@ -109,8 +109,8 @@ class SavedWeights:
                 f"were set, and needs the old values of a parameter of shape {tuple(parameter.ds_shape)}. Stage 3 has "
                 "only the new ones. Run forward again after the step."
             )
-        if part.version != _version(parameter):
-            raise _changed_in_place(parameter, _version(parameter), part.version)
+        if part.version != version(parameter):
+            raise _changed_in_place(parameter, version(parameter), part.version)
         data = parameter.detach() if _is_gathered(parameter) else self._gathered(parameter)
         return data.as_strided(part.size, part.stride, data.storage_offset() + part.offset)
 
@@ -132,7 +132,7 @@ class SavedWeights:
         return data
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """How often the tensor's memory was written to, as autograd counts."""
     return tensor._version
 
@@ -144,14 +144,14 @@ def _is_gathered(parameter: Any) -> bool:
 
 def _save(tensor: Tensor) -> tuple[Tensor, int]:
     # An output that its own node saves would keep the node alive. Both have one version counter.
-    return tensor.detach(), _version(tensor)
+    return tensor.detach(), version(tensor)
 
 
 def _give(packed: tuple[Tensor, int]) -> Tensor:
-    tensor, version = packed
-    if _version(tensor) != version:
+    tensor, expected = packed
+    if version(tensor) != expected:
         # Autograd checks this only of what no hook has saved.
-        raise _changed_in_place(tensor, _version(tensor), version)
+        raise _changed_in_place(tensor, version(tensor), expected)
     return tensor
 
 

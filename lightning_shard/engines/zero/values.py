@@ -55,6 +55,11 @@ class Values:
         return dict(self._module.named_parameters())
 
     @property
+    def kept(self) -> Loaded:
+        """This rank's shards of the loaded values that nothing steps, on the host, by FQN."""
+        return self._frozen
+
+    @property
     def frozen(self) -> list[Tensor]:
         """This rank's shards of the loaded values that nothing steps, on the host."""
         return [part.data for part in self._frozen.values()]

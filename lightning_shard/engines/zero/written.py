@@ -1,0 +1,107 @@
+"""Writes to parameters that no optimizer makes, such as weight clipping after a step, under DeepSpeed.
+
+Its optimizer steps masters of its own and copies them into the parameters, so that what is written there is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero.running import Running
+from lightning_shard.engines.zero.saved_weights import version
+from lightning_shard.engines.zero.values import Values
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
+
+_same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+
+_COMPARED = 3
+"""Steps in which values are compared. Later on it is looked at where parameters lie and how often they were written to,
+both of which ``parameter.data.clamp_`` leaves as they are, unless writes were found."""
+
+
+class Written:
+    """Takes over, or refuses, what was written to parameters since the engine was last at work."""
+
+    def __init__(self, module: nn.Module, running: Running, values: Values) -> None:
+        """Look at the parameters of a fit that begins."""
+        self._parameters = {fqn: p for fqn, p in module.named_parameters() if p.is_floating_point()}
+        self._running, self._values = running, values
+        self._steps, self._found = 0, False
+        self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}
+        self.note()
+
+    def note(self) -> None:
+        """Say that the engine has put parameters where they are now."""
+        self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
+
+    def stepped(self) -> None:
+        """Say that the optimizer has stepped."""
+        self._steps += 1
+        self.note()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copy what was written into the masters of stages 1 and 2. All ranks call it.
+
+        Raises:
+            ConfigurationError: stage 3 has shards alone, or the masters have more digits than what was written.
+        """
+        touched = {fqn for fqn, p in self._parameters.items() if not self._is_as_noted(fqn, p)}
+        compares = self._found or self._steps <= _COMPARED
+        if not touched and not compares:
+            return
+        # Alike on all ranks, which run the same code.
+        wrong = [fqn for fqn in sorted(touched) if self._running.stage == 3 or fqn in self._cast]
+        for fqn, own, kept in self._pairs(touched, compares):
+            if _same(own.to(kept.device), kept.to(own.dtype)):
+                continue
+            self._found = True
+            if self._running.stage == 3 or kept.dtype != own.dtype:
+                wrong.append(fqn)
+            else:
+                kept.copy_(own)
+        if self._steps <= _COMPARED and (self._cast or self._running.stage == 3):
+            # Each rank has compared its own part.
+            wrong = [fqn for found in Ranks.of().gather(wrong) for fqn in found]
+        if wrong:
+            raise self._refused(wrong[0])
+        if touched:
+            self.note()
+
+    def _is_as_noted(self, fqn: str, parameter: Tensor) -> bool:
+        before, where = self._noted[fqn]
+        return version(parameter) == before and (where is None or parameter.is_set_to(where))
+
+    def _pairs(self, touched: set[str], everything: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """FQN, what forward sees of this rank's part of the parameter, and the value that lasts."""
+        for fqn, start, part in self._kept():
+            parameter = self._parameters[fqn]
+            full = parameter.shape == layout.full_shape(parameter)
+            if part.numel() and full and (everything or fqn in touched):
+                yield fqn, parameter.detach().reshape(-1)[start : start + part.numel()], part
+
+    def _kept(self) -> list[tuple[str, int, Tensor]]:
+        """FQN of each parameter, and where this rank's part of the value that lasts begins, and that."""
+        masters = [(m.fqn, m.start, part) for m, part in layout.shards(self._running.groups) if m.stepped]
+        return masters + [(fqn, part.start, part.data) for fqn, part in self._values.kept.items()]
+
+    def _refused(self, fqn: str) -> ConfigurationError:
+        has = "shards of it" if self._running.stage == 3 else "copies of it in fewer digits"
+        return ConfigurationError(
+            f"{fqn} was written to between two steps (such as by clamp_, or to parameter.data), but ranks have {has} "
+            "there, and what was written would be lost. Write with set_full_tensor(trainer, name, value), or use "
+            "shard_ddp or shard_fsdp."
+        )
+
+
+def _memory(parameter: Any) -> Tensor | None:
+    """Where a parameter lies, but for one that is gathered for the moment, whose memory is to be freed."""
+    gathered = layout.is_partitioned(parameter) and parameter.shape == parameter.ds_shape
+    return None if gathered and not parameter.ds_persist else parameter.detach()
