@@ -59,7 +59,6 @@ USES = {
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
     "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),
-    "checkpoint/files/tensor_files.py": ("a tensor's part of a file as a stream", "_create_file_view"),
     "cluster/traces.py": ("the last collectives of a rank that hangs", "_C _distributed_c10d"),
     "cluster/watch.py": ("os._exit is documented", "_exit"),
     "commands/options.py": ("the arguments of a parser", "_actions"),

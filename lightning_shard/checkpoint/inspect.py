@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.contents import Contents, in_form
 from lightning_shard.checkpoint.files.layout import MANIFEST, METADATA, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import read_metadata
-from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
+from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.text import columns
@@ -24,10 +23,8 @@ _BLOCK = 1 << 22
 
 def describe(path: str | os.PathLike[str], stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
-    try:
+    with in_form(f"{path} has a state of another form"):
         return _described(path, stored)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{path} has a state of another form: {type(error).__name__}: {error}") from error
 
 
 def _described(path: str | os.PathLike[str], stored: Contents) -> str:
@@ -109,11 +106,14 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 def _verify_archive(path: Path) -> list[str]:
     """Every record of a zip file against its CRC-32."""
     try:
+        records = check_archive(path, path)
         with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as record:  # raises at the end of a record that differs
+            for info in records:
+                with archive.open(info) as record:  # raises at the end of a record that differs
                     while record.read(_BLOCK):
                         pass
             return [path.name]
-    except (zipfile.BadZipFile, zlib.error, OSError, RuntimeError, NotImplementedError, EOFError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file fails in any way there is
         raise CheckpointCorruptError(f"{path} is damaged: {error}. Use another checkpoint.") from error

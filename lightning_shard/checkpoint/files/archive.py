@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
-from lightning_shard.checkpoint.files.trainer_state import refuse_compressed
+from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
 
@@ -161,12 +161,15 @@ class _Archive:
                 f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
             )
         try:
-            self._identity = _identity(os.stat(path))
-            records = refuse_compressed(path, path)
+            self._identity = _identity(status := os.stat(path))
+            self.size = status.st_size
+            records = check_archive(path, path)
             with zipfile.ZipFile(path) as archive:
                 orders = [archive.read(info) for info in records if re.fullmatch("[^/]*/byteorder", info.filename)]
             self._records = sorted(records, key=lambda info: info.header_offset)
-        except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file fails in any way there is
             raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
         if orders not in ([], [sys.byteorder.encode()]):
             raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
@@ -240,6 +243,8 @@ def _archived(file: _Archive, meta: Tensor) -> ArchivedTensor:
     shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if meta.numel() else 0
     contiguous = meta.is_contiguous()
+    if meta.numel() * dtype.itemsize > 2 * file.size + _BLOCK:
+        raise CheckpointCorruptError(f"{file.path} has {file.size} bytes, and a tensor of shape {shape} in them")
 
     def elements(first: int, last: int) -> Tensor:
         assert contiguous

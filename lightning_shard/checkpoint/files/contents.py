@@ -6,7 +6,8 @@ so that memory is bounded by the largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,8 +17,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard.checkpoint.files.layout import SlotName, model_key
 from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.errors import CheckpointCorruptError
 
 PORTABLE, FULL = "portable", "full"
+
+
+@contextlib.contextmanager
+def in_form(what: str) -> Iterator[None]:
+    """Raise CheckpointCorruptError with ``what`` it is not, where a state of another form is met."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

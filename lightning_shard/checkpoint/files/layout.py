@@ -99,7 +99,7 @@ def check_relative(name: str) -> str:
 
 def listed(names: Iterable[str], *, most: int = 20) -> str:
     """The first names in order, and how many more there are."""
-    names = sorted(names)
+    names = sorted(name if len(name) <= 100 else f"{name[:100]}..." for name in names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "nothing") + more
 

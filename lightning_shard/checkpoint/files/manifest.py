@@ -150,10 +150,10 @@ class Manifest:
             )
         except CheckpointError as error:
             if isinstance(error, CheckpointCorruptError):
-                raise CheckpointCorruptError(f"{where}: {error}") from error
+                raise CheckpointCorruptError(f"{where}: {str(error)[:500]}") from error
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
             raise CheckpointCorruptError(f"{where} is not a checkpoint's manifest: {reason}") from error
 
 

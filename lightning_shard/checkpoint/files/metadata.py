@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import METADATA, FileEntry, check_relative, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
+from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -63,9 +64,11 @@ def _named(where: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except CheckpointCorruptError as error:
-        raise CheckpointCorruptError(f"{where}: {error}") from error
+        raise CheckpointCorruptError(f"{where}: {str(error)[:500]}") from error
     except Exception as error:
-        raise CheckpointCorruptError(f"{where} is no checkpoint metadata: {type(error).__name__}: {error}") from error
+        raise CheckpointCorruptError(
+            f"{where} is no checkpoint metadata: {type(error).__name__}: {str(error)[:500]}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,7 @@ class _Unpickler(pickle.Unpickler):
     """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
 
     def __init__(self, data: bytes, records: Iterable[tuple[str, str]] = _RECORDS) -> None:
+        check_pickle(data)
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {
             (module, name): type(name, (_Record,), {}) for module, name in records

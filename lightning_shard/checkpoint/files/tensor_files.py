@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,17 +30,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view, find_tensor_shard
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry
 from lightning_shard.checkpoint.files.metadata import StorageInfo
+from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
 
 Values = Callable[[MetadataIndex], Tensor]
 """Gives the values of a box that this rank is to write."""
 
+_SMALL_BYTES = 1 << 20
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 
 
@@ -196,14 +199,41 @@ def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> T
     return tensor
 
 
+class _Part(io.RawIOBase):
+    """``length`` bytes of a file from ``start`` on, as a file."""
+
+    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + (0, self._at, self._length)[whence]
+        if at < 0:
+            raise OSError(f"byte {at} of a part of a file")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._start + self._at)
+        wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        count = self._stream.readinto(wanted)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+
 def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: StorageInfo, index: MetadataIndex) -> Tensor:
     try:
-        box = torch.load(
-            _create_file_view(stream, place.offset, place.length),  # type: ignore[arg-type]
-            map_location="cpu",
-            weights_only=True,
-            mmap=False,
-        )
+        part: Any = _Part(stream, place.offset, place.length)
+        if place.length <= _SMALL_BYTES:
+            part = io.BytesIO(part.read())  # faster by far
+        check_archive(part, path)
+        part.seek(0)
+        box = torch.load(part, map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:
         raise CheckpointCorruptError(f"{path}: {index.fqn} can't be read: {error}") from error
     entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[index.fqn])

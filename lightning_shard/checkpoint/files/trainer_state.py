@@ -7,18 +7,23 @@ would not is found when it is written, not when it is needed.
 from __future__ import annotations
 
 import io
+import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import TRAINER_STATE
 from lightning_shard.checkpoint.files.manifest import Manifest
+from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+_MOST_BYTES = 1 << 24  # of a tensor that repeats its values
 
 
 def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
@@ -47,8 +52,10 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     try:
-        refuse_compressed(io.BytesIO(data), where)
+        check_archive(io.BytesIO(data), where)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if _any_part(state, lambda part: isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES):
+            raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
     except CheckpointCorruptError:
         raise
     except Exception as error:
@@ -58,18 +65,28 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     return state
 
 
-def refuse_compressed(file: Path | BinaryIO, where: Path) -> list[zipfile.ZipInfo]:
-    """The records of a file of ``torch.save``, of which none is larger in memory than on the disk.
+def check_archive(file: Path | BinaryIO, where: Path) -> list[zipfile.ZipInfo]:
+    """The records of a file of ``torch.save``, which takes no more memory than it has bytes, nor time without end.
 
-    Raises CheckpointCorruptError where one is compressed.
+    Raises CheckpointCorruptError where a record is compressed, lies in another one, or as `check_pickle` does; what
+    else a damaged file raises is left to the caller.
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
-    if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
-        raise CheckpointCorruptError(
-            f"{where} is compressed ({packed[0].filename}), which torch.save never does, and its tensors can't be read "
-            "one at a time: unpack it and zip it again without compression (zip -0)"
-        )
+        if packed := [info for info in records if info.compress_type != zipfile.ZIP_STORED]:
+            raise CheckpointCorruptError(
+                f"{where} is compressed ({packed[0].filename}), which torch.save never does, and its tensors can't be "
+                "read one at a time: unpack it and zip it again without compression (zip -0)"
+            )
+        assert archive.fp is not None
+        if sum(info.file_size for info in records) > archive.fp.seek(0, os.SEEK_END):
+            raise CheckpointCorruptError(f"{where} has records that lie in each other")
+        for info in records:
+            if info.filename.endswith("data.pkl"):
+                try:
+                    check_pickle(archive.read(info))
+                except CheckpointCorruptError as error:
+                    raise CheckpointCorruptError(f"{where} was refused: {error}") from error
     return records
 
 
@@ -117,11 +134,15 @@ def _offenders(value: Any, path: str) -> Iterator[str]:
 
 def has_a(value: Any, kind: type) -> bool:
     """Whether ``value`` is of this class, or a container with such a value in it."""
+    return _any_part(value, lambda part: isinstance(part, kind))
+
+
+def _any_part(value: Any, is_one: Callable[[Any], bool]) -> bool:
     if isinstance(value, Mapping):
-        return any(has_a(part, kind) for part in value.values())
+        return any(_any_part(part, is_one) for part in value.values())
     if isinstance(value, (list, tuple)):
-        return any(has_a(part, kind) for part in value)
-    return isinstance(value, kind)
+        return any(_any_part(part, is_one) for part in value)
+    return is_one(value)
 
 
 def _type_name(value: Any) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
 from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES, SlotName, check_relative
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import hyperparameters
@@ -72,10 +72,8 @@ def open_deepspeed(path: str | os.PathLike[str]) -> Contents:
     assert folder is not None
     models = [read_archive(file, _ALLOWED) for file in _files(folder, _MODEL)]
     states = [read_archive(file, _ALLOWED) for file in _files(folder, _OPTIM)]
-    try:
+    with in_form(f"{folder} is no ZeRO checkpoint"):
         return _stored(folder, models, [state["optimizer_state_dict"] for state in states])
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise CheckpointCorruptError(f"{folder} is no ZeRO checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:

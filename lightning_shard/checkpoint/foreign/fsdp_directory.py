@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.layout import (
     DATA_SUFFIX,
@@ -29,6 +29,7 @@ from lightning_shard.checkpoint.files.layout import (
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.metadata import ForeignMetadata, StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
+from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.checkpoint.optimizer_state import hyperparameters
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tensors.names import without_wrappers
@@ -49,7 +50,12 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
     """
-    directory = open_directory(path)
+    with in_form(f"{path} is no directory of Lightning's FSDPStrategy"):
+        return _stored_in(open_directory(path))
+
+
+def _stored_in(directory: Directory) -> Contents:
+    path = directory.path
     state = materialize(read_archive(directory.path / REST))
     files = {n: FileEntry(size=size, sha256="") for n, size in directory.sizes().items() if n.endswith(DATA_SUFFIX)}
     with directory.open(METADATA) as stream:
@@ -108,6 +114,7 @@ def _item(directory: Directory, key: str, place: StorageInfo) -> Any:
         stream.seek(place.offset)
         data = stream.read(place.length)
     try:
+        check_archive(io.BytesIO(data), directory.path / place.relative_path)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointCorruptError(f"{key}: {refusal(directory.path / place.relative_path, error)}") from error

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
-from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor
+from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor, in_form
 from lightning_shard.checkpoint.files.layout import EXTRA_STATE, MODEL_PREFIX, OPTIMIZER_STATES, SlotName
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer
 from lightning_shard.tensors.names import fqns
 
@@ -50,7 +50,9 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     try:
         temporary.touch()
         commit.lock(temporary)
-        write_archive(temporary, _stock_checkpoint(stored))
+        with in_form("the run's state has another form"):
+            tree = _stock_checkpoint(stored)
+        write_archive(temporary, tree)
         commit.publish(temporary, target, token)
     except BaseException:
         commit.delete_tree(temporary)
@@ -136,10 +138,8 @@ def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *,
     tree = read_archive(Path(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
-    try:
+    with in_form(f"{path} is no Lightning checkpoint"):
         return _stored(path, tree, names, number)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{path} is no Lightning checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNames | None, number: bool) -> Contents:
