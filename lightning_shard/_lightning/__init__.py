@@ -16,6 +16,7 @@ from lightning_shard._lightning.callbacks import (
     watches_zero_grad,
 )
 from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait, save_between_steps
+from lightning_shard._lightning.gradients import full_gradient_norms
 from lightning_shard._lightning.loaders import keep_order, prepare_loader, recount_batches, train_batch_size
 from lightning_shard._lightning.loops import (
     after_each_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,6 +16,7 @@ from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
+from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.preemption import Preemption
 
@@ -47,15 +49,20 @@ def let_callbacks_wait(replacements: _lightning.Replacements, trainer: Trainer, 
     _lightning.let_checkpoints_wait(replacements, trainer, is_writing=writing, link=link)
 
 
-def settle_fit(replacements: _lightning.Replacements, trainer: Trainer) -> None:
+def settle_fit(
+    replacements: _lightning.Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints
+) -> None:
     """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time.
 
     Saves come after a step.
     """
+    module = trainer.lightning_module
+    tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
+    _lightning.full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
     _lightning.count_sharded_parameters(replacements, trainer)
     _lightning.let_errors_through(replacements, trainer)
     _lightning.save_between_steps(replacements, trainer)
-    _lightning.log_full_values(replacements, trainer.lightning_module)
+    _lightning.log_full_values(replacements, module)
     _lightning.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 

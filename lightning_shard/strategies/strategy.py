@@ -249,7 +249,7 @@ class ShardStrategy(ParallelStrategy):
         if self._fits:
             name = f"{type(self).__name__} in precision {planned.precision!r}"
             refuse_callbacks(trainer, full=engine.replicates, run=name)
-            parts.settle_fit(self._replacements, trainer)
+            parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
             parts.before_sharding(trainer, module, _lightning.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
         watch = self._ledger.reduction

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities import grad_norm
 
 from lightning_shard._lightning import Replacements, let_errors_through, validate_by_one_clock
 from tests.harness import run_distributed
@@ -41,6 +42,18 @@ def test_a_checkpoint_saved_after_a_test_has_the_fits_optimizers(name: str, tmp_
     assert run_distributed(resumed_after_test, 2, name, tmp_path) == [{5.0}, {5.0}]
 
 
+def told_of_a_save_after_test(folder: Path) -> None:
+    trainer = quiet_trainer(strategy="shard_deepspeed_stage_2", max_steps=2)
+    trainer.fit(module := Tested(), loader())
+    trainer.test(module, loader(), verbose=False)
+    with pytest.warns(UserWarning, match="x.ckpt gets no optimizer state: under this strategy"):
+        trainer.save_checkpoint(folder / "x.ckpt")
+
+
+def test_a_checkpoint_that_can_not_have_them_is_told_of(tmp_path: Path) -> None:
+    run_distributed(told_of_a_save_after_test, 1, tmp_path)
+
+
 @pytest.mark.parametrize(("devices", "reason"), [(1, "model is attached"), (2, "where the others are")])
 def test_a_save_after_an_error_raises_no_other(devices: int, reason: str, tmp_path: Path) -> None:
     callback, replacements = OnExceptionCheckpoint(tmp_path), Replacements()
@@ -56,19 +69,26 @@ def test_a_save_after_an_error_raises_no_other(devices: int, reason: str, tmp_pa
 class Logs(TinyLM):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("norm", next(self.parameters()).norm())
+        self.log_dict(grad_norm(self, norm_type=2))
 
 
-def logged_norm(name: str) -> float:
+def logged_norms(name: str) -> tuple[float, dict[str, float]]:
     pl.seed_everything(0)
-    trainer = quiet_trainer(strategy=name, max_steps=2)
+    trainer, code = quiet_trainer(strategy=name, max_steps=2), grad_norm.__code__
     trainer.fit(Logs(), loader())
-    return float(trainer.callback_metrics["norm"])
+    assert grad_norm.__code__ is code
+    logged = {metric: float(value) for metric, value in trainer.callback_metrics.items()}
+    return logged["norm"], {metric: value for metric, value in logged.items() if metric.startswith("grad_2.0_norm")}
 
 
 def test_values_of_sharded_tensors_are_logged_in_full() -> None:
-    ddp, fsdp = (run_distributed(logged_norm, 2, name) for name in NAMES)
+    names = [*(f"{name}_aligned" for name in NAMES), "shard_deepspeed_stage_2_aligned"]
+    ddp, fsdp, zero = (run_distributed(logged_norms, 2, name) for name in names)
     assert ddp[0] == ddp[1]
-    assert fsdp == pytest.approx(ddp, rel=1e-6)
+    # A norm of shards is the root of their sums.
+    assert [norm for norm, _ in fsdp] == pytest.approx([norm for norm, _ in ddp], rel=1e-6)
+    assert "grad_2.0_norm_total" in ddp[0][1]
+    assert [norms for _, norms in fsdp + zero] == [norms for _, norms in ddp + ddp]
 
 
 def test_validation_by_the_clock_of_rank_0() -> None:
