@@ -59,7 +59,7 @@ USES = {
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
     "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),
-    "cluster/traces.py": ("the last collectives of a rank that hangs", "_C _distributed_c10d"),
+    "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
     "cluster/watch.py": ("os._exit is documented", "_exit"),
     "commands/options.py": ("the arguments of a parser", "_actions"),
     "engines/_ddp.py": (
@@ -142,6 +142,7 @@ ELSEWHERE = {
 
 # Names that are used where they are there, or that no `require` can ask for.
 NOT_REQUIRED = {
+    "_current_frames": "documented",
     "_exit": "documented",
     "_get_raw": "set by this package",
     "_init_weights": "Hugging Face's models have it, others need not",

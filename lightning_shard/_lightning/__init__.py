@@ -21,6 +21,7 @@ from lightning_shard._lightning.loaders import keep_order, prepare_loader, recou
 from lightning_shard._lightning.loops import (
     after_each_batch,
     begins_accumulation,
+    follow_actions,
     prediction_batches,
     should_accumulate,
     use_no_grad_in_evaluation,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import Profiler
 
 from lightning_shard._lightning.replaced import Replacements
 
@@ -69,3 +70,23 @@ def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Calla
         end(data_fetcher)
 
     replacements.replace(loop, "on_advance_end", on_advance_end)
+
+
+def follow_actions(
+    replacements: Replacements, trainer: Trainer, begins: Callable[[str], None], ends: Callable[[str], None]
+) -> None:
+    """Tell of every action that Lightning names to the profiler, whichever it is: hooks, steps, batches, saves."""
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    start, stop = profiler.start, profiler.stop
+
+    def on_start(action_name: str) -> None:
+        start(action_name)
+        begins(action_name)
+
+    def on_stop(action_name: str) -> None:
+        ends(action_name)
+        stop(action_name)
+
+    # Lightning calls both by name, from `profile` too.
+    replacements.replace(profiler, "start", on_start)
+    replacements.replace(profiler, "stop", on_stop)

@@ -17,8 +17,8 @@ REPLACED = {
     "ModelCheckpoint.on_train_end": "saves come after an optimizer step, or at the end",
     "ModelCheckpoint.on_validation_end": "saves come after an optimizer step",
     "ModelSummary._summary": "parameters that ZeRO-3 has sharded are counted with their full size",
-    "Profiler.start": "a meter sums up the seconds of some actions",
-    "Profiler.stop": "a meter sums up the seconds of some actions",
+    "Profiler.start": "what the main thread does is noted, and a meter sums up the seconds of some actions",
+    "Profiler.stop": "what the main thread does is noted, and a meter sums up the seconds of some actions",
     "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
     "_DataConnector._prepare_dataloader": "training dataloaders keep their order",
     "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
@@ -68,6 +68,6 @@ class Replacements:
                 setattr(*entry)
             elif entry[2] is _NOTHING:
                 vars(entry[0]).pop(entry[1], None)
-            else:
+            elif entry[1] in vars(entry[0]):  # else it was put back by one that replaced it before
                 vars(entry[0])[entry[1]] = entry[2]
         self._before = kept[::-1]

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_shard._lightning import Replacements
+from lightning_shard._lightning import Replacements, follow_actions
 from lightning_shard.callbacks._flops import StepFlops, compute_dtype
 from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
@@ -120,7 +119,7 @@ class ThroughputCallback(Callback):
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
         self._detach()
-        self._actions = ActionClock(trainer.profiler)  # type: ignore[attr-defined]
+        self._actions = ActionClock(trainer)
         self.windows = []
         self._peak = None
         self._first: float | None = None
@@ -249,25 +248,20 @@ CHECKPOINT = "save_checkpoint"
 class ActionClock:
     """Sums up seconds of `DATA` and `CHECKPOINT`, whichever profiler the run has."""
 
-    def __init__(self, profiler: Profiler) -> None:
-        """Listen to ``profiler``, until `detach`."""
+    def __init__(self, trainer: Trainer) -> None:
+        """Listen to the profiler of ``trainer``, until `detach`."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self._started: dict[str, float] = {}
-        self._start, self._stop = profiler.start, profiler.stop
-        # Lightning calls both by name, from `profile` too.
         self._replacements = Replacements()
-        self._replacements.replace(profiler, "start", self._on_start)
-        self._replacements.replace(profiler, "stop", self._on_stop)
+        follow_actions(self._replacements, trainer, self._begin, self._end)
 
-    def _on_start(self, action_name: str) -> None:
-        self._start(action_name)
+    def _begin(self, action_name: str) -> None:
         if (action := _action(action_name)) is not None:
             self._started[action] = time.perf_counter()
 
-    def _on_stop(self, action_name: str) -> None:
+    def _end(self, action_name: str) -> None:
         if (action := _action(action_name)) is not None and action in self._started:
             self.seconds[action] += time.perf_counter() - self._started.pop(action)
-        self._stop(action_name)
 
     def detach(self) -> None:
         self._replacements.restore()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d
 
@@ -25,8 +26,8 @@ def dump_stacks() -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
-def recorded_collectives(**options: bool) -> bytes | None:
-    """This rank's last collectives, as torch's Flight Recorder has them, pickled; None where it has none.
+def recorded_collectives(**options: bool) -> list[bytes]:
+    """This rank's last collectives, as torch's Flight Recorders have them, pickled: NCCL's first, where it is used.
 
     Each has its name, sizes, dtypes and state; ``options`` are torch's, of what to leave out. The environment variable
     ``TORCH_FR_BUFFER_SIZE`` says how many are kept; with 0 there are none.
@@ -35,24 +36,56 @@ def recorded_collectives(**options: bool) -> bytes | None:
     names = ["_dump_fr_trace"]
     if dist.is_initialized() and "nccl" in str(dist.get_backend()):
         names.insert(0, "_dump_nccl_trace")
+    recorded = []
     for name in names:
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError):
-                return bytes(dump(**options))
-    return None
+                recorded.append(bytes(dump(**options)))
+    return recorded
+
+
+def _entries(recorded: Sequence[bytes]) -> list[dict[str, Any]]:
+    # The records were made by this process.
+    return [entry for record in recorded for entry in pickle.loads(record).get("entries", [])]
 
 
 def overdue(part: float) -> bool:
     """Whether a collective of this process has waited for more than ``part`` of its timeout."""
-    recorded = recorded_collectives(includeStackTraces=False, onlyActive=True)
-    # The record was made by this process.
-    entries = [] if recorded is None else pickle.loads(recorded).get("entries", [])
     now = time.time_ns()
     return any(
         not entry["retired"] and now - entry["time_created_ns"] > part * entry["timeout_ms"] * 1_000_000
-        for entry in entries
+        for entry in _entries(recorded_collectives(includeStackTraces=False, onlyActive=True))
     )
+
+
+def position(recorded: Sequence[bytes], count: int = 8) -> dict[str, Any]:
+    """Where a rank is among the collectives, as plain values.
+
+    ``waits``: the first that has not ended, None for none; ``recent``: the last ``count``; both as group, number in it,
+    what it is and who called it. ``last``: the last number by group. What two ranks send each other is left out.
+    """
+    entries = [entry for entry in _entries(recorded) if not entry["is_p2p"]]
+    waits = next((entry for entry in entries if not entry["retired"]), None)
+    return {
+        "waits": None if waits is None else _called(waits),
+        "recent": [_called(entry) for entry in entries[-count:]],
+        "last": {entry["process_group"][0]: entry["collective_seq_id"] for entry in entries},
+    }
+
+
+def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
+    what = f"{entry['profiling_name']} {entry['input_sizes']}"
+    return entry["process_group"][0], entry["collective_seq_id"], what, _caller(entry.get("frames", []))
+
+
+def main_thread_line() -> str:
+    """Where the main thread is, in the user's code if it can be told."""
+    frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
+    while frame is not None:
+        frames.append({"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": frame.f_lineno})
+        frame = frame.f_back
+    return _caller(frames)
 
 
 def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
@@ -63,8 +96,7 @@ def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
 def last_collectives(recorded: bytes, count: int = 20) -> list[str]:
     """A line for each of the last ``count`` collectives of a record: number, name, sizes, state, and who called it."""
     lines = []
-    # The record was made by this process.
-    for entry in pickle.loads(recorded)["entries"][-count:]:
+    for entry in _entries([recorded])[-count:]:
         group = entry["process_group"][1] or entry["process_group"][0]
         lines.append(
             f"{entry['collective_seq_id']} of {group}: {entry['profiling_name']} {entry['input_sizes']} "
@@ -73,12 +105,18 @@ def last_collectives(recorded: bytes, count: int = 20) -> list[str]:
     return lines
 
 
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "deepspeed", "torchmetrics", "lightning_shard")
+
+
 def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost frame outside of torch."""
-    own = Path(torch.__file__).parent
-    for frame in frames:
-        if own not in Path(frame["filename"]).parents:
-            return f", from {frame['name']} at {frame['filename']}:{frame['line']}"
+    """The innermost frame in code of the user's, or else outside of torch."""
+    modules = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
+    own = [Path(file).parent for file in modules if file is not None]
+    for folders in ([*own, Path(os.__file__).parent], own[:1]):
+        for frame in frames:
+            path = Path(frame["filename"])
+            if path.is_absolute() and not any(folder in path.parents for folder in folders):
+                return f", from {frame['name']} at {frame['filename']}:{frame['line']}"
     return ""
 
 
@@ -94,11 +132,12 @@ def write(folder: Path, rank: int) -> list[Path]:
         collectives = recorded_collectives()
         text = folder / f"rank_{rank}.txt"
         with text.open("w") as file:
-            if collectives is not None:
-                print("The last collectives:", *last_collectives(collectives), "", sep="\n", file=file, flush=True)
+            if collectives:
+                lines = last_collectives(collectives[0])
+                print("The last collectives:", *lines, "", sep="\n", file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
         written.append(text)
-        if collectives is not None:
+        if collectives:
             written.append(folder / f"{PREFIX}{rank}")
-            written[-1].write_bytes(collectives)
+            written[-1].write_bytes(collectives[0])
     return written

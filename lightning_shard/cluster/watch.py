@@ -21,13 +21,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
-from lightning_shard.cluster import traces
+from lightning_shard.cluster import standstill, traces
 from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.standstill import Progress, Report
 from lightning_shard.cluster.store import multi_get, multi_set
 
 INTERVAL_SECONDS = 1.0
@@ -58,6 +60,8 @@ class Watch:
         *,
         run: int = 0,
         folder: Path | None = None,
+        progress: Progress | None = None,
+        stuck_seconds: float | None = None,
         grace_seconds: float = GRACE_SECONDS,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -68,6 +72,8 @@ class Watch:
             lost_seconds: how long a rank may be silent before the others take it for lost.
             run: number of the run on this process group.
             folder: where a rank that is stuck writes its last collectives and its stacks; None: nowhere.
+            progress: of this rank's main thread; None: it is not looked at.
+            stuck_seconds: how long no rank may get on before the one that the others wait for is blamed; None: ever.
             grace_seconds: how long the main thread may take to end by itself once the cause is known.
             exit_process: what ends this process.
         """
@@ -77,6 +83,7 @@ class Watch:
         self._rank, self._size = place.rank, place.world_size
         self._name = f"rank {place.rank} on {socket.gethostname()}"
         self._store.set(f"name/{self._rank}", self._name)
+        self._progress, self._stuck_seconds = progress, stuck_seconds or float("inf")
         self._interval = INTERVAL_SECONDS * max(1.0, place.world_size / 4096)
         self._lost_seconds = lost_seconds
         self._folder, self._grace_seconds, self._exit = folder, grace_seconds, exit_process
@@ -88,7 +95,7 @@ class Watch:
         self._known = threading.Event()  # of the cause, or that nobody is silent
         self._all_told = self._all_ended = self._all_gone = self._over = False
         self._told: set[str] = set()  # counters to which this rank has added
-        self._beats = 0
+        self._beats = self._still = 0
         self._counter = _Counter(self._store, self._rank, self._size, self._interval, lost_seconds)
         self._answered = time.monotonic()
         self._line_printed = self._wrote_ahead = False
@@ -195,7 +202,7 @@ class Watch:
         """Give a sign of life, say and ask; a few requests, whatever the number of ranks."""
         store = self._store
         self._beats += 1
-        store.set(f"beat/{self._rank}", _ENDED if self._ended else str(self._beats))
+        store.set(f"beat/{self._rank}", _ENDED if self._ended else f"{self._beats} {self._standstill()}")
         if self._suspects and not self._known.is_set():
             store.set("suspicion", "")
         if self._cause is None and (verdict := self._verdict()) is not None:
@@ -222,7 +229,23 @@ class Watch:
             return self._store.compare_set("failed", "", json.dumps([self._rank, _lost_message(silent, self._store)]))
         if self._suspects and self._store.check(["nobody is silent"]):
             self._known.set()
-        return None
+        return self._counter.stuck(self._still)
+
+    def _standstill(self) -> int:
+        """How many halves of ``stuck_seconds`` the main thread has not got on for, 2 at most; says where at each."""
+        if self._progress is None:
+            return 0
+        still = min(2, int(2 * self._progress.seconds / self._stuck_seconds))
+        if still > self._still:
+            try:
+                at = traces.position(traces.recorded_collectives())
+                report = self._progress.report(self._name, line=traces.main_thread_line(), **at)
+                told = json.dumps(asdict(report))
+            except Exception:  # another torch's record
+                return 0
+            self._store.set(f"report/{self._rank}", told)
+        self._still = still
+        return still
 
     def _add(self, name: str) -> int:
         """Add this rank to a counter, once; how many there are."""
@@ -297,6 +320,7 @@ class _Counter:
         self._seen: dict[str, tuple[bytes, float]] = {}  # the last beat, and when it was first seen
         self._looked = time.monotonic()
         self._suspected: float | None = None
+        self._size, self._still = size, 0
 
     def silent(self) -> list[int]:
         """Those who were silent for too long, or since another rank lost a connection."""
@@ -317,6 +341,29 @@ class _Counter:
             if not lost and self._counts_all:
                 self._store.set("nobody is silent", "")
         return lost
+
+    def stuck(self, own: int) -> bytes | None:
+        """Once no rank gets on: warn of the one that the others wait for, and at twice the time have it end all.
+
+        ``own``: how long this rank has not got on, as it says in its beat.
+        """
+        if not self._counts_all:
+            return None
+        beats = [beat.partition(b" ")[2] for beat, _ in self._seen.values()]
+        still = min([own, *(int(beat or 0) for beat in beats)])
+        before, self._still = self._still, still
+        if still <= before:
+            return None
+        told = multi_get(self._store, [f"report/{rank}" for rank in range(self._size)])
+        reports = {rank: Report(**json.loads(report)) for rank, report in enumerate(told)}
+        culprits = standstill.blame(reports)
+        if not culprits:
+            return None
+        text = standstill.describe(reports, culprits)
+        if still < 2 or not standstill.is_certain(reports, culprits):
+            _say(f"{text} (stuck_seconds)")
+            return None
+        return self._store.compare_set("failed", "", json.dumps([culprits[0], text]))
 
     def _since(self, when: float) -> list[int]:
         silent = [key for key, (beat, since) in self._seen.items() if since < when and beat != _ENDED.encode()]

@@ -123,6 +123,7 @@ TABLE: Mapping[str, Row] = {
     "process_group_backend": _everywhere("str"),
     "init_timeout_seconds": _everywhere("float"),
     "lost_rank_seconds": _everywhere("any"),
+    "stuck_seconds": _everywhere("any"),
     "preemption": _everywhere("mapping"),
     "async_save": _everywhere("bool"),
     "sample_seeds": _everywhere("any"),

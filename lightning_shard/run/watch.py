@@ -9,18 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from lightning.pytorch import Trainer
+
+from lightning_shard import _lightning
 from lightning_shard.cluster import prefix, traces
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.standstill import Progress
 from lightning_shard.cluster.watch import Watch
 
 
 class RunWatch:
     """The watch of one run after the other."""
 
-    def __init__(self, lost_rank_seconds: float | None) -> None:
-        """``lost_rank_seconds``: how long a rank may give no sign of life; None: nobody watches."""
-        self._lost_rank_seconds = lost_rank_seconds
+    def __init__(self, lost_rank_seconds: float | None, stuck_seconds: float | None = None) -> None:
+        """Nobody watches yet.
+
+        Args:
+            lost_rank_seconds: how long a rank may give no sign of life; None: nobody watches at all.
+            stuck_seconds: how long no rank may get on.
+        """
+        self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
         self._watch: Watch | None = None
         self._failed: Watch | None = None  # has its last words to say
         self._unmark: Callable[[], None] = _nothing
@@ -35,20 +44,35 @@ class RunWatch:
         if folder is not None and self._lost_rank_seconds is not None:
             traces.record_into(folder.absolute(), os.environ)
 
-    def start(self, met: tuple[Place, int] | None, folder: Path | None) -> None:
+    def start(
+        self,
+        met: tuple[Place, int] | None,
+        folder: Path | None,
+        replacements: _lightning.Replacements | None = None,
+        trainer: Trainer | None = None,
+    ) -> None:
         """Watch the other ranks until the run ends. All ranks call it.
 
         Args:
             met: where the ranks met, and the number of the run on their process group; None: they did so elsewhere.
             folder: where a rank that is stuck writes its traces; None: nowhere.
+            replacements: of the run, for what tells what ``trainer`` does.
+            trainer: whether its main thread gets on is watched too; None: it is not.
         """
         if self._failed is not None:
             self._failed.close()
         self._watch = self._failed = None
-        if self._lost_rank_seconds is not None and met is not None:
-            place, run = met
-            self._watch = Watch(place, self._lost_rank_seconds, run=run, folder=folder)
-            self._watch.start()
+        progress = None
+        if trainer is not None and replacements is not None:
+            progress = Progress(lambda: trainer.global_step)
+            _lightning.follow_actions(replacements, trainer, progress.begin, progress.end)
+        if self._lost_rank_seconds is None or met is None:
+            return
+        (place, run), seconds = met, self._stuck_seconds
+        self._watch = Watch(
+            place, self._lost_rank_seconds, run=run, folder=folder, progress=progress, stuck_seconds=seconds
+        )
+        self._watch.start()
 
     def failed(self, exception: BaseException) -> None:
         """Tell the other ranks, or say in one line which rank's failure this is the outcome of."""

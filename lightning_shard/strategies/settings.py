@@ -39,6 +39,7 @@ class CommonArguments(TypedDict, total=False):
     timeout_seconds: float
     init_timeout_seconds: float
     lost_rank_seconds: float | None
+    stuck_seconds: float | None
     process_group_backend: str | None
     preemption: PreemptionConfig | None
     async_save: bool
@@ -74,6 +75,9 @@ class CommonSettings:
         init_timeout_seconds: how long a rank may be late at the beginning before the others fail.
         lost_rank_seconds: how long a rank may give no sign of life before the others end with a message that names it;
             null: they wait for ``timeout_seconds``.
+        stuck_seconds: how long all ranks may stand still before the one that the others wait for is named, with its
+            phase and line, and the run ends, unless it is saving or in a callback; half of it before a warning. null:
+            they wait for ``timeout_seconds``.
         process_group_backend: "nccl", "gloo", ...; default: by device.
         preemption: what a fit does when it is told to stop by a signal or a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
@@ -97,6 +101,7 @@ class CommonSettings:
     timeout_seconds: float = 1800.0
     init_timeout_seconds: float = 300.0
     lost_rank_seconds: float | None = 120.0
+    stuck_seconds: float | None = 600.0
     process_group_backend: str | None = None
     preemption: PreemptionConfig | None = None
     async_save: bool = False
@@ -108,10 +113,10 @@ class CommonSettings:
         object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())
         if isinstance(self.activation_checkpointing, list):
             object.__setattr__(self, "activation_checkpointing", class_names(self.activation_checkpointing))
-        for name in ("timeout_seconds", "init_timeout_seconds", "lost_rank_seconds"):
+        for name in ("timeout_seconds", "init_timeout_seconds", "lost_rank_seconds", "stuck_seconds"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < math.inf:
-                none = ", or None" if name == "lost_rank_seconds" else ""
+                none = ", or None" if name in ("lost_rank_seconds", "stuck_seconds") else ""
                 raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
         if isinstance(self.nonfinite, str):
             object.__setattr__(self, "nonfinite", NonFinite(action=self.nonfinite))

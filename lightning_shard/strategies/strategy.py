@@ -62,7 +62,7 @@ class ShardStrategy(ParallelStrategy):
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
-        self._watch = parts.RunWatch(settings.lost_rank_seconds)
+        self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds)
         self._data = parts.Data(sample_seeds=settings.seeds_samples)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
@@ -206,7 +206,7 @@ class ShardStrategy(ParallelStrategy):
         self._watch.record_into(self._identity.failure_folder)
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
-        self._watch.start(parts.next_run(), self._identity.failure_folder)
+        self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
         # Workers of loaders, of evaluation too, are forked from here on.
         let_threads_finish_before_forks()
         _lightning.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_shard.cluster import watch as watching
 from lightning_shard.cluster.preflight import Place, connect
+from lightning_shard.cluster.standstill import Progress
 from lightning_shard.cluster.watch import Watch
 from tests.harness import free_port, run_distributed, until
 
@@ -226,3 +228,55 @@ def test_what_a_rank_waits_for_is_written_ahead_of_the_timeout(tmp_path: Path) -
     assert "a collective nears its timeout" in zero
     assert one == ""
     assert "all_reduce [[3]]" in (tmp_path / "rank_0.txt").read_text()
+
+
+def _stands_still(how: str) -> str:
+    """What this rank prints where it alone calls no collective, or another one, than those that wait for it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box = [free_port()]
+    dist.broadcast_object_list(box)
+    place = Place(address="127.0.0.1", port=box[0], rank=rank, world_size=size)
+    store = connect(place, 20)
+    groups = [dist.new_group(), dist.new_group()]
+    dist.barrier()
+    exits: list[int] = []
+    progress = Progress(lambda: 7)
+    before, watching.INTERVAL_SECONDS = watching.INTERVAL_SECONDS, 0.3
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        watch = Watch(place, 60.0, progress=progress, stuck_seconds=1.8, grace_seconds=0.5, exit_process=exits.append)
+        watch.start()
+        alone = rank == 1
+        progress.begin("run_training_batch")
+        progress.begin("[Strategy]ShardDDPStrategy." + ("training_step" if alone else "backward"))
+        if how == "late" and alone:
+            until(lambda: exits, 30)
+        other = alone and how == "other"
+        first = dist.all_reduce(torch.ones(2 + other), group=groups[other], async_op=True)
+        until(lambda: exits, 30)
+        if how == "other":
+            dist.all_reduce(torch.ones(3 - other), group=groups[not other])
+        first.wait()
+        watch.close()
+        watching.INTERVAL_SECONDS = before
+        dist.barrier()
+    del store
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("how", ["late", "other"])
+def test_the_rank_that_the_others_wait_for_is_named_with_its_line(how: str) -> None:
+    told = run_distributed(_stands_still, 3, how)
+    here = rf"from (_stands_still|until) at {re.escape(str(Path(__file__).parent.parent))}"
+    its = r"" if how == "late" else r", where it waits in gloo:all_reduce \[\[3\]\], number 1 of group \d+"
+    cause = (
+        rf"rank 1 on \S+ has not moved for \d s: it is in forward after step 7{its}, {here}\S+\. rank [02] on \S+ is "
+        rf"in backward after step 7, where it waits in gloo:all_reduce \[\[2\]\], number 1 of group \d+, {here}"
+    )
+    for rank in (0, 2):
+        assert re.search(rf"^\[rank {rank} on \S+\] ends: {cause}", told[rank], re.MULTILINE), told[rank]
+    # Half of the time before, on rank 0; the stack, then the cause last, on the rank itself.
+    assert re.match(r"rank 1 on \S+ has not moved for 1 s", told[0])
+    ends, *_stack, last = told[1].splitlines()
+    assert ends.endswith("ends where it stands:")
+    assert re.search(rf"^\[rank 1 on \S+\] the cause: {cause}", last), told[1]

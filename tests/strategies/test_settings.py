@@ -42,6 +42,7 @@ COMMON: dict[str, Any] = {
     "process_group_backend": "gloo",
     "init_timeout_seconds": 8.0,
     "lost_rank_seconds": 9.0,
+    "stuck_seconds": 10.0,
     "preemption": PreemptionConfig(exit_code=3),
     "async_save": True,
     "sample_seeds": True,
