@@ -75,6 +75,8 @@ def connect(place: Place, seconds: float) -> Store:
     if keeps:
         _allow_connections(place.world_size)
     try:
+        if not keeps:
+            _wait_for_listener(place, seconds)
         store: Store = TCPStore(
             place.address,
             place.port,
@@ -83,7 +85,7 @@ def connect(place: Place, seconds: float) -> Store:
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,  # who is missing could not be said
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if keeps:
             raise ConfigurationError(
                 f"[rank 0 on {_node()}] port {place.port} can't be listened on, most likely since another process "
@@ -95,6 +97,19 @@ def connect(place: Place, seconds: float) -> Store:
             "between the nodes, or MASTER_ADDR is another host."
         ) from error
     return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
+
+
+def _wait_for_listener(place: Place, seconds: float) -> None:
+    """Wait until somebody listens; torch's store would wait for twice as long, and print its own stacks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            return socket.create_connection((place.address, place.port), timeout=left).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _allow_connections(ranks: int) -> None:
