@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.files.contents import Contents, in_form
-from lightning_shard.checkpoint.files.layout import MANIFEST, METADATA, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
+from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
-from lightning_shard.checkpoint.files.metadata import read_metadata
+from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -93,7 +93,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         if not stream.read().endswith(b"\n"):  # all that is not under its digest
             damage[MANIFEST] = f"{path / MANIFEST} was cut: its last byte is missing"
     if not damage:  # what opens them says less clearly that they were changed
-        for name, read in ((METADATA, read_metadata), (TRAINER_STATE, read_trainer_state)):
+        for name, read in ((boxes_file(manifest), read_boxes), (TRAINER_STATE, read_trainer_state)):
             try:
                 read(directory, manifest)
             except CheckpointError as error:

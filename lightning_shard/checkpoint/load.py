@@ -1,6 +1,6 @@
 """Opening a portable checkpoint and reading it into live tensors, whatever wrote it and however they are sharded.
 
-A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``.metadata`` once, and every other file
+A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``boxes.bin`` once, and every other file
 is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
 """
 
@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import Metadata
 
 from lightning_shard.checkpoint.background_writes import settle
+from lightning_shard.checkpoint.files.boxes import StoredBoxes
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import (
     EXTRA_STATE,
-    METADATA,
     MODEL_PREFIX,
     OPTIMIZER_STATES,
     TRAINER_STATE,
@@ -30,7 +29,7 @@ from lightning_shard.checkpoint.files.layout import (
     torch_dtype,
 )
 from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
-from lightning_shard.checkpoint.files.metadata import read_metadata
+from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.load_optimizers import (
@@ -57,7 +56,7 @@ class OpenCheckpoint:
 
     directory: Directory
     manifest: Manifest
-    metadata: Metadata
+    metadata: Mapping[str, StoredBoxes]
 
     trainer_state: dict[str, Any]
     """The contents of ``trainer.pt``, tensors on the CPU."""
@@ -75,7 +74,7 @@ def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
         return OpenCheckpoint(
             directory=directory,
             manifest=manifest,
-            metadata=read_metadata(directory, manifest),
+            metadata=read_boxes(directory, manifest),
             trainer_state=read_trainer_state(directory, manifest),
         )
     except BaseException:
@@ -119,7 +118,7 @@ def _share(found: Manifest, ranks: Ranks) -> list[str]:
     """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
     load = [(0, rank) for rank in range(ranks.size)]
     mine = []
-    files = {name: entry for name, entry in found.files.items() if name not in (METADATA, TRAINER_STATE)}
+    files = {name: entry for name, entry in found.files.items() if name not in (boxes_file(found), TRAINER_STATE)}
     for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
         bytes_before, rank = load[0]
         heapq.heapreplace(load, (bytes_before + entry.size + 1, rank))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_shard.checkpoint.files.layout import listed
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import Names, fqns
@@ -68,10 +69,10 @@ def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], 
     if not extra:
         return
     keys = {names.unwrapped(key): key for key in module.state_dict(keep_vars=True)}
-    unknown = sorted(name for name in extra if name not in keys)
+    unknown = [name for name in extra if name not in keys]
     if unknown and strict:
         raise CheckpointMismatchError(
-            f"the checkpoint has extra state that no module takes: {', '.join(unknown)}; load with strict=False to "
+            f"the checkpoint has extra state that no module takes: {listed(unknown)}; load with strict=False to "
             "leave it out"
         )
     module.load_state_dict({keys[name]: value for name, value in extra.items() if name in keys}, strict=False)

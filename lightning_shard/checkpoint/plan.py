@@ -8,11 +8,11 @@ boxes of all ranks do. A plan holds as long as no rank's tensors are sharded in 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.files.boxes import covered_once
 from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
 from lightning_shard.errors import CheckpointError
@@ -183,8 +184,8 @@ def _incomplete(tensor: LocalTensor, boxes: Mapping[Box, Sequence[int]]) -> str 
     elements = sum(math.prod(sizes) for _, sizes in boxes)
     if elements != math.prod(tensor.shape):
         return f"the ranks have {elements} elements of {tensor.key} of shape {tensor.shape}"
-    overlap = find_overlap(tensor.shape, list(boxes))
-    return None if overlap is None else f"{tensor.key} has boxes that overlap: {overlap[0]} and {overlap[1]}"
+    begin, sizes = np.array(list(boxes), dtype=np.int64).reshape(len(boxes), 2, len(tensor.shape)).swapaxes(0, 1)
+    return None if covered_once(tensor.shape, begin, sizes) else f"{tensor.key} has boxes that overlap"
 
 
 def _spread(tensors: Mapping[str, LocalTensor], owners: _Owners, size: int) -> dict[str, dict[Box, int]]:
@@ -225,53 +226,3 @@ def _local(key: str, tensor: Any, slot: SlotName | None) -> LocalTensor:
     chunks = (chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in shape)
     boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
     return LocalTensor(key, shape, tensor.dtype, boxes, slot)
-
-
-def find_overlap(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes, all inside a tensor of ``shape``, that have an element in common; None if there are none.
-
-    Boxes that are contiguous in the tensor's memory, as those of rows and of flat partitions are, take the time of
-    sorting them; others at worst that of comparing those that meet along the dim with the most offsets. torch's own
-    check sweeps along the tensor's longest dim, on which the shards along another dim all begin together: with a
-    thousand ranks it compares a million pairs for each tensor.
-    """
-    if len(boxes) < 2 or math.prod(shape) == 0:
-        return None
-    if all(_is_contiguous(shape, box) for box in boxes):
-        lines = [((_start(shape, box),), (math.prod(box[1]),)) for box in boxes]
-        return _sweep(boxes, lines, 0)
-    return _sweep(boxes, boxes, max(range(len(shape)), key=lambda dim: len({offsets[dim] for offsets, _ in boxes})))
-
-
-def _is_contiguous(shape: Sequence[int], box: Box) -> bool:
-    _, sizes = box
-    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    return tuple(sizes[first + 1 :]) == tuple(shape[first + 1 :])
-
-
-def _start(shape: Sequence[int], box: Box) -> int:
-    """Where the box begins in the tensor's row-major order."""
-    start = 0
-    for offset, size in zip(box[0], shape, strict=True):
-        start = start * size + offset
-    return start
-
-
-def _sweep(boxes: Sequence[Box], projected: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
-    """Go along ``dim`` and compare each of ``projected`` with those that reach as far as its beginning."""
-    active: list[tuple[int, int]] = []  # end and number of each, those that end first in front
-    for number in sorted(range(len(projected)), key=lambda number: projected[number][0][dim]):
-        offsets, sizes = projected[number]
-        del active[: bisect_right(active, (offsets[dim], len(projected)))]
-        for _, other in active:
-            if _meet(projected[number], projected[other]):
-                return boxes[other], boxes[number]
-        insort(active, (offsets[dim] + sizes[dim], number))
-    return None
-
-
-def _meet(one: Box, other: Box) -> bool:
-    return all(
-        begin < other_begin + other_size and other_begin < begin + size
-        for begin, size, other_begin, other_size in zip(*one, *other, strict=True)
-    )

@@ -19,7 +19,6 @@ from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import (
     EXTRA_STATE,
     MANIFEST,
-    METADATA,
     OPTIMIZER_PREFIX,
     OPTIMIZER_STATES,
     TRAINER_STATE,
@@ -27,7 +26,7 @@ from lightning_shard.checkpoint.files.layout import (
     dtype_name,
 )
 from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, library_versions
-from lightning_shard.checkpoint.files.tensor_files import Values, Written, encode_metadata, write_boxes, write_file
+from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
 from lightning_shard.checkpoint.load import open_portable
@@ -177,7 +176,8 @@ class Begun:
         plan = self.plan.of_all
         assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
-        files[METADATA] = write_file(self.temporary / METADATA, encode_metadata(plan.tensors, plan.writers, written))
+        for name, data in describe_boxes(plan.tensors, plan.writers, written).items():
+            files[name] = write_file(self.temporary / name, data)
         for name, entry in files.items():
             _check_arrived(self.temporary / name, entry)
         tensors = {

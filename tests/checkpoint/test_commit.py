@@ -70,7 +70,7 @@ def test_replacing_leaves_the_new_one_alone(tmp_path):
     save_number(path, 2.0)
     assert number_in(path) == 2.0
     assert os.listdir(path.parent) == ["a.ckpt"]
-    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", MANIFEST, "trainer.pt"]
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "boxes.bin", MANIFEST, "trainer.pt"]
 
 
 def test_the_next_save_removes_what_interrupted_ones_left(tmp_path):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
@@ -130,10 +131,11 @@ def records(value: Any) -> Any:
     return value
 
 
-def signed(path: Path) -> None:
+def signed(path: Path, version: int = 3) -> None:
     """Make the manifest agree with the files, as who can write the directory may."""
     fields = json.loads((path / "manifest.json").read_text())
     fields.pop("digest")
+    fields["format_version"] = version
     for name, entry in fields["files"].items():
         data = (path / name).read_bytes()
         entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -143,7 +145,7 @@ def signed(path: Path) -> None:
 def change(draw: Callable[..., Any], folder: Path) -> None:
     """Change one of the files."""
     path = folder / "a.ckpt"
-    kind = draw(st.sampled_from(["manifest", "metadata", "state", "bytes", "pickle", "one file", "special"]))
+    kind = draw(st.sampled_from(["manifest", "metadata", "boxes", "state", "bytes", "pickle", "one file", "special"]))
     if kind == "manifest":
         fields = mutated(draw, json.loads((path / "manifest.json").read_text()), VALUES)
         if isinstance(fields, dict):
@@ -154,6 +156,13 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
     elif kind == "metadata":
         tree = attributes(pickle.loads((path / ".metadata").read_bytes()))
         (path / ".metadata").write_bytes(pickle.dumps(records(mutated(draw, tree, VALUES))))
+        signed(path, version=2)
+    elif kind == "boxes":
+        numbers = np.fromfile(path / "boxes.bin", dtype="<i8")
+        for _ in range(draw(st.integers(1, 3))):
+            at = draw(st.integers(0, len(numbers) - 1))
+            numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] + 1, *BIG[:3], -(2**63), 2**63 - 1]))
+        numbers.tofile(path / "boxes.bin")
         signed(path)
     elif kind == "state":
         state = torch.load(path / "trainer.pt", weights_only=True)
@@ -164,7 +173,7 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
         file.write_bytes(mangled(draw, file.read_bytes()))
         if file.name != "manifest.json":
-            signed(path)
+            signed(path, version=2 if file.name == ".metadata" else 3)
     elif kind in ("pickle", "one file"):
         file = path / "trainer.pt" if kind == "pickle" else folder / "b.ckpt"
         method = draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))

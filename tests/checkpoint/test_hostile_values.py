@@ -86,7 +86,7 @@ def test_a_tensor_larger_than_its_file(path: Path, size: int) -> None:
         open_any(path)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "trainer.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.pt", "boxes.bin", "__0_0.distcp"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])
 def test_a_special_file(path: Path, name: str, kind: str) -> None:
     (path / name).unlink()

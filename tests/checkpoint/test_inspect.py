@@ -48,7 +48,7 @@ def test_describe_summarises_the_ledger(tmp_path: Path) -> None:
 
 
 def test_verify_names_every_damaged_file(trained: Path) -> None:
-    assert verify(trained) == [".metadata", "__0_0.distcp", "trainer.pt", "manifest.json"]
+    assert verify(trained) == [".metadata", "__0_0.distcp", "boxes.bin", "trainer.pt", "manifest.json"]
     for name in (".metadata", "trainer.pt"):
         data = bytearray((trained / name).read_bytes())
         data[len(data) // 2] ^= 1
@@ -77,7 +77,7 @@ def test_verify_finds_each_flipped_and_missing_byte(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=re.escape(file.name)):
                 verify(path)
         file.write_bytes(original)
-    assert len(verify(path)) == 4
+    assert len(verify(path)) == 5
 
 
 def test_verify_of_one_file_checks_its_records(tmp_path: Path, trained: Path) -> None:

@@ -19,6 +19,7 @@ class _File:
 @dataclass
 class _Manifest:
     files: dict[str, Any]
+    format_version: int = 3
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

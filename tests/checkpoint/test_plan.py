@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
-from lightning_shard.checkpoint import plan
+from lightning_shard.checkpoint.files.boxes import covered_once
 from lightning_shard.checkpoint.files.contents import StoredTensor
 from lightning_shard.checkpoint.foreign.forms import open_any
-from lightning_shard.checkpoint.plan import Box, LocalTensor, divide, find_overlap
+from lightning_shard.checkpoint.plan import Box, LocalTensor, divide
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import save_tensors
@@ -98,26 +100,35 @@ def cells(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(o, o + s) for o, s in zip(*box, strict=True))))
 
 
-@given(boxes())
-def test_overlaps_are_found_as_by_looking_at_every_element(found: list[Box]) -> None:
-    pairs = [(a, b) for a, b in itertools.combinations(found, 2) if cells(a) & cells(b)]
-    result = find_overlap(SHAPE, found)
-    assert (result is None) == (not pairs)
-    if result is not None:
-        assert cells(result[0]) & cells(result[1])
+@st.composite
+def divided(draw: st.DrawFn) -> list[Box]:
+    """Boxes that make up a tensor."""
+    found: list[Box] = [((0, 0, 0), SHAPE)]
+    for _ in range(draw(st.integers(0, 5))):
+        offsets, sizes = found.pop(draw(st.integers(0, len(found) - 1)))
+        dim = draw(st.integers(0, 2))
+        at = draw(st.integers(0, sizes[dim]))
+        for first, size in ((0, at), (at, sizes[dim] - at)):
+            moved = tuple(offset + first * (d == dim) for d, offset in enumerate(offsets))
+            found.append((moved, tuple(size if d == dim else other for d, other in enumerate(sizes))))
+    return found
 
 
-@pytest.mark.parametrize("shape", [(512, 4096), (4096, 512), (64, 64, 3, 3)])
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_the_check_does_not_compare_each_with_each(
-    shape: tuple[int, ...], layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared: list[int] = []
-    meet = plan._meet
-    monkeypatch.setattr(plan, "_meet", lambda *pair: compared.append(1) or meet(*pair))
-    found = [box for rank in range(512) for part in held_by(rank, 512, layout, {"w": shape}) for box in part.boxes]
-    assert find_overlap(shape, found) is None
-    assert len(compared) <= len(found)
+@given(boxes() | divided(), st.data())
+def test_gaps_and_overlaps_are_found_as_by_looking_at_every_element(found: list[Box], data: st.DataObject) -> None:
+    if data.draw(st.booleans()):
+        found[data.draw(st.integers(0, len(found) - 1))] = data.draw(st.sampled_from(found))
+    counts = collections.Counter(cell for box in found for cell in cells(box))
+    begin, sizes = (np.array(part, dtype=np.int64) for part in zip(*found, strict=True))
+    exact = len(counts) == math.prod(SHAPE) and set(counts.values()) == {1}
+    assert covered_once(SHAPE, begin, sizes) == exact
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,)])
+def test_small_tensors_are_covered(shape: tuple[int, ...]) -> None:
+    begin = np.zeros((1, len(shape)), dtype=np.int64)
+    assert covered_once(shape, begin, np.array([shape], dtype=np.int64).reshape(1, -1))
+    assert covered_once(shape, begin[:0], begin[:0]) == (0 in shape)
 
 
 def test_what_a_rank_sends_is_small() -> None:

@@ -51,7 +51,12 @@ def fresh(value: float = 0.0) -> dict[str, torch.Tensor]:
 
 
 def forge(path: Path, name: str, data: bytes, **changes: Any) -> None:
-    """Replace a file and make the manifest agree, as whoever can write the directory may."""
+    """Replace a file and make the manifest agree, as whoever can write the directory may.
+
+    ``.metadata`` is what checkpoints of format 2 are read by.
+    """
+    if name == ".metadata":
+        changes["format_version"] = 2
     (path / name).write_bytes(data)
     manifest = read_manifest(path)
     entry = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -260,9 +265,9 @@ def test_a_manifest_that_is_none(path, text):
 
 
 def test_a_newer_form_asks_for_an_upgrade(path):
-    newer = dataclasses.replace(read_manifest(path), format_version=3)
+    newer = dataclasses.replace(read_manifest(path), format_version=4)
     (path / "manifest.json").write_text(newer.to_json())
-    with pytest.raises(CheckpointError, match="format version 3; this lightning_shard reads up to 2: upgrade"):
+    with pytest.raises(CheckpointError, match="format version 4; this lightning_shard reads up to 3: upgrade"):
         load_into(path, fresh())
 
 

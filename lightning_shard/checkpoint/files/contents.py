@@ -27,7 +27,7 @@ def in_form(what: str) -> Iterator[None]:
     """Raise CheckpointCorruptError with ``what`` it is not, where a state of another form is met."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointCorruptError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
 

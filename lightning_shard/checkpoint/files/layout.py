@@ -1,8 +1,9 @@
 """What a portable checkpoint looks like on disk: names of files and of tensors, and checks of its files.
 
 ``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only),
-``trainer.pt`` (everything else, loads with ``weights_only=True``) and ``manifest.json``. The manifest is written
-last: a directory without a valid one is not a checkpoint.
+``boxes.bin`` (where in these each box of a tensor lies), ``trainer.pt`` (everything else, loads with
+``weights_only=True``) and ``manifest.json``. The manifest is written last: a directory without a valid one is not a
+checkpoint.
 
 Tensor keys are ``model.<fqn>`` and ``optimizer.<i>.<fqn>.<slot>``. FQNs and slots have dots: what a key of the second
 kind stands for is in the manifest (`SlotName`) and is not read from the key.
@@ -25,6 +26,7 @@ from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
 METADATA = ".metadata"
+BOXES = "boxes.bin"
 DATA_SUFFIX = ".distcp"
 
 MODEL_PREFIX = "model."
@@ -106,7 +108,7 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
 
 def foreign_entries(directory: Path) -> list[Path]:
     """What in ``directory`` has a name that no save gives."""
-    ours = {MANIFEST, TRAINER_STATE, METADATA}
+    ours = {MANIFEST, TRAINER_STATE, METADATA, BOXES}
     return [entry for entry in directory.iterdir() if entry.name not in ours and entry.suffix != DATA_SUFFIX]
 
 

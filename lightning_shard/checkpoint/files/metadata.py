@@ -1,14 +1,13 @@
-"""Reading a checkpoint's ``.metadata`` without trusting it.
+"""Reading where the tensors of a checkpoint lie, without trusting what says so.
 
-The file is a pickle, and a pickle can name any function to call. This reader maps the names that torch's own
-metadata has to inert records made for one reading; every other name is refused. The records are then checked
-against the manifest and turned into torch's classes, so that not even those are built or changed by the file.
+The ``.metadata`` of torch's checkpoints, and of our own before format 3, is a pickle, which can name any function to
+call. This reader maps the names that torch's own metadata has to inert records made for one reading; every other name
+is refused. The records are then checked against the manifest.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,18 +16,19 @@ from dataclasses import dataclass
 from reprlib import repr as shown  # values that share their parts have texts without end
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 
+from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import METADATA, FileEntry, check_relative, dtype_name
+from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, check_relative, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
@@ -47,15 +47,23 @@ _RECORDS = {
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
-def read_metadata(directory: Directory, manifest: Manifest) -> Metadata:
-    """The checked contents of ``.metadata``.
+def read_boxes(directory: Directory, manifest: Manifest) -> dict[str, StoredBoxes]:
+    """Key to where the tensor lies, of each of the manifest's: by ``boxes.bin``, in older formats by ``.metadata``.
 
     Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
     metadata, or does not describe exactly the manifest's tensors in the manifest's files.
     """
-    data = directory.read(METADATA, manifest.files)
-    with _named(directory.path / METADATA):
+    name = boxes_file(manifest)
+    data = directory.read(name, manifest.files)
+    with _named(directory.path / name):
+        if name == BOXES:
+            return decode_boxes(data, manifest)
         return _convert(_Unpickler(data).load(), manifest)
+
+
+def boxes_file(manifest: Manifest) -> str:
+    """The file that `read_boxes` reads."""
+    return BOXES if manifest.format_version > 2 else METADATA
 
 
 @contextmanager
@@ -75,7 +83,7 @@ def _named(where: str | os.PathLike[str]) -> Iterator[None]:
 class ForeignMetadata:
     """A ``.metadata`` that another library wrote, in which not only tensors are described."""
 
-    tensors: Metadata
+    tensors: Mapping[str, StoredBoxes]
     items: Mapping[str, StorageInfo]
     """Key to place of each item that is no tensor."""
 
@@ -105,7 +113,7 @@ def parse_foreign_metadata(
         paths = {key: tuple(root["planner_data"][key]) for key in described}
         if not all(type(part) in (str, int) for path in paths.values() for part in path):
             raise CheckpointCorruptError("a key's path is not made of names and numbers")
-        return ForeignMetadata(tensors=_complete(entries, stored), items=items, paths=paths)
+        return ForeignMetadata(tensors=_complete(entries, stored, files), items=items, paths=paths)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -153,7 +161,7 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
     return record.state
 
 
-def _convert(records: Any, manifest: Manifest) -> Metadata:
+def _convert(records: Any, manifest: Manifest) -> dict[str, StoredBoxes]:
     root = _fields(records, "Metadata")
     entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
     stored = {_index(key): _location(value, manifest.files) for key, value in root["storage_data"].items()}
@@ -162,19 +170,30 @@ def _convert(records: Any, manifest: Manifest) -> Metadata:
     if described != listed:
         differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
         raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
-    return _complete(entries, stored)
+    return _complete(entries, stored, manifest.files)
 
 
-def _complete(entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any]) -> Metadata:
+def _complete(
+    entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any], files: Mapping[str, FileEntry]
+) -> dict[str, StoredBoxes]:
+    names, sizes = data_files(files)
+    numbers = {name: number for number, name in enumerate(names)}
+    found: dict[str, StoredBoxes] = {}
     for key, entry in entries.items():
+        rows = []
         for chunk in entry.chunks:
             place = stored.get(MetadataIndex(key, chunk.offsets))
             if place is None:
                 raise CheckpointCorruptError(f"{key} has a part at {tuple(chunk.offsets)} that no file holds")
-            # So that what is read takes no more memory than the files have bytes.
-            if math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
-                raise CheckpointCorruptError(f"{key} has a part of {tuple(chunk.sizes)} in {place.length} bytes")
-    return Metadata(state_dict_metadata=dict(entries), storage_data=stored, storage_meta=StorageMeta())
+            rows.append([numbers[place.relative_path], place.offset, place.length, *chunk.offsets, *chunk.sizes])
+        boxes = StoredBoxes(
+            shape=tuple(entry.size),
+            dtype=entry.properties.dtype,
+            rows=np.array(rows, dtype=np.int64).reshape(-1, 3 + 2 * len(entry.size)),
+            files=names,
+        )
+        found[key] = boxes.checked(key, sizes)
+    return found
 
 
 def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
@@ -195,8 +214,6 @@ def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
         ):
             raise CheckpointCorruptError(f"{key} of shape {tuple(size)} has a part outside of it, at {tuple(offsets)}")
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        raise CheckpointCorruptError(f"the parts of {key} do not make up its shape {tuple(size)}")
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
 
 

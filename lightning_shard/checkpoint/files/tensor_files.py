@@ -22,19 +22,19 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import Metadata, ReadItem
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, encode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry
+from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry
 from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
@@ -136,19 +136,31 @@ def write_file(path: Path, data: bytes) -> FileEntry:
     return stream.entry()
 
 
-def encode_metadata(
+def describe_boxes(
     tensors: Mapping[str, TensorStorageMetadata],
     writers: Sequence[Sequence[MetadataIndex]],
     written: Sequence[Written],
-) -> bytes:
-    """The contents of ``.metadata``; ``writers``: by rank the boxes that it wrote, in the order of ``written``."""
+) -> dict[str, bytes]:
+    """The contents of ``.metadata`` and of ``boxes.bin``.
+
+    ``writers``: by rank the boxes that it wrote, in the order of ``written``.
+    """
     places = {
         index: StorageInfo(data_file(rank), offset, length)
         for rank, (boxes, part) in enumerate(zip(writers, written, strict=True))
         for index, (offset, length) in zip(boxes, part.places, strict=True)
     }
+    names, _ = data_files({name: entry for part in written for name, entry in part.files.items()})
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def row(key: str, chunk: ChunkStorageMetadata) -> list[int]:
+        place = places[MetadataIndex(key, chunk.offsets)]
+        return [numbers[place.relative_path], place.offset, place.length, *chunk.offsets, *chunk.sizes]
+
+    rows = {key: [row(key, chunk) for chunk in entry.chunks] for key, entry in tensors.items()}
     # No path of the machine that wrote it, no random number.
-    return pickle.dumps(Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=_VERSION))
+    metadata = Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=_VERSION)
+    return {METADATA: pickle.dumps(metadata), BOXES: encode_boxes(rows)}
 
 
 def chunks_of(tensor: Any) -> list[ChunkStorageMetadata]:
@@ -162,41 +174,44 @@ def chunks_of(tensor: Any) -> list[ChunkStorageMetadata]:
 
 
 @torch.no_grad()
-def read_tensors(directory: Directory, metadata: Metadata, targets: Iterable[tuple[str, Any]]) -> None:
+def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], targets: Iterable[tuple[str, Any]]) -> None:
     """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting.
 
-    Each file is read front to back, and each stored box once; one is in memory at a time. ``metadata`` was checked
+    Each file is read front to back, and each stored box once; one is in memory at a time. ``stored`` was checked
     before.
 
-    Raises CheckpointCorruptError where a file has something else than its metadata says, CheckpointMismatchError for a
+    Raises CheckpointCorruptError where a file has something else than is said of it, CheckpointMismatchError for a
     target of another shape.
     """
-    by_file: dict[str, list[tuple[StorageInfo, ReadItem, Any]]] = {}
+    by_file: dict[str, list[tuple[int, str, int, list[int], list[int], MetadataIndex, Any]]] = {}
     for key, target in targets:
-        entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
-        if tuple(entry.size) != tuple(target.shape):
-            raise CheckpointMismatchError(f"{key} has shape {tuple(entry.size)} there, {tuple(target.shape)} here")
-        for item in create_read_items_for_chunk_list(key, entry, chunks_of(target)):
-            place = metadata.storage_data[item.storage_index]
-            by_file.setdefault(place.relative_path, []).append((place, item, target))
+        boxes = stored[key]
+        if boxes.shape != tuple(target.shape):
+            raise CheckpointMismatchError(f"{key} has shape {boxes.shape} there, {tuple(target.shape)} here")
+        for position, chunk in enumerate(chunks_of(target)):
+            live = MetadataIndex(key, chunk.offsets, position)
+            for number, low, high in boxes.meeting(chunk):
+                file, start = boxes.rows[number, :2].tolist()
+                by_file.setdefault(boxes.files[file], []).append((start, key, number, low, high, live, target))
     for name, reads in by_file.items():
         with directory.open(name) as stream:
-            last: MetadataIndex | None = None
+            last: tuple[str, int] | None = None
             box = torch.empty(0)
-            for place, item, target in sorted(reads, key=lambda read: read[0].offset):
-                if last != item.storage_index:
+            for _, key, number, low, high, live, target in sorted(reads, key=lambda read: read[0]):
+                if last != (key, number):
                     box = torch.empty(0)  # free the last box before the next is read
-                    box = _read_box(stream, directory.path / name, metadata, place, item.storage_index)
-                    last = item.storage_index
-                live = find_tensor_shard(target, item.dest_index).detach()
-                source = _narrow(box, item.storage_offsets, item.lengths)
-                _narrow(live, item.dest_offsets, item.lengths).copy_(source)
+                    box = _read_box(stream, directory.path / name, key, stored[key], number)
+                    last = key, number
+                begin = stored[key].rows[number, 3:].tolist()
+                part = find_tensor_shard(target, live).detach()
+                _narrow(part, live.offset or (), low, high).copy_(_narrow(box, begin, low, high))
 
 
-def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
+def _narrow(box: Tensor, offsets: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Tensor:
+    """What a box that begins at ``offsets`` has of the elements from ``low`` to ``high``."""
+    for dim, (first, last) in enumerate(zip(low, high, strict=True)):
+        box = box.narrow(dim, first - offsets[dim], last - first)
+    return box
 
 
 class _Part(io.RawIOBase):
@@ -226,27 +241,25 @@ class _Part(io.RawIOBase):
         return int(count)
 
 
-def _read_box(stream: BinaryIO, path: Path, metadata: Metadata, place: StorageInfo, index: MetadataIndex) -> Tensor:
+def _read_box(stream: BinaryIO, path: Path, key: str, boxes: StoredBoxes, number: int) -> Tensor:
+    _, start, length, *place = boxes.rows[number].tolist()
+    shape = tuple(place[len(boxes.shape) :])
     try:
-        part: Any = _Part(stream, place.offset, place.length)
-        if place.length <= _SMALL_BYTES:
+        part: Any = _Part(stream, start, length)
+        if length <= _SMALL_BYTES:
             part = io.BytesIO(part.read())  # faster by far
         check_archive(part, path)
         part.seek(0)
         box = torch.load(part, map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:
-        raise CheckpointCorruptError(f"{path}: {index.fqn} can't be read: {error}") from error
-    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[index.fqn])
-    assert index.index is not None  # every box's was noted; to search for one takes the time of all ranks
-    shape, dtype = entry.chunks[index.index].sizes, entry.properties.dtype
-    if not isinstance(box, Tensor) or box.shape != shape or box.dtype != dtype:
-        raise CheckpointCorruptError(f"{path}: {index.fqn} is not a {dtype} tensor of shape {tuple(shape)}")
+        raise CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
+    if not isinstance(box, Tensor) or tuple(box.shape) != shape or box.dtype != boxes.dtype:
+        raise CheckpointCorruptError(f"{path}: {key} is not a {boxes.dtype} tensor of shape {shape}")
     return box
 
 
-def read_full(directory: Directory, metadata: Metadata, key: str) -> Tensor:
+def read_full(directory: Directory, stored: Mapping[str, StoredBoxes], key: str) -> Tensor:
     """The full tensor ``key``, new and on the host; beside it one stored box is in memory at a time."""
-    entry = cast(TensorStorageMetadata, metadata.state_dict_metadata[key])
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_tensors(directory, metadata, [(key, tensor)])
+    tensor = torch.empty(stored[key].shape, dtype=stored[key].dtype)
+    read_tensors(directory, stored, [(key, tensor)])
     return tensor

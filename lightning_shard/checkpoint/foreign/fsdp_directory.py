@@ -101,12 +101,12 @@ def _number(top: str | int) -> int:
 
 
 def _stored(directory: Directory, metadata: ForeignMetadata, key: str) -> StoredTensor:
-    entry: Any = metadata.tensors.state_dict_metadata[key]
+    boxes = metadata.tensors[key]
 
     def read() -> Tensor:
         return read_full(directory, metadata.tensors, key)
 
-    return StoredTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, read=read)
+    return StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
 
 
 def _item(directory: Directory, key: str, place: StorageInfo) -> Any:

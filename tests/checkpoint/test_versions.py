@@ -1,7 +1,9 @@
-"""Directories of format version 1, in which no map says what the keys of optimizer state are, load bit by bit.
+"""Directories of earlier format versions load bit by bit.
 
-``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, each
-after three steps of `Saved`; the ``.expected`` file beside each has the full tensors and optimizer state of that run.
+In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie.
+``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``,
+``version_2/fsdp.ckpt`` by two under ``shard_fsdp``, each after three steps of `Saved`; the ``.expected`` file beside
+each has the full tensors and optimizer state of that run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tests.checkpoint.calls import load_module
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
-FOLDER = Path(__file__).parent / "version_1"
+FOLDER = Path(__file__).parent
 
 
 class Moments(nn.Module):
@@ -71,10 +73,10 @@ def expected(name: str) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor
     return found["model"], found["slots"]
 
 
-@pytest.mark.parametrize("name", ["plain", "zero_2"])
+@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp"])
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"
-    assert read_manifest(path).format_version == 1
+    assert f"version_{read_manifest(path).format_version}" == path.parent.name
     open_checkpoint(path)
     module = Saved()
     optimizer = module.configure_optimizers()
@@ -95,7 +97,7 @@ class Look(pl.Callback):
     """What is there before the first batch of a resumed fit."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        model, slots = expected("zero_2")
+        model, slots = expected("version_1/zero_2")
         self.differing = [n for n, v in model.items() if n != "seen" and not torch.equal(full_tensor(trainer, n), v)]
         self.differing += [key for key, v in slots.items() if not torch.equal(full_tensor(trainer, *key).float(), v)]
         self.steps = trainer.global_step
@@ -105,7 +107,7 @@ def _resume(strategy: str) -> tuple[int, int, list[Any]]:
     look = Look()
     trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[look])
     loader = DataLoader([(torch.arange(5) * (i + 1)) % 8 for i in range(12)], batch_size=2)
-    trainer.fit(Saved(), loader, ckpt_path=FOLDER / "zero_2.ckpt")
+    trainer.fit(Saved(), loader, ckpt_path=FOLDER / "version_1/zero_2.ckpt")
     return look.steps, trainer.global_step, look.differing
 
 
