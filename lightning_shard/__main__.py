@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from lightning_shard import commands
 
 def main() -> None:
     """Run the command line of this process."""
+    if sys.argv[1:2] == ["fit"]:
+        # Told to stop before the Trainer exists: that comes once the run notes it, and ends no process before.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
     script = Path(sys.argv[0]).name
     program = "python -m lightning_shard" if script == "__main__.py" else script
     code = commands.quick(program, sys.argv[1:])

@@ -105,6 +105,7 @@ USES = {
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
     "run/preemption.py": ("os._exit is documented", "_exit"),
+    "run/watch.py": ("os._exit is documented", "_exit"),
     "run/compiling.py": ("how many graphs were compiled", "_dynamo"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
@@ -138,6 +139,7 @@ ELSEWHERE = {
     "resume/metrics.py": "torchmetrics'",
     "run/compiling.py": "the compiler's counters, for a warning",
     "run/preemption.py": "Python's",
+    "run/watch.py": "Python's",
 }
 
 # Names that are used where they are there, or that no `require` can ask for.

@@ -129,6 +129,16 @@ class SignalFlag:
         self.received = number
 
 
+def release_signals() -> None:
+    """Let those come that ``lightning-shard`` held back (`__main__`) until somebody handles them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+
+
+def torchrun_seconds(environ: Mapping[str, str]) -> float | None:
+    """How long torchrun leaves its processes after SIGTERM (torch/distributed/launcher/api.py); None: no torchrun."""
+    return float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) if "TORCHELASTIC_RUN_ID" in environ else None
+
+
 class TimeLimit:
     """When to stop so that a save still fits into the time that the job has left. One rank asks it."""
 

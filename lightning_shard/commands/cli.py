@@ -16,6 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning_shard import commands
 from lightning_shard._lightning import leave_out_noise
 from lightning_shard._lightning.cli import ConfiguredCLI
+from lightning_shard.cluster.preemption import release_signals
 from lightning_shard.commands import failures, fit
 from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.parser import ShardArgumentParser
@@ -125,6 +126,8 @@ class ShardCLI(ConfiguredCLI):
             name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
             self.save_config_kwargs = {"overwrite": True, "config_filename": name}
         super().instantiate_classes()
+        if not getattr(getattr(self.trainer.strategy, "preemption", None), "signals", ()):
+            release_signals()  # nobody else notes them
 
     def after_fit(self) -> None:
         """Say where the checkpoint is and how to validate it; rank 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,7 @@ _KEYS = (
 """Options of the command, or what stands before their first dot."""
 
 
-def check_rest(command: str, rest: Sequence[str]) -> None:
+def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
     """Refuse what the job would refuse once it has waited in the queue: unknown options, and files that there are not.
 
     A script of the user's may have options of its own; what resembles one of this command is a mistake there too.
@@ -113,8 +114,14 @@ def check_rest(command: str, rest: Sequence[str]) -> None:
         name, equals, inline = word.partition("=")
         key = name.removeprefix("--").partition(".")[0].rstrip("+")
         file = Path(inline if equals else value)
-        if name in ("-c", "--config") and not file.is_file():
-            raise ConfigurationError(f"{name} {file}: there is no such file (from {Path.cwd()}).")
+        accelerator = str(file) if name == "--trainer.accelerator" else ""
+        if name in ("-c", "--config"):
+            if not file.is_file():
+                raise ConfigurationError(f"{name} {file}: there is no such file (from {Path.cwd()}).")
+            found = re.search(r"^ +accelerator: *(\w+)", file.read_text(errors="replace"), re.MULTILINE)
+            accelerator = found[1] if found is not None else ""
+        if accelerator == "cpu" and not cpu:
+            raise ConfigurationError(f"{name} {file}: the accelerator is cpu, which needs no GPUs: give --cpu.")
         near = did_you_mean(key, own)
         if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
             raise ConfigurationError(
@@ -150,7 +157,7 @@ def _beside(name: str) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
-    check_rest(options.command, rest)
+    check_rest(options.command, rest, cpu=options.cpu)
     text = script(batch_job(options, rest))
     refuse_to_replace(options.output, options.force)
     if options.output is not None or options.submit:

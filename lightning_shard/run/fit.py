@@ -65,6 +65,10 @@ class Fit:
         """The parts of this rank's state that validation changes, copied."""
         return state.before_validation(self._trainer)
 
+    def checkpoint_folders(self) -> list[Path]:
+        """See `checkpoint_folders`."""
+        return checkpoint_folders(self._trainer)
+
     def save(self, path: Path) -> None:
         """Save a checkpoint. All ranks call it."""
         self._trainer.save_checkpoint(path)

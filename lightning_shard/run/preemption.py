@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.newest import find_checkpoints
 from lightning_shard.cluster import slurm
 from lightning_shard.cluster.preemption import (
     TIME_LIMIT,
@@ -22,6 +25,8 @@ from lightning_shard.cluster.preemption import (
     SignalFlag,
     TimeLimit,
     describe,
+    release_signals,
+    torchrun_seconds,
 )
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError
@@ -48,6 +53,8 @@ class Preemption:
         # Of the last looks: the first steps compile, and are no measure of those to come.
         self._gaps: deque[float] = deque([0.0], maxlen=50)
         self._stoppable = False
+        self._folders: list[Path] = []  # of this run's checkpoints, during the save before it stops
+        self._killed_after: float | None = None
         self._before: dict[str, Any] = {}
         self.rewound: dict[str, Any] = {}
         """Parts of the run's state as they were before, where a save is to go back behind a validation."""
@@ -64,6 +71,7 @@ class Preemption:
         self._agreement = None
         self._flag = SignalFlag()
         self._flag.take_over(self.signals)
+        release_signals()
 
     def give_signals_back(self) -> None:
         """Put back the handlers that were there; may be called again."""
@@ -82,6 +90,7 @@ class Preemption:
         self._agreement = Agreement(ranks.group)
         # It is asked how much time the job has.
         self._limit = self._read_limit() if ranks.is_first else None
+        self._killed_after = torchrun_seconds(os.environ)
 
     def finish(self) -> None:
         """At the end of training: leave no reduction running, and no checkpoint of a run that has ended."""
@@ -152,6 +161,14 @@ class Preemption:
             own = 0 if self._flag is None else self._flag.received
             # Two looks: the one at which all ranks know is the one after.
             reserve = 2 * self._config.every_n_steps * max(self._gaps) + self._checkpoints.saver.reserve_seconds
+            # By then the first steps, which compile, are no longer among those that count.
+            if self._killed_after is not None and reserve > self._killed_after and self._looks > 50:
+                rank_zero_warn(
+                    f"torchrun kills processes {self._killed_after:g} s after SIGTERM, but two steps and a save take "
+                    f"{reserve:.0f} s here, so that nothing would be saved: set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to "
+                    f"{2 * reserve:.0f} in its environment."
+                )
+                self._killed_after = None
             if not own and self._limit is not None and self._limit.is_near(reserve):
                 own = TIME_LIMIT
             self._agreed = self._agreement(own)
@@ -178,7 +195,13 @@ class Preemption:
         if path is None:
             rank_zero_warn(f"stopped by {reason}, but default_root_dir {self._identity.root} is not a local path.")
         else:
-            fit.save(path)
+            self._folders = [path.parent, *fit.checkpoint_folders()]
+            try:
+                fit.save(path)
+            except BaseException:
+                self._save_failed()
+                raise
+            self._folders = []
             rank_zero_info(f"stopped by {reason} after step {fit.step}; saved {path}")
         fit.save_loggers()
         ranks = Ranks.of()
@@ -187,6 +210,19 @@ class Preemption:
             self._requeue()
         watchdog.cancel()
         raise Preempted(self._config.exit_code)
+
+    def _save_failed(self) -> None:
+        """Where the save before a stop has failed: the job is requeued all the same, if it has a whole checkpoint."""
+        folders, self._folders = self._folders, []
+        # Rank 1 does too: it may be rank 0 that has died.
+        if folders and Ranks.of().rank < 2 and find_checkpoints(folders, self._identity.name).own:
+            self._requeue()
+
+    def end_process(self, code: int) -> None:
+        """End this process where it stands, wherever that is."""
+        with contextlib.suppress(Exception):
+            self._save_failed()
+        os._exit(code)
 
     def _requeue(self) -> None:
         if self._identity.job is None or self._config.requeue == "never":

@@ -22,14 +22,21 @@ from lightning_shard.cluster.watch import Watch
 class RunWatch:
     """The watch of one run after the other."""
 
-    def __init__(self, lost_rank_seconds: float | None, stuck_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        lost_rank_seconds: float | None,
+        stuck_seconds: float | None = None,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
         """Nobody watches yet.
 
         Args:
             lost_rank_seconds: how long a rank may give no sign of life; None: nobody watches at all.
             stuck_seconds: how long no rank may get on.
+            exit_process: ends this process where it stands; called in a thread of its own.
         """
         self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
+        self._exit_process = exit_process
         self._watch: Watch | None = None
         self._failed: Watch | None = None  # has its last words to say
         self._unmark: Callable[[], None] = _nothing
@@ -68,9 +75,15 @@ class RunWatch:
             _lightning.follow_actions(replacements, trainer, progress.begin, progress.end)
         if self._lost_rank_seconds is None or met is None:
             return
-        (place, run), seconds = met, self._stuck_seconds
+        place, run = met
         self._watch = Watch(
-            place, self._lost_rank_seconds, run=run, folder=folder, progress=progress, stuck_seconds=seconds
+            place,
+            self._lost_rank_seconds,
+            run=run,
+            folder=folder,
+            progress=progress,
+            stuck_seconds=self._stuck_seconds,
+            exit_process=self._exit_process,
         )
         self._watch.start()
 

@@ -62,7 +62,7 @@ class ShardStrategy(ParallelStrategy):
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
-        self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds)
+        self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=settings.seeds_samples)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)

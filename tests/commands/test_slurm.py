@@ -73,13 +73,20 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
         (["--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean nodes"),
         (["--config", "nope.yaml"], r"--config nope.yaml: there is no such file"),
         (["--config=nope.yaml"], r"--config nope.yaml: there is no such file"),
+        (
+            ["--config=cpu.yaml"],
+            r"--config cpu.yaml: the accelerator is cpu, which needs no GPUs: give --cpu",
+        ),
+        (["--trainer.accelerator", "cpu"], r"--trainer.accelerator cpu: the accelerator is cpu"),
         (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean trainer"),
     ],
 )
 def test_mistakes_are_refused_before_the_queue(
-    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-shard"])
+    monkeypatch.chdir(tmp_path)
+    Path("cpu.yaml").write_text("trainer:\n  accelerator: cpu\n")
     with pytest.raises(ConfigurationError, match=expected):
         slurm.main(arguments)
 

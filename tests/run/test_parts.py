@@ -169,6 +169,9 @@ class Standing:
     def changed_by_validation(self) -> dict[str, Any]:
         return {}
 
+    def checkpoint_folders(self) -> list[Path]:
+        return []
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: self.did.append(name)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_shard import ConfigurationError, PreemptionConfig, ShardDDPStrategy, ShardFSDPStrategy
@@ -269,6 +271,75 @@ def test_run_name(environ: dict[str, str], name: str | None, expected: str) -> N
 def test_settings_that_are_refused(field: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         PreemptionConfig(**{field: value})
+
+
+class Dies(Told):
+    """In the save before the run stops."""
+
+    def _tell(self, *moment: Any) -> None:
+        if moment == self.moment:
+            os.kill(os.getpid(), self.number)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.strategy._preemption.is_stopping:
+            raise ValueError("disk full")
+
+
+def _dies_in_the_save(every_n_train_steps: int) -> str:
+    """What SLURM is told."""
+    Path("scontrol").write_text(f'#!/bin/sh\necho "$@" >> {Path.cwd()}/told\n')
+    Path("scontrol").chmod(0o755)
+    os.environ |= {"PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    saves = ModelCheckpoint("saves", every_n_train_steps=every_n_train_steps)
+    with pytest.raises(ValueError, match="disk full"):
+        _fit("ddp", Dies(("train", 2)), callbacks=[saves], enable_checkpointing=True)
+    return Path("told").read_text() if Path("told").exists() else ""
+
+
+def test_a_rank_that_dies_in_the_save_requeues_the_job_that_has_a_checkpoint() -> None:
+    (told,) = run_distributed(_dies_in_the_save, 1, 1)
+    assert told.splitlines()[-1] == "requeue 7"
+    # From its beginning it would come here again and again.
+    assert run_distributed(_dies_in_the_save, 1, 100) == [""]
+
+
+def _slow_steps(seconds: str) -> list[str]:
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = seconds
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit("ddp", Told(), max_epochs=12, limit_val_batches=0)
+    return [str(warning.message) for warning in caught if "torchrun kills" in str(warning.message)]
+
+
+def test_torchrun_that_leaves_no_time_for_a_save() -> None:
+    (told,) = run_distributed(_slow_steps, 1, "1e-4")
+    assert len(told) == 1
+    assert "set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to" in told[0]
+    assert run_distributed(_slow_steps, 1, "600") == [[]]
+
+
+EARLY = """
+import os, signal, sys
+from lightning_shard import __main__, commands
+
+def quick(*_):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    from lightning_shard.cluster.preemption import SignalFlag, release_signals  # and torch, which takes seconds
+    flag = SignalFlag()
+    flag.take_over(("SIGUSR1",))
+    release_signals()
+    return int(flag.received == signal.SIGUSR1)
+
+commands.quick, sys.argv = quick, ["lightning-shard", sys.argv[1]]
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("fit", 1), ("validate", -signal.SIGUSR1)])
+def test_a_signal_before_there_is_a_trainer_is_noted(command: str, code: int) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", EARLY, command], env=environ, timeout=60, check=False)
+    assert run.returncode == code
 
 
 HANGING = """
