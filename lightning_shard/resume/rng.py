@@ -19,7 +19,8 @@ def rng_state(*, cuda: bool = True) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        # A tensor and not a list: a checkpoint has the words of all ranks, each of which reads them.
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         # uint32 words; torch tensors have no full uint32 support, int64 holds them.
         "numpy": [
             str(name),
@@ -41,7 +42,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     A CUDA state is left alone in a process without CUDA, and the CUDA generator where the state has none.
     """
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"].cpu())

@@ -27,7 +27,7 @@ def before_validation(trainer: Trainer) -> dict[str, Any]:
 def collect(
     trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any], *, epoch_ends: bool
 ) -> dict[str, Any]:
-    """The run's state on all ranks, in types that load with ``weights_only=True``. Collective: all ranks call it.
+    """The run's state, on rank 0 that of all ranks, in types that load with ``weights_only=True``. All ranks call it.
 
     Args:
         trainer: in a fit.
@@ -42,7 +42,14 @@ def collect(
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
         **rewound,
     }
-    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": Ranks.of().gather(own)}
+    ranks, states = Ranks.of(), [own]
+
+    def keep(gathered: list[dict[str, Any]]) -> list[None]:
+        states[:] = gathered
+        return [None] * ranks.size
+
+    ranks.exchange("collecting the state of the ranks", lambda: own, keep)
+    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states}
 
 
 def place_loaders(checkpoint: dict[str, Any], run: Mapping[str, Any], rank: int) -> None:

@@ -161,7 +161,7 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         numbers = np.fromfile(path / "boxes.bin", dtype="<i8")
         for _ in range(draw(st.integers(1, 3))):
             at = draw(st.integers(0, len(numbers) - 1))
-            numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] + 1, *BIG[:3], -(2**63), 2**63 - 1]))
+            numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] ^ 1, *BIG[:3], -(2**63), 2**63 - 1]))
         numbers.tofile(path / "boxes.bin")
         signed(path)
     elif kind == "state":
