@@ -11,6 +11,7 @@ import os
 import resource
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -74,42 +75,40 @@ def connect(place: Place, seconds: float) -> Store:
     keeps = place.rank == 0 and place.agent is None
     if keeps:
         _allow_connections(place.world_size)
-    try:
-        if not keeps:
-            _wait_for_listener(place, seconds)
-        store: Store = TCPStore(
-            place.address,
-            place.port,
-            place.world_size,
-            is_master=keeps,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,  # who is missing could not be said
-        )
-    except (RuntimeError, OSError) as error:
-        if keeps:
-            raise ConfigurationError(
-                f"[rank 0 on {_node()}] port {place.port} can't be listened on, most likely since another process "
-                f"does: set MASTER_PORT to a free one. ({str(error).splitlines()[0]})"
-            ) from error
+    found: list[Store | RuntimeError] = []
+
+    def make() -> None:
+        try:
+            store = TCPStore(
+                place.address,
+                place.port,
+                place.world_size,
+                is_master=keeps,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,  # who is missing could not be said
+            )
+        except RuntimeError as error:
+            found.append(error)
+        else:
+            found.append(store)
+
+    # Where nobody answers torch tries twice, for that long each time.
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    store = found[0] if found else RuntimeError(f"no answer in {seconds:g} s")
+    if isinstance(store, RuntimeError) and keeps:
+        raise ConfigurationError(
+            f"[rank 0 on {_node()}] port {place.port} can't be listened on, most likely since another process "
+            f"does: set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
+        ) from store
+    if isinstance(store, RuntimeError):
         raise ConfigurationError(
             f"[rank {place.rank} on {_node()}] rank 0 did not answer at {where} in {seconds:g} s "
             "(init_timeout_seconds): it has not started or has failed, which its own log says, or a firewall is "
             "between the nodes, or MASTER_ADDR is another host."
-        ) from error
+        ) from store
     return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
-
-
-def _wait_for_listener(place: Place, seconds: float) -> None:
-    """Wait until somebody listens; torch's store would wait for twice as long, and print its own stacks."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            left = max(deadline - time.monotonic(), 0.1)
-            return socket.create_connection((place.address, place.port), timeout=left).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def _allow_connections(ranks: int) -> None:
