@@ -27,10 +27,11 @@ from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParame
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
+from lightning_shard.engines.unit_usage import SameUnits, UnitUsage
 from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_parameters
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
-from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision.casting import (
     cast_trainable_parameters,
@@ -60,8 +61,8 @@ class UnitOptions:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     ignored_modules: tuple[str, ...] = ()
-    reduce_unused: bool = False
-    """Reduce zeros for parameters without a gradient, for ranks that use different ones (torch 2.13)."""
+    find_unused_parameters: bool = False
+    """Whether ranks tell each other in every step which parameters they used."""
 
 
 @dataclass(kw_only=True)
@@ -104,6 +105,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._forward_options = forward
         self._at_boundary = at_boundary
         self._methods = tuple(methods)
+        self._usage: UnitUsage | None = None
 
     @abstractmethod
     def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
@@ -141,7 +143,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             _check_adoption(earlier, made_for)
             self._sharded = earlier
             forward.reshard(earlier.root)
-            self._watch_writes(module)
+            self._watch_steps(module)
             return module
         mp_policy = MixedPrecisionPolicy(
             # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
@@ -161,14 +163,16 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         earlier_parameters.follow_in_lists(module)
         module.__dict__[_STATE] = self._sharded
         self._upcast = self._sharded.upcast
-        self._watch_writes(module)
+        self._watch_steps(module)
         forward.install_runner(module)
         forward.patch_methods(module, self._methods)
         return module
 
-    def _watch_writes(self, module: nn.Module) -> None:
+    def _watch_steps(self, module: nn.Module) -> None:
         self._written = WrittenInSteps(module)
         self._closing.callback(self._written.close)
+        self._same_units = SameUnits(module)
+        self._closing.callback(self._same_units.close)
 
     @property
     def tensors(self) -> ModuleTensors:
@@ -181,19 +185,31 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             if needs_full_parameters(optimizer, self._run):
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._sharded.root, self._run)
         self.steps_itself = bool(self._whole)
+        self._look_at_usage()
         return super().engage(optimizers)
+
+    def _look_at_usage(self) -> None:
+        if self._usage is not None:
+            self._usage.close()
+        # In manual optimization each backward pass is over a part of the model.
+        if self._run.fitting and self._run.automatic:
+            always, compiled = self._units.find_unused_parameters, self._forward_options.compile
+            self._usage = UnitUsage(self._sharded.root, always=always, compiled=compiled)
+            self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             with scalars_rounded(self._sharded.root, self._run.policy.compute):
                 output = step(*args, **kwargs)
             self._written.take_over()
+            if self._usage is not None:
+                self._usage.watch(self._sharded.root)
             return output
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
-            with explained(self.strategy):
+            with explained(self.strategy), self._same_units.step():
                 return forward.run(self._sharded.root, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
@@ -222,9 +238,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     def finish_gradients(self) -> None:
         with self._run.watch():
             average_gradients(self._sharded.ignored, reduce_dtype=self._run.policy.reduce)
+        if self._usage is not None:
+            self._usage.finish()
 
     def follow_freezing(self) -> nn.Module:
         # FSDP reads `requires_grad` whenever it gathers.
+        self._look_at_usage()
         return self._sharded.root
 
     def before_reading(self) -> None:
@@ -322,8 +341,6 @@ def shard(
     # Read after it, because it replaces parameters.
     upcast = cast_trainable_parameters(root, policy.master)
     forward.gather_on_read(root)
-    if units.reduce_unused:
-        _reduce_unused(root)
     below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
     for below_root in below:
         leave_inputs_alone(below_root)
@@ -380,16 +397,6 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
         if not isinstance(tensor, DTensor) and not tensor.is_meta:
             # Contiguous, as fully_shard wants it: weights in channels_last are not.
             tensor.data = tensor.data.to(device).contiguous()
-
-
-def _reduce_unused(root: nn.Module) -> None:
-    switch = getattr(root, "set_reduce_scatter_unused_params", None)
-    if switch is None:
-        raise WrappingError(
-            f"find_unused_parameters: true needs torch 2.13 or newer here, and this is torch {torch.__version__}. "
-            "Remove it if all ranks use the same parameters in every step."
-        )
-    switch(True)
 
 
 def _set_prefetch(modules: list[FSDPModule], options: UnitOptions) -> None:

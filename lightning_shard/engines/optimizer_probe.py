@@ -199,6 +199,29 @@ class _Copies:
         return True
 
 
+@torch.no_grad()
+def rests_at_zero(optimizer: Optimizer) -> bool:
+    """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay."""
+    if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
+        return False
+    for group in optimizer.param_groups:
+        tensor = torch.nn.Parameter(torch.ones(3))
+        values = []
+        try:
+            copy = copy_of(optimizer, [{**group, "params": [tensor]}])
+            step: Any = type(copy).step
+            for gradient in (torch.ones(3), torch.zeros(3)):
+                tensor.grad = gradient
+                step(copy)
+                values.append(tensor.clone())
+        except Exception:
+            # It can't be tried on a made-up tensor.
+            return False
+        if not torch.equal(*values):
+            return False
+    return True
+
+
 def copy_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and attributes over other groups, without state or hooks; so what it wraps."""
     copy: Optimizer = object.__new__(type(optimizer))

@@ -103,9 +103,24 @@ def explained(strategy: str) -> Generator[None, None, None]:
     try:
         yield
     except RuntimeError as error:
+        if _DISAGREE in str(error):
+            raise different_branches("they gather the parameters of different modules") from error
         if not any(text in str(error) for text in _NOT_GATHERED):
             raise
         raise not_gathered(strategy) from error
+
+
+_DISAGREE = "Detected a disagreement on list contents"
+"""What DeepSpeed's stage 3 says where ranks have run different modules."""
+
+
+def different_branches(how: str) -> ConfigurationError:
+    """What to say of ranks that run different modules in a step."""
+    return ConfigurationError(
+        f"Ranks take different branches: {how}. Sharded parameters are gathered by all ranks together, in one order. "
+        "Put the branches into one shard unit (units, with shard_fsdp), run all of them on every rank, or use "
+        "shard_ddp with find_unused_parameters: true."
+    )
 
 
 def not_gathered(strategy: str) -> ConfigurationError:

@@ -31,7 +31,7 @@ class Replicate(FSDP2Engine):
         self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool, plain_state_dict: bool = False
     ) -> None:
         """Most ``options`` are refused; ``plain_state_dict`` puts plain tensors into the module's ``state_dict``."""
-        units = UnitOptions(reduce_unused=options.find_unused_parameters)
+        units = UnitOptions(find_unused_parameters=options.find_unused_parameters)
         super().__init__(units, forward, at_boundary=at_boundary)
         self._options = options
         self._plain_state_dict = plain_state_dict

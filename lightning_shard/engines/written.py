@@ -82,6 +82,9 @@ class WrittenInSteps:
                 fewer digits.
         """
         self._steps += 1
+        if self._hooks:
+            # The step is not the root's forward.
+            self._compare(self._root)
         for unit in self._units if self._frozen else []:
             for shard, full, memory in gathered_parameters(unit):
                 if shard not in self._frozen or shard.requires_grad or self._names[shard] in self._lost:

@@ -156,9 +156,18 @@ TABLE: Mapping[str, Row] = {
         ddp=Unsupported(reason="shard_ddp has no such argument", nearest="run the model by forward"),
     ),
     # DDP's.
-    "find_unused_parameters": _ddp_only(
-        "bool", "numbers", "ranks that use different parameters in a step would wait for each other's gathers",
-        "shard_ddp; parameters that no rank uses in a step need no option", False,
+    "find_unused_parameters": Row(
+        kind="bool",
+        ddp=_SAME,
+        fsdp=_SAME,
+        deepspeed=(
+            Holds(note=_ANYWAY, values=(False,)),
+            Unsupported(
+                reason="DeepSpeed refuses ranks that use different parameters in a step",
+                nearest="shard_fsdp; parameters that no step uses need no option",
+                effect="numbers",
+            ),
+        ),
     ),
     "static_graph": _ddp_only("bool", "speed", _PUBLIC_DDP, "nothing is lost but some speed", False),
     "gradient_as_bucket_view": _ddp_only("bool", "memory", "", "", False, True),

@@ -45,8 +45,8 @@ class ShardDDPStrategy(ShardStrategy):
         """Set up data parallelism.
 
         Args:
-            find_unused_parameters: ranks may use different parameters in a step; the others count as zero. Honoured
-                by both; ``replicate`` needs torch 2.13 for it, and no option where all ranks leave out the same ones.
+            find_unused_parameters: ranks may use different parameters in a step; the others count as zero, and what
+                no rank used is not stepped. Honoured by both; ``replicate`` needs torch 2.13 for it.
             static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, a resumed
                 one too, sums in an order of its own then, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.

@@ -32,6 +32,7 @@ class ShardFSDPStrategy(ShardStrategy):
         backward_prefetch: int = 0,
         ignored_modules: ClassNames | None = None,
         forward_methods: list[str] | None = None,
+        find_unused_parameters: bool = False,
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set up FSDP2.
@@ -51,6 +52,9 @@ class ShardFSDPStrategy(ShardStrategy):
             ignored_modules: classes, or their names, of modules that stay whole on every rank; their gradients are
                 averaged before the step.
             forward_methods: names of methods that run a model besides ``forward``. Default: encode, generate.
+            find_unused_parameters: let ranks tell each other in every step which parameters they used, and not only in
+                the first three and where those differ: for branches that are rare. A parameter that no rank used is
+                not stepped, as under DDP.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -65,6 +69,7 @@ class ShardFSDPStrategy(ShardStrategy):
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             ignored_modules=tuple(class_names(ignored_modules or [])),
+            find_unused_parameters=find_unused_parameters,
         )
         self._cpu_offload = cpu_offload
         self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS

@@ -66,7 +66,7 @@ def _reset_by_hand(root: Root) -> dict[str, Tensor]:
 UNITS: list[Any] = ["auto", ["Linear", "MultiheadAttention"], ["Block", "Model"], 30, 1]
 
 
-@pytest.mark.parametrize("make", [Root, tied_llama])
+@pytest.mark.parametrize("make", [Root, pytest.param(tied_llama, marks=pytest.mark.matrix)])
 def test_the_same_values_on_every_engine_mesh_and_world_size(make: Callable[[], nn.Module]) -> None:
     units = UNITS if make is Root else ["auto", ["LlamaMLP", "Linear"], 90]
     reference = run_distributed(_on_every_engine, 1, make, units[:1])[0]["ddp"]

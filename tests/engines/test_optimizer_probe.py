@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from lightning_shard.engines.optimizer_probe import Needs, probe
+from lightning_shard.engines.optimizer_probe import Needs, probe, rests_at_zero
 from lightning_shard.errors import ConfigurationError
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
 
@@ -114,3 +114,17 @@ def test_nothing_is_left_of_a_probe(make: Any) -> None:
     assert all(torch.equal(p, b) for p, b in zip(stepped, before, strict=True))
     assert optimizer.state_dict() == described
     assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("make", "rests"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), False),
+        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0), False),
+    ],
+    ids=["sgd", "momentum", "decay", "adamw"],
+)
+def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> None:
+    assert rests_at_zero(make([torch.nn.Parameter(torch.ones(2, 2))])) is rests

@@ -139,6 +139,7 @@ def test_checkpointing_is_the_engines_own_where_it_has_one() -> None:
     assert "forward" not in vars(build_model(replace(TINY, checkpointing="units"), plain=True).blocks[0])
 
 
+@pytest.mark.matrix
 def test_variants_do_what_they_are_called_and_learn_the_same() -> None:
     pytest.importorskip("greenlet")
     names = ["hand_fsdp", "hand_fsdp+clip", "shard_fsdp+clip", "hand_fsdp+validate", "shard_fsdp+validate"]

@@ -139,6 +139,7 @@ def _check(table: dict[str, tuple[list[object], str, list[str]]], folder: Path) 
         assert result["saved"] == ("file" if ".full" in written else "directory"), name
 
 
+@pytest.mark.matrix
 def test_one_of_each_kind_trains(tmp_path: Path) -> None:
     _check(RUNS, tmp_path)
 

@@ -204,16 +204,12 @@ SUMMATION_ORDER = 1e-5
 BF16_LOADED = {"dtype": torch.bfloat16}
 TIED = {"tie": True, "dropout": 0.1}
 SAMPLE: list[dict[str, Any]] = [
-    {"precision": "32-true", "trainer": NORM},
     {"precision": "32-true", "trainer": {**TWICE, **VALUE}, "model": TIED},
     {"precision": "bf16-mixed", "trainer": {**TWICE, **NORM}, "model": BF16_LOADED},
-    {"precision": "bf16-mixed", "trainer": {**TWICE, **VALUE}, "strategy": BOUNDARY},
 ]
 
 
-@pytest.mark.parametrize(
-    "case", SAMPLE, ids=["32, norm", "32, value, tied", "bf16, norm, loaded in bf16", "bf16, value, boundary"]
-)
+@pytest.mark.parametrize("case", SAMPLE, ids=["32, value, tied", "bf16, norm, loaded in bf16"])
 def test_engines_agree_bitwise(case: dict[str, Any]) -> None:
     check_case(**case)
 

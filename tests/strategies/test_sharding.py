@@ -173,6 +173,7 @@ def _check_four() -> None:
         check_same(fit(ShardFSDPStrategy(mesh=MeshConfig(replicate=2), **case)), hybrid, case)
 
 
+@pytest.mark.matrix
 def test_settings_on_four_processes() -> None:
     run_distributed(_check_four, 4, timeout=300)
 
@@ -231,6 +232,7 @@ def _check_compiled() -> None:
     assert all(map(math.isfinite, _compiled("units", kind=Attends, precision="bf16-mixed").losses))
 
 
+@pytest.mark.matrix
 def test_compiled_units() -> None:
     run_distributed(_check_compiled, 2, timeout=300)
 

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
+from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.settings import plain_settings
@@ -35,6 +36,7 @@ from lightning_shard.engines.zero.config import (
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors
+from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.engines.zero.watched_uses import WatchedUses
 from lightning_shard.engines.zero.written import Written
@@ -78,6 +80,7 @@ class Zero:
         self._whole: WholeSteps | None = None
         self._several: SeveralOptimizers | None = None
         self._written: Written | None = None
+        self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -180,6 +183,7 @@ class Zero:
         else:
             optimizer = optimizers[0] if optimizers else None
             full = self._stage > 0 and optimizer is not None and needs_full_parameters(optimizer, self._run)
+        rests = optimizer is not None and rests_at_zero(optimizer)
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
@@ -192,10 +196,17 @@ class Zero:
         step = self._take_over_step(optimizer) if full and optimizer is not None else None
         running = self._start(optimizer)
         assert running.optimizer is not None
+        shards = layout.steps(running.zero, running.groups)
+        if self._run.automatic:
+            # In manual optimization each backward pass is over a part of the model.
+            live = dict(self._module.named_parameters())
+            self._unstepped = Unstepped({fqn: live[fqn] for fqn, _ in trainable}, rests=rests)
+            self._closing.callback(self._unstepped.close)
+            shards = [self._unstepped.with_gradients(shard) for shard in shards]
         if step is not None:
             self._whole = WholeSteps(
                 running.optimizer,
-                layout.steps(running.zero, running.groups),
+                shards,
                 step=step,
                 group=self._run.mesh[SHARD].get_group(),
                 device=self._run.device,
@@ -222,7 +233,7 @@ class Zero:
             )
         step = optimizer.step
         # The values are there before DeepSpeed casts and gathers them.
-        self._closing.enter_context(running.steps_nothing(optimizer))
+        self._closing.enter_context(running.replaced_step(optimizer, running.step_nothing))
         return step
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
@@ -354,6 +365,8 @@ class Zero:
         running.set_boundary(self._started, enabled)
 
     def finish_gradients(self) -> None:
+        if self._unstepped is not None:
+            self._unstepped.finish(self._started, full=self._whole is not None)
         if not self._run.automatic:
             with self._run.watch():
                 if self._several is not None:

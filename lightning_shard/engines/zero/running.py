@@ -197,7 +197,7 @@ def step(running: Running, *, skip: bool) -> None:
     if running.groups:
         layout.wait_for_gradients(running.zero)
     # Stage 0 has no word for a skipped step.
-    with steps_nothing(running.zero) if skip and running.stage == 0 else nullcontext():
+    with replaced_step(running.zero, step_nothing) if skip and running.stage == 0 else nullcontext():
         running.engine.step()
     if running.groups:
         layout.drop_gradients(running.zero)
@@ -209,15 +209,10 @@ def step(running: Running, *, skip: bool) -> None:
 
 
 @contextmanager
-def steps_nothing(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Let the user's optimizer step nothing."""
+def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Generator[None, None, None]:
+    """Let DeepSpeed call ``step`` in place of the user's optimizer's own."""
     own = vars(optimizer).get("step")
-
-    @wraps(optimizer.step)
-    def step(*args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    vars(optimizer)["step"] = step
+    vars(optimizer)["step"] = wraps(optimizer.step)(step)
     try:
         yield
     finally:
@@ -225,6 +220,10 @@ def steps_nothing(optimizer: Optimizer) -> Generator[None, None, None]:
         if own is not None:
             # A schedule counts the steps there.
             vars(optimizer)["step"] = own
+
+
+def step_nothing(*args: Any, **kwargs: Any) -> None:
+    """For `replaced_step`."""
 
 
 @torch.no_grad()

@@ -61,21 +61,25 @@ class WatchedUses(TorchFunctionMode):
         Raises:
             ConfigurationError: it computes with a released parameter, or writes to a parameter.
         """
-        out = func(*args, **(kwargs or {}))
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
-        if not used:
-            return out
-        if func in _VIEWS:
+        if used and func not in _VIEWS and _writes(func):
+            self._refuse_write(func, used[0], next(iter(_flat(args))))
+        out = func(*args, **(kwargs or {}))
+        if used and func in _VIEWS:
             self._views[out] = used[0]
-        elif (isinstance(out, Tensor) or _writes(func)) and not all(base.numel() for base in used):
+        elif used and isinstance(out, Tensor) and not all(base.numel() for base in used):
             raise not_gathered(self._strategy)
-        elif _writes(func) and self._base(next(iter(_flat(args)))) is not None:
+        return out
+
+    def _refuse_write(self, func: Callable[..., Any], parameter: Tensor, first: Any) -> None:
+        if not parameter.numel():
+            raise not_gathered(self._strategy)
+        if self._base(first) is not None:
             raise ConfigurationError(
-                f"The step writes to {self._name_of(used[0])} with {func.__name__}, but under {self._strategy} "
+                f"The step writes to {self._name_of(parameter)} with {func.__name__}, but under {self._strategy} "
                 "that is a gathered copy, which is freed with what was written. Write between steps "
                 "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
             )
-        return out
 
     def _base(self, tensor: Any) -> Tensor | None:
         """The sharded parameter that ``tensor`` is or stands for."""

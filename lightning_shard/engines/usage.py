@@ -1,0 +1,79 @@
+"""Which parameters a step uses, agreed between ranks, so that every engine steps those that torch's DDP steps.
+
+Under DDP with ``find_unused_parameters`` a parameter that no rank used has no gradient and is not stepped; one that
+some ranks used has the average with zeros of the others. Engines that gather or reduce several parameters at once pair
+the wrong ones where ranks use different ones, without an error as long as the sizes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+from torch import Tensor
+
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
+
+COMPARED = 3
+"""Steps in which ranks tell each other what they used. Later ones must use the same, or be told of always."""
+
+
+class Usage:
+    """The parameters that take part in each step."""
+
+    def __init__(self, names: Iterable[str], *, always: bool = False) -> None:
+        """Begin to look at ``names``; with ``always`` ranks tell each other in every step, which waits for all."""
+        self._names = frozenset(names)
+        self._used: set[str] = set()
+        self._steps = 0
+        self._last: list[Set[str]] = []
+        self.varies = always
+        """Whether ranks, or steps, differ in what they use, the same on every rank."""
+        self.differs = False
+        """Whether ranks do."""
+        self.partly: Set[str] = frozenset()
+        """What some rank did not use in the last step that ranks told of."""
+
+    def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
+        """Note the backward passes that reach ``parameter``; returns what ends that."""
+
+        def note(gradient: Tensor) -> None:
+            self._used.add(fqn)
+
+        handle: Any = parameter.register_hook(note)
+        return lambda: handle.remove()
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks are known to use the same parameters in each step."""
+        return self._steps >= COMPARED and not self.varies
+
+    def finish(self, used: Iterable[str] = ()) -> Set[str]:
+        """End a step. All ranks call it; they communicate in the first steps, and where `varies`.
+
+        Args:
+            used: what was used, beside what was noted.
+
+        Returns:
+            What no rank used.
+
+        Raises:
+            ConfigurationError: this step uses others than the first ones, all of which used the same.
+        """
+        here = self._names - self._used.union(used)
+        self._used.clear()
+        if self.settled:
+            if here != self._last[0]:
+                changed = ", ".join(sorted(here ^ self._last[0]))
+                raise ConfigurationError(
+                    f"This step uses other parameters than the first {COMPARED}: {changed}. Ranks have to tell each "
+                    "other what they use then: set find_unused_parameters: true (ShardFSDPStrategy, ShardDDPStrategy)."
+                )
+            return here
+        everywhere: list[Set[str]] = Ranks.of().gather(here)
+        self._steps += 1
+        self.differs |= any(each != everywhere[0] for each in everywhere)
+        self.varies |= self.differs or bool(self._last and everywhere != self._last)
+        self._last, self.partly = everywhere, frozenset().union(*everywhere)
+        return frozenset.intersection(*map(frozenset, everywhere))

@@ -1,0 +1,82 @@
+"""Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_shard.engines.usage import Usage
+from lightning_shard.engines.whole_steps import Shard
+from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero.running import Running, replaced_step
+from lightning_shard.errors import ConfigurationError
+
+
+class Unstepped:
+    """All ranks make it and call its methods, in one order."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool) -> None:
+        """Begin to look at the trainable ``parameters``, by FQN; with ``rests`` gradients of zero change nothing."""
+        self._parameters, self._rests = parameters, rests
+        self._usage = Usage(parameters)
+        self._unused: Set[str] = frozenset()
+        self._kept: list[tuple[Tensor, Tensor]] | None = None
+        self._closing = ExitStack()
+        for fqn, parameter in parameters.items():
+            self._closing.callback(self._usage.watch(fqn, parameter))
+
+    def finish(self, running: Running, *, full: bool) -> None:
+        """End a step whose gradients are reduced; with ``full`` parameters are stepped one by one, at `gradients_of`.
+
+        Raises:
+            ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
+        """
+        self._unused = self._usage.finish()
+        if running.stage == 0:
+            for fqn in self._unused:
+                self._parameters[fqn].grad = None
+        elif self._usage.differs or (self._usage.varies and not full and not self._rests):
+            raise ConfigurationError(
+                "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with "
+                f"one count of steps. In this one not all use: {', '.join(sorted(self._usage.partly)) or '-'}. "
+                "Use shard_fsdp, or shard_ddp with find_unused_parameters: true."
+            )
+        elif self._unused and not full and not self._rests and self._kept is None:
+            self._keep(running)
+
+    def _keep(self, running: Running) -> None:
+        """Put the masters of what is never used back after each step, before DeepSpeed copies them."""
+        assert running.optimizer is not None
+        if any(group.new_slot is not None for group in running.groups):
+            raise ConfigurationError(
+                f"No step uses {', '.join(sorted(self._unused))}, but with the optimizer offloaded to NVMe DeepSpeed "
+                "steps them, weight decay and all. Freeze them (requires_grad_(False))."
+            )
+        kept = [(part, part.clone()) for m, part in layout.shards(running.groups) if m.fqn in self._unused]
+        self._kept, own = kept, running.optimizer.step
+
+        @torch.no_grad()
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            for part, value in kept:
+                part.copy_(value)
+            return result
+
+        self._closing.enter_context(replaced_step(running.optimizer, step))
+
+    def with_gradients(self, shard: Shard) -> Shard:
+        """``shard`` without the gradient of zeros where no rank used it."""
+        return replace(shard, gradient=partial(self._gradient, shard.fqn, shard.gradient))
+
+    def _gradient(self, fqn: str, read: Callable[[], Tensor | None]) -> Tensor | None:
+        return None if fqn in self._unused else read()
+
+    def close(self) -> None:
+        """Look no more, and give the optimizer its step back."""
+        self._closing.close()

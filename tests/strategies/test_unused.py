@@ -1,0 +1,91 @@
+"""Parameters that no rank, or not every rank, uses in a step: stepped as under torch's DDP, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard.registry import build
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+
+FSDP = "shard_fsdp_aligned"
+STAGES = [f"shard_deepspeed_stage_{stage}_aligned" for stage in (1, 2, 3)]
+
+
+class Branches(pl.LightningModule):
+    """Two branches of one shape, and a layer that nothing uses."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.steps = kind, 0
+        self.one, self.other, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+        self.unused = nn.Linear(4, 4)
+        self.found: dict[str, Tensor | None] = {}
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.steps += 1
+        takes = {"never": 1, "by step": self.steps, "by rank": self.global_rank, "late": self.steps // 5}[self.kind]
+        hidden = (self.other if takes % 2 else self.one)(x)
+        return self.head(hidden.tanh()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+
+    def on_train_end(self) -> None:
+        self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
+
+
+def _fit(name: str, kind: str, precision: str = "32-true", **settings: Any) -> dict[str, Tensor | None]:
+    pl.seed_everything(1, verbose=False)
+    module = Branches(kind)
+    trainer = quiet_trainer(strategy=build(name, **settings), max_steps=6, precision=precision)
+    trainer.fit(module, DataLoader(torch.randn(64, 4), 4))
+    return module.found
+
+
+def _different(names: list[str], kind: str, precision: str) -> dict[str, list[str]]:
+    wanted = _fit("shard_ddp_aligned", kind, precision, find_unused_parameters=True)
+    assert torch.equal(wanted["unused.weight"], Branches(kind).unused.weight), "weight decay"
+    found = {name: _fit(name, kind, precision) for name in names}
+    return {n: wrong for n, one in found.items() if (wrong := [f for f in one if not torch.equal(one[f], wanted[f])])}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "names"), [("never", [FSDP, *STAGES]), ("by step", [FSDP]), ("by rank", [FSDP])])
+def test_what_no_rank_uses_is_not_stepped(kind: str, names: list[str], precision: str) -> None:
+    assert run_distributed(_different, 2, names, kind, precision) == [{}, {}]
+
+
+def _refused(name: str, kind: str, **settings: Any) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        _fit(name, kind, **settings)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings", "said"),
+    [
+        (STAGES[0], "by step", {}, "Ranks, or steps, use different parameters"),
+        (STAGES[1], "by rank", {}, "Ranks, or steps, use different parameters"),
+        (STAGES[2], "by rank", {}, "Ranks, or steps, use different parameters"),
+        (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
+        (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
+    ],
+)
+def test_what_can_not_be_followed_is_refused(name: str, kind: str, settings: dict[str, Any], said: str) -> None:
+    for told in run_distributed(_refused, 2, name, kind, **settings):
+        assert said in told
+
+
+def test_rare_branches_are_found_on_request() -> None:
+    expected = run_distributed(_fit, 2, "shard_ddp_aligned", "late", find_unused_parameters=True)
+    found = run_distributed(_fit, 2, FSDP, "late", find_unused_parameters=True)
+    assert all(torch.equal(found[0][fqn], expected[0][fqn]) for fqn in expected[0])
