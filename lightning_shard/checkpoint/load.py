@@ -67,14 +67,14 @@ class OpenCheckpoint:
         return self.directory.path
 
 
-def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def _open(path: str | os.PathLike[str], *, covered: bool = True) -> OpenCheckpoint:
     settle()
     directory, manifest = open_checkpoint_directory(path)
     try:
         return OpenCheckpoint(
             directory=directory,
             manifest=manifest,
-            metadata=read_boxes(directory, manifest),
+            metadata=read_boxes(directory, manifest, covered=covered),
             trainer_state=read_trainer_state(directory, manifest),
         )
     except BaseException:
@@ -93,7 +93,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """
     ranks = Ranks.of()
     for _ in range(_OPENINGS):
-        opened = ranks.agree(f"opening {path}", lambda: _open(path))
+        opened = ranks.agree(f"opening {path}", lambda: _open(path, covered=ranks.is_first))
         digests = ranks.gather(opened.manifest.digest)
         if len(set(digests)) == 1:
             break  # else a save replaced it after one rank had opened it and before another did

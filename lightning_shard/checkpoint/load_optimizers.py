@@ -287,7 +287,7 @@ _UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr",
 
 def _other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
     """Why the state is that of another kind of optimizer than the live one; None if it is not, as far as is known."""
-    saved, here = described["class"].rpartition(".")[2], kind_of(optimizer)
+    saved, here = described["class"].rpartition(".")[2][:100], kind_of(optimizer)
     if saved == "unknown":  # of another library's checkpoint
         groups = (described["groups"], [group.settings for group in live])
         then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)

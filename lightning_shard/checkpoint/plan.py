@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +58,9 @@ class GlobalPlan:
 
     slots: Mapping[str, SlotName]
     """Key of each tensor of optimizer state, on whichever rank, to what it is."""
+
+    described: list[Any] = field(default_factory=list)
+    """Places of the boxes in the last save, and the files that say them."""
 
 
 @dataclass(frozen=True, kw_only=True)

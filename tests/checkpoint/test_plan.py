@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
+from lightning_shard.checkpoint import save
+from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files.boxes import covered_once
-from lightning_shard.checkpoint.files.contents import StoredTensor
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.plan import Box, LocalTensor, divide
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
-from tests.checkpoint.calls import save_tensors
+from tests.checkpoint.calls import FACTS, save_tensors
 from tests.harness import run_distributed
 
 
@@ -129,6 +131,20 @@ def test_small_tensors_are_covered(shape: tuple[int, ...]) -> None:
     begin = np.zeros((1, len(shape)), dtype=np.int64)
     assert covered_once(shape, begin, np.array([shape], dtype=np.int64).reshape(1, -1))
     assert covered_once(shape, begin[:0], begin[:0]) == (0 in shape)
+
+
+def test_where_boxes_lie_is_said_anew_only_where_they_lie_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    describe = save.describe_boxes
+    monkeypatch.setattr(save, "describe_boxes", lambda *given: made.append(1) or describe(*given))
+    saver = Saver()
+    for value, tensor in enumerate([torch.zeros(3), torch.ones(3), torch.full((4,), 2.0)]):
+        contents = Contents(tensors={"model.w": tensor}, trainer_state={}, facts=FACTS)
+        saver.save(str(tmp_path / "a.ckpt"), lambda contents=contents: contents, background=False)
+        assert open_any(tmp_path / "a.ckpt").tensors["model.w"].read().unique().tolist() == [value]
+    assert len(made) == 2
 
 
 def test_what_a_rank_sends_is_small() -> None:

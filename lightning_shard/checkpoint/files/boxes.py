@@ -48,7 +48,7 @@ class StoredBoxes:
         ndim = len(self.shape)
         return self.rows[:, 3 : 3 + ndim], self.rows[:, 3 + ndim :]
 
-    def checked(self, key: str, sizes: NDArray[np.int64]) -> StoredBoxes:
+    def checked(self, key: str, sizes: NDArray[np.int64], *, covered: bool = True) -> StoredBoxes:
         """These boxes; CheckpointCorruptError where they are not all of the tensor, each in one of ``files``.
 
         ``sizes``: bytes of each file. What is read takes no more memory than the files have bytes.
@@ -62,7 +62,7 @@ class StoredBoxes:
             raise CheckpointCorruptError(f"a box of {key} is outside of its shape {self.shape}, or of its file")
         if (np.prod(extent, axis=1, dtype=np.float64) * self.dtype.itemsize > length).any():
             raise CheckpointCorruptError(f"a box of {key} has more elements than bytes in its file")
-        if not covered_once(self.shape, begin, extent):
+        if covered and not covered_once(self.shape, begin, extent):
             raise CheckpointCorruptError(f"the boxes of {key} do not make up its shape {self.shape} without overlap")
         return self
 
@@ -92,8 +92,8 @@ def encode_boxes(rows: Mapping[str, Iterable[Row]]) -> bytes:
     return b"".join(part.tobytes() for part in (counts, *made))
 
 
-def decode_boxes(data: bytes, manifest: Manifest) -> dict[str, StoredBoxes]:
-    """Key to the boxes of each of the manifest's tensors, checked.
+def decode_boxes(data: bytes, manifest: Manifest, *, covered: bool = True) -> dict[str, StoredBoxes]:
+    """Key to the boxes of each of the manifest's tensors, checked; ``covered``: also whether they make these up.
 
     Raises CheckpointCorruptError where ``data`` does not describe exactly these; ValueError and OverflowError too.
     """
@@ -108,7 +108,7 @@ def decode_boxes(data: bytes, manifest: Manifest) -> dict[str, StoredBoxes]:
         rows = numbers[at : at + count * width].reshape(count, width)
         at += count * width
         boxes = StoredBoxes(shape=entry.shape, dtype=torch_dtype(entry.dtype), rows=rows, files=files)
-        found[key] = boxes.checked(key, sizes)
+        found[key] = boxes.checked(key, sizes, covered=covered)
     if at != len(numbers):
         raise CheckpointCorruptError("it has more boxes than the manifest has tensors for")
     return found

@@ -47,8 +47,10 @@ _RECORDS = {
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
-def read_boxes(directory: Directory, manifest: Manifest) -> dict[str, StoredBoxes]:
+def read_boxes(directory: Directory, manifest: Manifest, *, covered: bool = True) -> dict[str, StoredBoxes]:
     """Key to where the tensor lies, of each of the manifest's: by ``boxes.bin``, in older formats by ``.metadata``.
+
+    ``covered``: see `decode_boxes`; what one rank of many looks at is enough.
 
     Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
     metadata, or does not describe exactly the manifest's tensors in the manifest's files.
@@ -57,7 +59,7 @@ def read_boxes(directory: Directory, manifest: Manifest) -> dict[str, StoredBoxe
     data = directory.read(name, manifest.files)
     with _named(directory.path / name):
         if name == BOXES:
-            return decode_boxes(data, manifest)
+            return decode_boxes(data, manifest, covered=covered)
         return _convert(_Unpickler(data).load(), manifest)
 
 
