@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, LSFEnvironment
 from torch import nn
 
 from lightning_shard import (
@@ -43,8 +44,8 @@ from lightning_shard.run import (
 )
 from lightning_shard.run.data import checked
 from lightning_shard.run.full_tensors import FullTensors
-from lightning_shard.run.processes import ProcessOptions
-from tests.harness import run_distributed
+from lightning_shard.run.processes import ProcessOptions, launch_of
+from tests.harness import free_port, run_distributed
 
 CPU = torch.device("cpu")
 
@@ -228,6 +229,32 @@ def test_processes_lay_a_mesh_and_exchange() -> None:
     found = run_distributed(_mesh, 2, 2)
     assert [shape for shape, *_ in found] == [(2, 1)] * 2
     assert [tuple(rest) for _, *rest in found] == [(0, 11, 2), (1, 11, 2)]
+
+
+def _met(kind: str) -> tuple[Any, ...]:
+    """Where and as whom this rank meets the others."""
+    rank, size, box = dist.get_rank(), dist.get_world_size(), [free_port()]
+    dist.broadcast_object_list(box)
+    os.environ |= {"MASTER_PORT": str(box[0]), "LSB_JOBID": "7", "LSB_DJOB_RANKFILE": f"ranks-{rank}"}
+    os.environ |= {"JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_SIZE": str(size)}
+    Path(f"ranks-{rank}").write_text("launch\n" + f"{socket.gethostname()}\n" * size)
+    environment: Any = ENVIRONMENTS[kind]()
+    if kind == "plain":
+        environment.set_world_size(size)
+        environment.set_global_rank(rank)
+    options = ProcessOptions(mesh=MeshConfig(), timeout_seconds=60, init_timeout_seconds=60, process_group_backend=None)
+    launch = launch_of(environment, nodes=size, devices=1, gpu=False)
+    _store, place = Processes(options)._meet(environment, launch, os.environ, {}, None)
+    dist.barrier()
+    return place.rank, place.world_size, place.port == box[0], place.agent
+
+
+ENVIRONMENTS = {"kubeflow": KubeflowEnvironment, "lsf": LSFEnvironment, "plain": LightningEnvironment}
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_processes_meet_by_the_variables_of_other_launchers(kind: str) -> None:
+    assert run_distributed(_met, 2, kind) == [(rank, 2, True, None) for rank in range(2)]
 
 
 def test_a_watch_marks_messages_until_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:

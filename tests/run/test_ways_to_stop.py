@@ -23,9 +23,10 @@ from lightning_shard.cluster.watch import Watch
 
 rank, where = int(sys.argv[1]), sys.argv[3]
 place = Place(address="127.0.0.1", port=int(sys.argv[2]), rank=rank, world_size=3)
+through = place if len(sys.argv) < 8 else Place(address="127.0.0.1", port=int(sys.argv[7]), rank=rank, world_size=3)
 store = connect(place, 60)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-Watch(place, float(sys.argv[4])).start()
+Watch(through, float(sys.argv[4])).start()
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
@@ -41,6 +42,51 @@ elif where == "loader":
     next(iter(DataLoader(Slow(), num_workers=1)))
 time.sleep(600)
 """
+
+
+NETWORK = """
+import socket, sys, threading
+def pump(source, sink):
+    while data := source.recv(65536):
+        sink.sendall(data)
+def carry(here):
+    there = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+    threading.Thread(target=pump, args=(here, there)).start()
+    pump(there, here)
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    print("ready", flush=True)
+    while True:
+        threading.Thread(target=carry, args=(server.accept()[0],)).start()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["python", "collective", "loader"])
+def test_all_end_in_time_where_a_network_is_cut(where: str, victim: int, tmp_path: Path) -> None:
+    """A process that carries the bytes is stopped: those of the victim, or of rank 0, and so of all others, to it."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    port, carried = free_port(), free_port()
+    command = [sys.executable, "-c", NETWORK, str(carried), str(port)]
+    network = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert network.stdout is not None
+    network.stdout.readline()
+    words = [where, str(LOST_SECONDS), str(tmp_path), str(victim)]
+    ranks = []
+    for rank in range(3):
+        through = [str(carried)] if (rank == victim or victim == 0) and rank > 0 else []
+        command = [sys.executable, "-c", RANK, str(rank), str(port), *words, *through]
+        ranks.append(subprocess.Popen(command, env=environ))
+    try:
+        until(lambda: len(list(tmp_path.iterdir())) == 3)
+        time.sleep(1.5)
+        network.send_signal(signal.SIGSTOP)
+        until(lambda: all(process.poll() is not None for process in ranks), LOST_SECONDS + 10)
+        assert all(process.returncode != 0 for process in ranks)
+    finally:
+        for process in [*ranks, network]:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.soak
