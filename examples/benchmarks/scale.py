@@ -98,7 +98,7 @@ def made_up(connection: Connection, port: int, first: int, count: int, size: int
                 watch._suspects = True
         elif order == "beat":
             # The last rank of all is the one that is lost.
-            _each([w for w in watches if w._rank < size - 1], exchange, threads=256)
+            _each([w for w in watches if w._rank < size - 1], exchange, threads=16)
         connection.send((clock(), all(watch._cause is not None for watch in watches if watch._rank < size - 1)))
 
 
