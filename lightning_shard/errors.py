@@ -16,7 +16,7 @@
         └── CheckpointMismatchError       missing, unexpected or reshaped keys
 
 A message says the value that was found, the rule it breaks and what to do. Errors of one cause are raised on
-every rank alike.
+every rank.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class StepFlops:
         if not module.automatic_optimization:
             self.why_not = "its training_step optimizes manually"
         elif not is_whole(module):
-            self.why_not = "its parameters are cut already"
+            self.why_not = "its parameters are sharded already"
         else:
             try:
                 self._copy = _without_side_effects(meta_copy(module))

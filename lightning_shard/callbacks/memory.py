@@ -29,7 +29,7 @@ class MemoryCallback(Callback):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
     At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
-    in it, on every engine alike, of the rank with the most, which the table names. Later steps cost nothing. When
+    in it, the same on every engine, of the rank with the most, which the table names. Later steps cost nothing. When
     memory runs out in the fit, the table and what would hold less go into the error's message.
 
     Attributes:

@@ -174,7 +174,7 @@ class Agreement:
         self._work: Any = None
 
     def __call__(self, number: int) -> int:
-        """Say ``number`` (0: nothing) and get the largest that was said in the call before. All ranks call it alike."""
+        """Say ``number`` (0: nothing) and get the largest that was said in the call before. All ranks call it."""
         if self._group is None:
             return number
         agreed = self.finish()

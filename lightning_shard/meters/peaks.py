@@ -41,7 +41,7 @@ _TABLE: tuple[tuple[str, Peaks], ...] = (
     (r"H[18]00", Peaks(half=989.4, tf32=494.7, single=66.9, fp8=1978.9)),
     # NVIDIA H20 datasheet.
     (r"H20", Peaks(half=148, tf32=74, single=44, fp8=296)),
-    # NVIDIA A100 datasheet; all forms alike. A800 differs in its links alone.
+    # NVIDIA A100 datasheet; the same for all forms. A800 differs in its links alone.
     (r"A[18]00", Peaks(half=312, tf32=156, single=19.5)),
     # NVIDIA A30, A40 and A10 datasheets; A10G: NVIDIA A10G datasheet for AWS G5.
     (r"A30", Peaks(half=165, tf32=82, single=10.3)),

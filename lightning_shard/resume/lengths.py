@@ -108,7 +108,7 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
 def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
     """The `loader` whose iterators are :func:`agreed`; keeps its attributes, and its state where it has one.
 
-    For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate alike.
+    For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate together.
     """
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     if not isinstance(loader, DataLoader):

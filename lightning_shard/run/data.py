@@ -1,4 +1,4 @@
-"""The data of a run: loaders alike on all ranks, evaluation of uneven shares, and where a resumed run goes on."""
+"""The data of a run: the same loaders on all ranks, evaluation of uneven shares, and where a resumed run goes on."""
 
 from __future__ import annotations
 

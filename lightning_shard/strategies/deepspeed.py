@@ -50,7 +50,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         """Set up DeepSpeed.
 
         Args:
-            stage: what is cut over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+            stage: what is sharded over the processes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
                 Default: what ``config`` says, and else 2.
             offload_optimizer: keep optimizer state and masters on the host or on NVMe, and step on the host.
             offload_parameters: keep parameters on the host or on NVMe; stage 3 only.

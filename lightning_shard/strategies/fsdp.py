@@ -38,8 +38,8 @@ class ShardFSDPStrategy(ShardStrategy):
         """Set up FSDP2.
 
         Args:
-            mesh: sizes of the axes ``replicate`` and ``shard``. Default: one copy, cut over all processes. For
-                hybrid sharding give ``replicate: auto`` and ``shard: auto``: cut inside a node, copied across nodes.
+            mesh: sizes of the axes ``replicate`` and ``shard``. Default: sharded over all processes. For hybrid
+                sharding give ``replicate: auto`` and ``shard: auto``: shards inside a node, replicas across nodes.
             units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
                 else the repeated blocks of module lists; a list of classes or their names; or a number of parameters,
                 for the smallest modules that have as many. What is in no unit is gathered with the LightningModule.

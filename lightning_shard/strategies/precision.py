@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import (
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -36,7 +31,7 @@ from lightning_shard.precision.loss_scale import (
     unscale,
 )
 from lightning_shard.precision.loss_weight import LossWeights
-from lightning_shard.precision.policy import DTYPES, PRECISIONS, PrecisionPolicy, autocasting, policy_from
+from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.run.rollback import Rollback
 from lightning_shard.strategies.refusals import refuse_loss
@@ -415,38 +410,3 @@ class ShardPrecision(Precision):
         """
         if self._scale is not None:
             self._scale = state_from_dict(state_dict)
-
-
-def translate(plugin: Precision | None) -> ShardPrecision | None:
-    """The `ShardPrecision` that says the same as a stock plugin made by Lightning from the Trainer's flag.
-
-    Raises:
-        PrecisionError: the plugin carries more than the flag (a scaler, a quantiser, double precision), or a
-            precision that these strategies do not run.
-    """
-    if plugin is None or isinstance(plugin, ShardPrecision):
-        return plugin
-    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
-        raise PrecisionError(
-            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
-            f"lightning_shard cast on their own and take no plugin that does. Use precision: one of "
-            f"{', '.join(repr(p) for p in PRECISIONS)}, or ShardPrecision in plugins."
-        )
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and not _is_default(scaler):
-        raise PrecisionError(
-            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__} with a "
-            f"{type(scaler).__name__} of its own, but the strategies of lightning_shard scale the loss themselves, the "
-            "same on every engine. Give its settings to ShardPrecision('16-mixed', loss_scale=LossScaling(...)) in "
-            "plugins instead."
-        )
-    return ShardPrecision(plugin.precision)  # type: ignore[arg-type]
-
-
-def _is_default(scaler: Any) -> bool:
-    """Whether Lightning made ``scaler`` from the flag: torch's own class with its default settings, not yet used."""
-    if type(scaler) is not torch.amp.GradScaler:
-        return False
-    # torch switches one for CUDA off on a machine without it.
-    default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
-    return scaler.state_dict() == default.state_dict()

@@ -65,7 +65,7 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, run: str) -> None:
             raise ConfigurationError(
                 f"{name} works on whole parameters, which {run} does not have. Use shard_ddp with precision "
                 "'32-true'; or, to average weights, keep clones of self.parameters() in your module and update them in "
-                "on_train_batch_end, since clones are cut as the parameters are."
+                "on_train_batch_end, since clones are sharded as the parameters are."
             )
         if saving and isinstance(callback, WeightAveraging | ModelPruning):
             raise ConfigurationError(

@@ -32,17 +32,15 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.ledger import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.strategies.precision import ShardPrecision, translate
+from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm
 from lightning_shard.strategies.settings import CommonSettings
+from lightning_shard.strategies.stock_precision import translate
 from lightning_shard.strategies.warnings import warn_of_precision
 
 
 class ShardStrategy(ParallelStrategy):
-    """Base of the strategies; a subclass says which engine it is the adapter of.
-
-    It has no state but its settings, its parts and the engine of the run. Hooks are documented by Lightning.
-    """
+    """Base of the strategies: settings, the parts of a run, and the engine that a subclass names."""
 
     aligned: bool
     activation_checkpointing: Checkpointing

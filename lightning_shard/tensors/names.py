@@ -52,7 +52,7 @@ class Names:
         return name
 
     def unwrapped(self, key: str) -> str:
-        """The name without wrappers of a key of the module's ``state_dict()``, tensors and extra state alike."""
+        """The name without wrappers of a key of the module's ``state_dict()``, of tensors and extra state."""
         owner = key.rpartition(".")[0]
         while owner and f"{owner}." not in self.prefixes:
             owner = owner.rpartition(".")[0]

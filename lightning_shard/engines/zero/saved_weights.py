@@ -118,7 +118,7 @@ class SavedWeights:
     def _gathered(self, parameter: Any) -> Tensor:
         """The data of a parameter that is not there, gathered ahead of its module or for this one use.
 
-        That is one in a graph that no hook of DeepSpeed's is in. Ranks run the same graph, and so gather alike.
+        That is one in a graph that no hook of DeepSpeed's is in. Ranks run the same graph, and so gather together.
         """
         handle = self._in_flight.get(parameter)
         if handle is not None:
