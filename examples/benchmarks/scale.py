@@ -199,20 +199,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A curve for each step, with its bar."""
+    """A curve for each step, with its bar; that of the beats is their interval."""
     from matplotlib import pyplot
 
-    names = [name for name in BARS if name in rows[0]]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.2))
-    for axis, name in zip(axes, names, strict=True):
-        axis.loglog([row["ranks"] for row in rows], [row[name] for row in rows], marker="o", base=2)
-        bar = BARS[name]
-        if bar is not None:
-            axis.axhline(bar, linestyle="--", color="grey")
-        axis.set_title(name)
+    titles = {"preflight, CPU s": "preflight, CPU seconds of all", "beats, s": "one look at all beats, s"}
+    # 830 pixels wide, as it is shown.
+    figure, axes = pyplot.subplots(2, 2, figsize=(8.3, 5.4), sharex=True)
+    sizes = [row["ranks"] for row in rows]
+    for axis, (name, bar) in zip(axes.flat, BARS.items(), strict=True):
+        measured = [row for row in rows if name in row]
+        bars = [row["interval, s"] if bar is None else bar for row in rows]
+        axis.loglog([row["ranks"] for row in measured], [row[name] for row in measured], marker="o")
+        axis.loglog(sizes, bars, linestyle="--", color="grey", label="bar")
+        axis.set_title(titles.get(name, name), fontsize=11)
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axis.minorticks_off()
+        axis.set_ylim(bottom=min(0.5 * min(row[name] for row in measured), 1))
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend()
+    for axis in axes[1]:
         axis.set_xlabel("ranks")
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":

@@ -125,13 +125,12 @@ def describe(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
     # One that waits for it, rather than for whoever does.
     other = min(others, key=lambda report: report.waits is None or report.waits[0] not in first.last)
     waits = [] if first.waits is None else list(first.waits)
-    called = [entry for entry in other.recent if list(entry[:2]) == waits[:2]]
-    if not called or called[0][2] == waits[2]:
+    called = [entry for entry in other.recent if list(entry[:2]) == waits[:2] and entry[2] != waits[2]]
+    if not called:
         return f"{text}. {other.name} is {other.place()}"
-    if other.waits is not None and list(called[0]) == list(other.waits):
-        return f"{text}. In its place {other.name} is {other.place()}"
     # On some backends it went on from there.
-    return f"{text}. In its place {other.name} called {called[0][2]}{called[0][3]}; it is {other.place()}"
+    on = "" if list(called[0]) == list(other.waits or ()) else f" called {called[0][2]}{called[0][3]}; it"
+    return f"{text}. In its place {other.name}{on} is {other.place()}"
 
 
 def is_certain(reports: Mapping[int, Report], culprits: Sequence[int]) -> bool:

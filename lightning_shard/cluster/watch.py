@@ -162,9 +162,11 @@ class Watch:
             self._until(lambda: self._all_gone if self._rank == 0 else "gone" in self._told)
         self._stopped.set()
         self._wake.set()
+        # Where the store has gone there is nothing to wait for.
+        seconds = 0.5 if self._cause is not None and self._cause[0] < 0 else _STORE_SECONDS
         for thread in (self._speaker, self._guard):
             if thread.is_alive():
-                thread.join(_STORE_SECONDS)
+                thread.join(seconds)
 
     def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _FAREWELL_SECONDS + self._interval

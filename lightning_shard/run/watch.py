@@ -28,13 +28,7 @@ class RunWatch:
         stuck_seconds: float | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """Nobody watches yet.
-
-        Args:
-            lost_rank_seconds: how long a rank may give no sign of life; None: nobody watches at all.
-            stuck_seconds: how long no rank may get on.
-            exit_process: ends this process where it stands; called in a thread of its own.
-        """
+        """Nobody watches yet; see `Watch` for the seconds, of which None means that nobody does."""
         self._lost_rank_seconds, self._stuck_seconds = lost_rank_seconds, stuck_seconds
         self._exit_process = exit_process
         self._watch: Watch | None = None
@@ -63,7 +57,7 @@ class RunWatch:
         Args:
             met: where the ranks met, and the number of the run on their process group; None: they did so elsewhere.
             folder: where a rank that is stuck writes its traces; None: nowhere.
-            replacements: of the run, for what tells what ``trainer`` does.
+            replacements: of the run.
             trainer: whether its main thread gets on is watched too; None: it is not.
         """
         if self._failed is not None:
