@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy
@@ -65,18 +67,23 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     yield from (c for c in trainer.callbacks if isinstance(c, ModelCheckpoint | ModelSummary))
+    yield grad_norm
     yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
 
 def _values(trainer: pl.Trainer) -> dict[tuple[str, int], Any]:
     """What each live object has of its own under a name in the table."""
     return {
-        (f"{cls.__name__}.{name.split('.')[1]}", number): vars(thing).get(name.split(".")[1], ABSENT)
+        (f"{cls.__name__}.{name.split('.')[1]}", number): _own(thing, name.split(".")[1])
         for number, thing in enumerate(_live(trainer))
         for cls in type(thing).__mro__
         for name in REPLACED
         if name.startswith(f"{cls.__name__}.")
     }
+
+
+def _own(thing: Any, name: str) -> Any:
+    return getattr(thing, name) if isinstance(thing, FunctionType) else vars(thing).get(name, ABSENT)
 
 
 def _ours(trainer: pl.Trainer) -> list[str]:
