@@ -143,6 +143,6 @@ class Data:
     def start_of_training(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
         """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""
         resumed, self._resumed = self._resumed, None
+        _lightning.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
             state.restore(replacements, trainer, resumed)
-        _lightning.recount_batches(trainer)

@@ -229,3 +229,25 @@ def test_what_on_save_checkpoint_takes_out_is_left_out(tmp_path: Path) -> None:
         assert "model.head.weight" in keys
         assert note == "mine"
         assert right
+
+
+def _epoch_with_other_batches(strategy: str) -> list[int]:
+    """Samples of an epoch that is begun in batches of 2 and finished in batches of 3 after a resume."""
+    seen: list[int] = []
+
+    class Note(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, _: int) -> None:
+            seen.extend(batch[0][:, 0].tolist())
+
+    data = [(torch.full((4,), i), torch.full((4,), i)) for i in range(16)]
+    for size, steps, path in ((2, 3, None), (3, -1, "half.ckpt")):
+        options = {"max_steps": steps, "max_epochs": 1, "callbacks": [Note()]}
+        trainer = quiet_trainer(strategy=strategy, **options)
+        trainer.fit(TinyLM(), DataLoader(data, batch_size=size), ckpt_path=path)
+        trainer.save_checkpoint("half.ckpt")
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp"])
+def test_an_epoch_is_finished_in_batches_of_another_size(strategy: str) -> None:
+    assert run_distributed(_epoch_with_other_batches, 1, strategy) == [list(range(16))]
