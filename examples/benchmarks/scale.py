@@ -214,7 +214,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(titles.get(name, name), fontsize=11)
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axis.minorticks_off()
-        axis.set_ylim(bottom=min(0.5 * min(row[name] for row in measured), 1))
+        axis.set_ylim(min(0.5 * min(row[name] for row in measured), 1), 2 * max(bars))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
     axes[0, 0].legend()
     for axis in axes[1]:
