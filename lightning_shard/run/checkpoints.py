@@ -132,7 +132,7 @@ class Checkpoints(CheckpointIO):
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
-            if checkpoint["global_step"] > 0 and not self._engine.tensors.optimizers():
+            if checkpoint.get("global_step", 0) > 0 and not self._engine.tensors.optimizers():
                 rank_zero_warn(
                     f"{target} gets no optimizer state: under this strategy the fit's is gone once a validation or "
                     "test of its own has begun. Save before it, to go on training from the checkpoint."
