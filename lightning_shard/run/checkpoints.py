@@ -298,6 +298,9 @@ class Checkpoints(CheckpointIO):
         finally:
             self._loading = None
             self.remove_converted()
+        for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
+            if names:
+                rank_zero_warn(f"strict_loading is False: {len(names)} tensors {what}: {layout.listed(names, most=5)}.")
         differing = list(report.overridden)
         for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
             for name, there, here in list(schedules_differing(schedule.scheduler, saved)) if optimizers else []:
