@@ -1,9 +1,8 @@
-"""Which parameters and units a step uses under FSDP2, which gathers and reduces a unit with all ranks together."""
+"""Which parameters a step uses under FSDP2, which reduces those of a unit together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.engines._fsdp2 import gathered_parameters
-from lightning_shard.engines.refusals import different_branches
-from lightning_shard.engines.usage import COMPARED, Usage
+from lightning_shard.engines.usage import Usage
 from lightning_shard.errors import WrappingError
-from lightning_shard.ranks import Ranks
 
 
 class UnitUsage:
@@ -88,46 +85,3 @@ class UnitUsage:
         self._watched.clear()
         if self._reduces_zeros:
             self._reduce_zeros(False)
-
-
-class SameUnits:
-    """Refuses ranks that run different shard units: each gathers together with the others."""
-
-    def __init__(self, root: nn.Module) -> None:
-        """Look at the first steps of the units below ``root``."""
-        self._inside, self._steps = False, 0
-        units: list[tuple[str, Any]] = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
-        self._hooks = [m.register_forward_pre_hook(self._entering(fqn), prepend=True) for fqn, m in units]
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*args: Any) -> None:
-            if self._inside:
-                self._meet(f"runs {name or 'the module itself'}")
-
-        return enter
-
-    @contextmanager
-    def step(self) -> Generator[None, None, None]:
-        """A forward pass. All ranks run it."""
-        if not self._hooks:
-            yield
-            return
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-        self._meet("is at the end of the step's forward")
-        self._steps += 1
-        if self._steps == COMPARED:
-            self.close()
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _meet(self, where: str) -> None:
-        everywhere = Ranks.of().gather(where)
-        if other := [rank for rank, each in enumerate(everywhere) if each != everywhere[0]]:
-            raise different_branches(f"rank 0 {everywhere[0]}, rank {other[0]} {everywhere[other[0]]}")

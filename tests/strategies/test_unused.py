@@ -75,7 +75,7 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
     [
         (STAGES[0], "by step", {}, "Ranks, or steps, use different parameters"),
         (STAGES[1], "by rank", {}, "Ranks, or steps, use different parameters"),
-        (STAGES[2], "by rank", {}, "Ranks, or steps, use different parameters"),
+        (STAGES[2], "by rank", {}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
     ],

@@ -22,6 +22,7 @@ from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
+from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
 from lightning_shard.engines.zero import cpu_adam, layout, offload, partition, process, running
 from lightning_shard.engines.zero.config import (
@@ -288,6 +289,9 @@ class Zero:
             self._module, optimizer=optimizer, config=self._config, names=names, device=self._run.device
         )
         self._closing.callback(self._stop)
+        units = self._module.named_modules() if self.gathers_in_forward else ()
+        self._same_units = SameUnits((n, m) for n, m in units if any(True for _ in m.parameters(recurse=False)))
+        self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
 
@@ -337,7 +341,11 @@ class Zero:
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
-            with explained(f"{self.strategy}(stage={self._stage})"), self._uses.watched(self.gathers_in_forward):
+            with (
+                explained(f"{self.strategy}(stage={self._stage})"),
+                self._uses.watched(self.gathers_in_forward),
+                self._same_units.step(),
+            ):
                 return running.run(self._started, step, *args, **kwargs)
         finally:
             self._in_step = False
