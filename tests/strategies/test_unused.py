@@ -43,9 +43,32 @@ class Branches(pl.LightningModule):
         self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
 
 
-def _fit(name: str, kind: str, precision: str = "32-true", **settings: Any) -> dict[str, Tensor | None]:
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = nn.ModuleList(nn.Linear(4, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, takes: int) -> Tensor:
+        found: Tensor = self.of[takes](x)
+        return found
+
+
+class InLeaf(Branches):
+    """Ranks use different experts of a module that stage 3 gathers and reduces whole."""
+
+    def __init__(self) -> None:
+        super().__init__("by rank")
+        self.one, self.other = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+        # DeepSpeed reduces a leaf module's gradients when those of its inputs are there, which have to need them.
+        self.unused, self.stem, self.experts = nn.Identity(), nn.Linear(4, 4), Experts()  # type: ignore[assignment]
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.experts(self.stem(x), self.global_rank).tanh()).square().mean()
+
+
+def _fit(name: str, kind: str | None, precision: str = "32-true", **settings: Any) -> dict[str, Tensor | None]:
     pl.seed_everything(1, verbose=False)
-    module = Branches(kind)
+    module = InLeaf() if kind is None else Branches(kind)
     trainer = quiet_trainer(strategy=build(name, **settings), max_steps=6, precision=precision)
     trainer.fit(module, DataLoader(torch.randn(64, 4), 4))
     return module.found
@@ -75,7 +98,12 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
     [
         (STAGES[0], "by step", {}, "Ranks, or steps, use different parameters"),
         (STAGES[1], "by rank", {}, "Ranks, or steps, use different parameters"),
-        (STAGES[2], "by rank", {}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
+        (
+            STAGES[2],
+            "by rank",
+            {"stage3": {"param_persistence_threshold": 0}},
+            "Ranks take different branches: rank 0 runs one, rank 1 runs other",
+        ),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
     ],
@@ -89,3 +117,10 @@ def test_rare_branches_are_found_on_request() -> None:
     expected = run_distributed(_fit, 2, "shard_ddp_aligned", "late", find_unused_parameters=True)
     found = run_distributed(_fit, 2, FSDP, "late", find_unused_parameters=True)
     assert all(torch.equal(found[0][fqn], expected[0][fqn]) for fqn in expected[0])
+
+
+def test_ranks_may_use_different_experts_of_a_leaf_module() -> None:
+    wanted = run_distributed(_fit, 2, "shard_ddp_aligned", None, find_unused_parameters=True)
+    stage3 = {"leaf_modules": ["Experts"], "param_persistence_threshold": 0}
+    found = run_distributed(_fit, 2, STAGES[2], None, stage3=stage3)
+    assert all(torch.equal(found[0][fqn], value) for fqn, value in wanted[0].items())

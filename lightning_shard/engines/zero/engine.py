@@ -201,7 +201,8 @@ class Zero:
         if self._run.automatic:
             # In manual optimization each backward pass is over a part of the model.
             live = dict(self._module.named_parameters())
-            self._unstepped = Unstepped({fqn: live[fqn] for fqn, _ in trainable}, rests=rests)
+            together = layout.in_leaf_modules(self._module)
+            self._unstepped = Unstepped({n: live[n] for n, _ in trainable}, rests=rests, together=together)
             self._closing.callback(self._unstepped.close)
             shards = [self._unstepped.with_gradients(shard) for shard in shards]
         if step is not None:
@@ -289,8 +290,7 @@ class Zero:
             self._module, optimizer=optimizer, config=self._config, names=names, device=self._run.device
         )
         self._closing.callback(self._stop)
-        units = self._module.named_modules() if self.gathers_in_forward else ()
-        self._same_units = SameUnits((n, m) for n, m in units if any(True for _ in m.parameters(recurse=False)))
+        self._same_units = SameUnits(layout.gathered_modules(self._module) if self.gathers_in_forward else ())
         self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
         return self._running

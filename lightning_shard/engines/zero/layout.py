@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
@@ -118,6 +118,27 @@ def shard(parameter: Any) -> FlatTensor:
 def is_partitioned(parameter: Tensor) -> bool:
     """Whether stage 3 has sharded ``parameter``."""
     return hasattr(parameter, "ds_tensor")
+
+
+def in_leaf_modules(module: nn.Module) -> set[str]:
+    """FQNs of the parameters in the modules that stage 3 gathers and reduces whole, whatever of them runs."""
+    from deepspeed.utils import z3_leaf_module
+
+    leaves = [(fqn, m) for fqn, m in module.named_modules() if z3_leaf_module(m)]
+    return {f"{fqn}.{name}".lstrip(".") for fqn, leaf in leaves for name, _ in leaf.named_parameters()}
+
+
+def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """FQN and module of those that stage 3 gathers for: leaf modules, and others whose parameters do not all stay."""
+    from deepspeed.utils import z3_leaf_module
+
+    inside = in_leaf_modules(module)
+    found = []
+    for fqn, part in module.named_modules():
+        own = {f"{fqn}.{name}".lstrip("."): p for name, p in part.named_parameters(recurse=False)}
+        if z3_leaf_module(part) or any(n not in inside and not getattr(p, "ds_persist", False) for n, p in own.items()):
+            found.append((fqn, part))
+    return found
 
 
 def shards(groups: Sequence[FlatGroup]) -> Iterator[tuple[FlatMember, Tensor]]:

@@ -21,12 +21,19 @@ from lightning_shard.errors import ConfigurationError
 class Unstepped:
     """All ranks make it and call its methods, in one order."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool) -> None:
-        """Begin to look at the trainable ``parameters``, by FQN; with ``rests`` gradients of zero change nothing."""
-        self._parameters, self._rests = parameters, rests
+    def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
+        """Begin to look at a fit.
+
+        Args:
+            parameters: the trainable ones, by FQN.
+            rests: gradients of zero change nothing.
+            together: FQNs of those that ranks may use or not: stage 3 gathers and reduces a leaf module whole.
+        """
+        self._parameters, self._rests, self._together = parameters, rests, together
         self._usage = Usage(parameters)
         self._unused: Set[str] = frozenset()
         self._kept: list[tuple[Tensor, Tensor]] | None = None
+        self._steps = 0
         self._closing = ExitStack()
         for fqn, parameter in parameters.items():
             self._closing.callback(self._usage.watch(fqn, parameter))
@@ -37,11 +44,13 @@ class Unstepped:
         Raises:
             ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
-        self._unused = self._usage.finish()
+        before, self._unused = self._unused, self._usage.finish()
+        varies = self._steps > 0 and before != self._unused and not full and not self._rests
+        self._steps += 1
         if running.stage == 0:
             for fqn in self._unused:
                 self._parameters[fqn].grad = None
-        elif self._usage.differs or (self._usage.varies and not full and not self._rests):
+        elif varies or not self._usage.partly - self._unused <= self._together:
             raise ConfigurationError(
                 "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with "
                 f"one count of steps. In this one not all use: {', '.join(sorted(self._usage.partly)) or '-'}. "
