@@ -32,7 +32,7 @@ class Unstepped:
         self._parameters, self._rests, self._together = parameters, rests, together
         self._usage = Usage(parameters)
         self._unused: Set[str] = frozenset()
-        self._kept: list[tuple[Tensor, Tensor]] | None = None
+        self._keeps = False
         self._steps = 0
         self._closing = ExitStack()
         for fqn, parameter in parameters.items():
@@ -56,7 +56,7 @@ class Unstepped:
                 f"one count of steps. In this one not all use: {', '.join(sorted(self._usage.partly)) or '-'}. "
                 "Use shard_fsdp, or shard_ddp with find_unused_parameters: true."
             )
-        elif self._unused and not full and not self._rests and self._kept is None:
+        elif self._unused and not full and not self._rests and not self._keeps:
             self._keep(running)
 
     def _keep(self, running: Running) -> None:
@@ -67,13 +67,14 @@ class Unstepped:
                 f"No step uses {', '.join(sorted(self._unused))}, but with the optimizer offloaded to NVMe DeepSpeed "
                 "steps them, weight decay and all. Freeze them (requires_grad_(False))."
             )
-        kept = [(part, part.clone()) for m, part in layout.shards(running.groups) if m.fqn in self._unused]
-        self._kept, own = kept, running.optimizer.step
+        parts = [part for member, part in layout.shards(running.groups) if member.fqn in self._unused]
+        self._keeps, own = True, running.optimizer.step
 
         @torch.no_grad()
         def step(*args: Any, **kwargs: Any) -> Any:
+            before = [part.clone() for part in parts]
             result = own(*args, **kwargs)
-            for part, value in kept:
+            for part, value in zip(parts, before, strict=True):
                 part.copy_(value)
             return result
 
