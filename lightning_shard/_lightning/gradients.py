@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_shard._lightning.replaced import Replacements
 
 _own = FunctionType(grad_norm.__code__, grad_norm.__globals__, argdefs=grad_norm.__defaults__)
-_read: dict[str, Any] = {}
 
 
 def full_gradient_norms(
@@ -23,7 +22,7 @@ def full_gradient_norms(
 
     The function itself answers, since users import it by name. It is a collective then.
     """
-    _read.update(module=module, gradient=read)
+    replacements.replace(grad_norm, "_shard_run", (module, read))
     replacements.replace(grad_norm, "__code__", _asks.__code__)
 
 
@@ -36,9 +35,10 @@ def _asks(module: nn.Module, norm_type: Any, group_separator: str = "/") -> Any:
 
 def norms(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, float]:
     """What Lightning's function gives for full gradients."""
-    names = {id(parameter): fqn for fqn, parameter in _read["module"].named_parameters()}
+    whole, read = vars(grad_norm)["_shard_run"]
+    names = {id(parameter): fqn for fqn, parameter in whole.named_parameters()}
     gradients = [
-        (name, SimpleNamespace(grad=_read["gradient"](names[id(p)]) if id(p) in names else p.grad))
+        (name, SimpleNamespace(grad=read(names[id(p)]) if id(p) in names else p.grad))
         for name, p in module.named_parameters()
         if p.requires_grad
     ]

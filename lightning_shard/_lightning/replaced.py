@@ -5,7 +5,6 @@ Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` a
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 REPLACED = {
@@ -32,6 +31,7 @@ REPLACED = {
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
     "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
     "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
+    "function._shard_run": "the module and the gradients that grad_norm reads",
     "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
 }
 """Class and attribute, and why. `Replacements` refuses anything else."""
@@ -50,7 +50,7 @@ class Replacements:
         """Set ``owner.name``, an entry of `REPLACED`, on the instance."""
         listed = [f"{cls.__name__}.{name}" in REPLACED for cls in type(owner).__mro__]
         assert any(listed), f"{type(owner).__name__}.{name} is not in REPLACED"
-        if isinstance(owner, FunctionType):
+        if name == "__code__":
             self._before.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
             return
@@ -64,7 +64,7 @@ class Replacements:
             entry = self._before.pop()
             if owner is not None and not (entry[0] is owner and entry[1] == name):
                 kept.append(entry)
-            elif isinstance(entry[0], FunctionType):
+            elif entry[1] == "__code__":
                 setattr(*entry)
             elif entry[2] is _NOTHING:
                 vars(entry[0]).pop(entry[1], None)

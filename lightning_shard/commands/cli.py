@@ -126,7 +126,8 @@ class ShardCLI(ConfiguredCLI):
             name = "config.yaml" if self.subcommand in (None, "fit") else f"config_{self.subcommand}.yaml"
             self.save_config_kwargs = {"overwrite": True, "config_filename": name}
         super().instantiate_classes()
-        if not getattr(getattr(self.trainer.strategy, "preemption", None), "signals", ()):
+        strategy = getattr(self.trainer, "strategy", None)
+        if not getattr(getattr(strategy, "preemption", None), "signals", ()):
             release_signals()  # nobody else notes them
 
     def after_fit(self) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,7 +82,7 @@ def _values(trainer: pl.Trainer) -> dict[tuple[str, int], Any]:
 
 
 def _own(thing: Any, name: str) -> Any:
-    return getattr(thing, name) if isinstance(thing, FunctionType) else vars(thing).get(name, ABSENT)
+    return getattr(thing, name) if name == "__code__" else vars(thing).get(name, ABSENT)
 
 
 def _ours(trainer: pl.Trainer) -> list[str]:

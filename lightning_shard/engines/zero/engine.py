@@ -438,6 +438,7 @@ class Zero:
         self._closing.close()
 
     def _stop(self) -> None:
+        self._written = None
         # What it stepped stays, so that a checkpoint can be saved after the fit too.
         self._values.leave(self._started, device=self._run.device, communicate=not self._failed)
         running.stop(self._started)

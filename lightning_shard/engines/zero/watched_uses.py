@@ -68,7 +68,10 @@ class WatchedUses(TorchFunctionMode):
         if used and func in _VIEWS:
             self._views[out] = used[0]
         elif used and isinstance(out, Tensor) and not all(base.numel() for base in used):
-            raise not_gathered(self._strategy)
+            # ``weight.new_zeros(n)`` and ``x.to(weight)`` ask for a dtype and a device.
+            name, of_first = func.__name__, self._base(args[0]) is not None
+            if not (name.startswith("new_") if of_first else name in ("to", "type_as")):
+                raise not_gathered(self._strategy)
         return out
 
     def _refuse_write(self, func: Callable[..., Any], parameter: Tensor, first: Any) -> None:
