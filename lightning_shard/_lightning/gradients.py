@@ -22,7 +22,7 @@ def full_gradient_norms(
 
     The function itself answers, since users import it by name. It is a collective then.
     """
-    replacements.replace(grad_norm, "_shard_run", (module, read))
+    replacements.replace(grad_norm, "shard_run", (module, read))
     replacements.replace(grad_norm, "__code__", _asks.__code__)
 
 
@@ -35,7 +35,7 @@ def _asks(module: nn.Module, norm_type: Any, group_separator: str = "/") -> Any:
 
 def norms(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, float]:
     """What Lightning's function gives for full gradients."""
-    whole, read = vars(grad_norm)["_shard_run"]
+    whole, read = vars(grad_norm)["shard_run"]
     names = {id(parameter): fqn for fqn, parameter in whole.named_parameters()}
     gradients = [
         (name, SimpleNamespace(grad=read(names[id(p)]) if id(p) in names else p.grad))

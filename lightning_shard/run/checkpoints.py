@@ -132,17 +132,18 @@ class Checkpoints(CheckpointIO):
         with_optimizers = OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
-            if checkpoint.get("global_step", 0) > 0 and not self._engine.tensors.optimizers():
+
+        def collect() -> Contents:
+            tensors = self._engine.tensors
+            optimizers = tensors.optimizers() if with_optimizers else []
+            if with_optimizers and not optimizers and checkpoint.get("global_step", 0) > 0:
                 rank_zero_warn(
                     f"{target} gets no optimizer state: under this strategy the fit's is gone once a validation or "
                     "test of its own has begun. Save before it, to go on training from the checkpoint."
                 )
-
-        def collect() -> Contents:
-            tensors = self._engine.tensors
             return training_state(
                 module=self._module,
-                optimizers=tensors.optimizers() if with_optimizers else [],
+                optimizers=optimizers,
                 masters=tensors.masters(),
                 trainer_state=checkpoint,
                 facts=Facts(

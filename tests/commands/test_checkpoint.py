@@ -40,7 +40,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_commands(command: Any, trained: Path) -> None:
     code, text, _ = command("inspect", "trained.ckpt")
     assert (code, "model.embed.weight" in text) == (0, True)
-    assert command("verify", "trained.ckpt")[:2] == (0, "trained.ckpt is whole: 4 files checked\n")
+    assert command("verify", "trained.ckpt")[:2] == (0, "trained.ckpt is whole: 5 files checked\n")
     assert command("convert", "trained.ckpt", "full.ckpt")[0] == 0
     assert command("verify", "full.ckpt")[:2] == (0, "full.ckpt is whole: 1 file checked\n")
     assert command("convert", "full.ckpt", "back.ckpt")[0] == 0

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard.checkpoint.files.layout import SlotName, model_key
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.errors import CheckpointCorruptError
+from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 PORTABLE, FULL = "portable", "full"
 
@@ -27,6 +27,8 @@ def in_form(what: str) -> Iterator[None]:
     """Raise CheckpointCorruptError with ``what`` it is not, where a state of another form is met."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointCorruptError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
