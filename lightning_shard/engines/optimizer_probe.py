@@ -159,11 +159,7 @@ class _Copies:
         self._gradients = [different[0], *different]
 
     def _copy(self, tensors: list[Tensor]) -> Optimizer:
-        group = {**self._group, "params": tensors}
-        if isinstance(group.get("lr"), int | float) and group["lr"] == 0:
-            # A warm-up begins there, and what changes nothing shows nothing.
-            group["lr"] = 1e-2
-        return copy_of(self._optimizer, [group])
+        return copy_of(self._optimizer, [_group_over(tensors, self._group)])
 
     def _step(self, copy: Optimizer) -> None:
         # Of the class: the instance's own may count calls for a schedule.
@@ -199,6 +195,14 @@ class _Copies:
         return True
 
 
+def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, Any]:
+    """``group`` with other parameters, and with a learning rate that shows what it does."""
+    lr = group.get("lr")
+    # A warm-up begins at 0, and what changes nothing shows nothing.
+    shown = {"lr": lr + 1e-2} if isinstance(lr, int | float | Tensor) and float(lr) == 0 else {}
+    return {**group, **shown, "params": tensors}
+
+
 @torch.no_grad()
 def rests_at_zero(optimizer: Optimizer) -> bool:
     """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay."""
@@ -208,7 +212,7 @@ def rests_at_zero(optimizer: Optimizer) -> bool:
         tensor = torch.nn.Parameter(torch.ones(3))
         values = []
         try:
-            copy = copy_of(optimizer, [{**group, "params": [tensor]}])
+            copy = copy_of(optimizer, [_group_over([tensor], group)])
             step: Any = type(copy).step
             for gradient in (torch.ones(3), torch.zeros(3)):
                 tensor.grad = gradient

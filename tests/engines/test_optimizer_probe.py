@@ -123,8 +123,10 @@ def test_nothing_is_left_of_a_probe(make: Any) -> None:
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), False),
         (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0), False),
+        (lambda p: torch.optim.AdamW(p, lr=0.0), False),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.0)), False),
     ],
-    ids=["sgd", "momentum", "decay", "adamw"],
+    ids=["sgd", "momentum", "decay", "adamw", "warm-up", "warm-up in a tensor"],
 )
 def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> None:
     assert rests_at_zero(make([torch.nn.Parameter(torch.ones(2, 2))])) is rests
