@@ -30,9 +30,9 @@ REPLACED = {
     "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
     "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
     "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
+    "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
     "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
     "function.shard_run": "the module and the gradients that grad_norm reads",
-    "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
 }
 """Class and attribute, and why. `Replacements` refuses anything else."""
 

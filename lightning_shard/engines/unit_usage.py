@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.engines.usage import Usage
@@ -23,7 +24,7 @@ class UnitUsage:
         Args:
             root: its trainable parameters count.
             always: ranks tell each other what they use in every step.
-            compiled: units are, and nothing may be hooked to their parameters: a parameter is used that has a gradient.
+            compiled: units are compiled, so that nothing is hooked to their parameters; those with a gradient are used.
         """
         self._names = {p: fqn for fqn, p in root.named_parameters() if p.requires_grad}
         self._usage = Usage(self._names.values(), always=always)
@@ -38,7 +39,7 @@ class UnitUsage:
             hook = unit.register_forward_hook(self.watch, prepend=True)
             self._undo.append(hook.remove)
         for parameter, fqn in self._names.items():
-            if not hasattr(parameter, "device_mesh"):
+            if not isinstance(parameter, DTensor):
                 self._watched.add(fqn)
                 self._undo.append(self._usage.watch(fqn, parameter))
         self._reduce_zeros(True)

@@ -399,7 +399,6 @@ class Zero:
             self._written.stepped()
 
     def before_saving(self) -> None:
-        self._take_over()
         for whole in [self._whole] if self._several is None else self._several.all():
             if whole is not None:
                 whole.share_state()

@@ -39,7 +39,7 @@ class Unstepped:
             self._closing.callback(self._usage.watch(fqn, parameter))
 
     def finish(self, running: Running, *, full: bool) -> None:
-        """End a step whose gradients are reduced; with ``full`` parameters are stepped one by one, at `gradients_of`.
+        """End a step whose gradients are reduced; with ``full`` each parameter is stepped by itself (`with_gradients`).
 
         Raises:
             ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
