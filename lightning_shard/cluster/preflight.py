@@ -72,6 +72,7 @@ def connect(place: Place, seconds: float) -> Store:
             f"[rank {place.rank} on {_node()}] the main address {place.address!r} can't be resolved "
             f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
         ) from error
+    deadline = time.monotonic() + seconds
     keeps = place.rank == 0 and place.agent is None
     if keeps:
         _allow_connections(place.world_size)
@@ -92,10 +93,11 @@ def connect(place: Place, seconds: float) -> Store:
         else:
             found.append(store)
 
-    # Where nobody answers torch tries twice, for that long each time.
-    thread = threading.Thread(target=make, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    if keeps or _listens(place, deadline):
+        # Where something else listens there torch waits for ever.
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        thread.join(max(1.0, deadline - time.monotonic()))
     store = found[0] if found else RuntimeError(f"no answer in {seconds:g} s")
     if isinstance(store, RuntimeError) and keeps:
         raise ConfigurationError(
@@ -109,6 +111,23 @@ def connect(place: Place, seconds: float) -> Store:
             "between the nodes, or MASTER_ADDR is another host."
         ) from store
     return store if place.agent is None else PrefixStore(f"/worker/attempt_{place.agent}", store)
+
+
+def _listens(place: Place, deadline: float) -> bool:
+    """Wait until somebody listens where the store is to be; False: nobody does in time.
+
+    torch's own attempts print C++ frames, go on for longer than they may, and abort a process that ends meanwhile.
+    """
+    pause = 0.05
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((place.address, place.port), timeout=left).close()
+        except OSError:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 1.0)
+        else:
+            return True
+    return False
 
 
 def _allow_connections(ranks: int) -> None:
