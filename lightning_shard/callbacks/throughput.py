@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from lightning_shard.meters.throughput import (
     gather_rows,
     peak_bytes,
     summary_table,
+    window_line,
     write_csv,
 )
 
@@ -35,6 +38,9 @@ class ThroughputCallback(Callback):
     Values are those of a window of optimizer steps. The work of all ranks is added up; the time is up to where the
     slowest rank ends. Waiting for data is part of it, and is logged as ``data_share``; validation and saving
     checkpoints are not. The ranks meet once in a window, so a step costs no collective and no wait for the device.
+
+    Where stderr is no terminal, as in a batch job, rank 0 prints a line for each window, with the loss of its own last
+    batch.
 
     ``mfu`` is the share of the devices' peak FLOP/s that the model's own FLOPs make up: forward and backward as torch
     counts them on the module before it is sharded, causal attention half, nothing that is recomputed
@@ -157,6 +163,10 @@ class ThroughputCallback(Callback):
         window = self._finish(trainer)
         if window is not None:
             log_window(pl_module, window, on_cpu=trainer.strategy.root_device.type == "cpu")
+            if trainer.is_global_zero and not (sys.stderr.isatty() or hasattr(sys, "ps1")):
+                # A batch job's log, which has no use for a bar that is drawn again and again.
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+                rank_zero_info(window_line(window, None if loss is None else float(loss)))
 
     def _add(self, batch: Any) -> None:
         size = batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)

@@ -165,6 +165,19 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
     return "\n".join(lines)
 
 
+def window_line(window: Window, loss: float | None) -> str:
+    """A window in one line, with what is known of it."""
+    rate = f"{window.samples_per_second:,.1f} samples/s,"
+    parts = [
+        f"step {window.step}:" + ("" if loss is None else f" loss {loss:.4g},"),
+        "" if window.grad_norm is None else f"grad_norm {window.grad_norm:.3g},",
+        rate if window.tokens_per_second is None else f"{window.tokens_per_second:,.0f} tokens/s,",
+        "" if window.mfu is None else f"MFU {window.mfu:.1%},",
+        f"{size_text(window.allocated)} on rank {window.largest_rank}",
+    ]
+    return " ".join(part for part in parts if part)
+
+
 def size_text(size: float) -> str:
     """Bytes as GiB, or in a smaller unit where they are few."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

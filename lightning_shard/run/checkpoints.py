@@ -301,7 +301,7 @@ class Checkpoints(CheckpointIO):
             self.remove_converted()
         for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
             if names:
-                rank_zero_warn(f"strict_loading is False: {len(names)} tensors {what}: {layout.listed(names, most=5)}.")
+                rank_zero_warn(f"strict_loading is False: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
         differing = list(report.overridden)
         for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
             for name, there, here in list(schedules_differing(schedule.scheduler, saved)) if optimizers else []:
