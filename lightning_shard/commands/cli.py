@@ -64,6 +64,13 @@ class ShardCLI(ConfiguredCLI):
             if kwargs.get("run", True):
                 self._run_own_command()
             super().__init__(model_class, datamodule_class, args=args, **kwargs)
+        except SystemExit as ended:
+            # Lightning ends a run in which Ctrl-C was pressed by itself.
+            if isinstance(ended.__context__, KeyboardInterrupt) and self.trainer.is_global_zero:
+                print(f"interrupted at step {self.trainer.global_step}")
+                if not self._print_checkpoints():
+                    print("no checkpoint was saved")
+            raise
         except Exception as error:
             cause = failures.cause_of(error, getattr(getattr(self, "parser", None), "failure", None))
             failures.end(cause, getattr(self, "trainer", None), self._arguments, self._environ)
@@ -131,13 +138,18 @@ class ShardCLI(ConfiguredCLI):
             release_signals()  # nobody else notes them
 
     def after_fit(self) -> None:
-        """Say where the checkpoint is and how to validate it; rank 0."""
-        path, last = fit.print_checkpoints(self.trainer) if self.trainer.is_global_zero else ("", "")
+        """Say where the checkpoint is, and how to validate it and go on; rank 0."""
+        if self.trainer.is_global_zero:
+            self._print_checkpoints()
+
+    def _print_checkpoints(self) -> bool:
+        path, last = fit.print_checkpoints(self.trainer)
         if path and self.subcommand == "fit" and self._arguments and self.trainer.enable_validation:
             arguments = fit.validate_arguments(self._arguments, path)
             print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
             arguments = ["fit", *arguments[1:-1], last]
             print(f"resume with: {_program(self.parser.prog)} {shlex.join(arguments)}")
+        return bool(path)
 
 
 def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,12 @@ class BugInCallback(Callback):
     def __init__(self, size: int = 1):
         int(None)
 
+class Interrupted(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
 class Refuses(BoringModel):
     def __init__(self, width: int = 3):
         super().__init__()
@@ -371,6 +378,32 @@ def test_no_word_of_a_checkpoint_where_there_is_none(
 ) -> None:
     command("fit", "--config", "base.yaml", "--trainer.enable_checkpointing", "false")
     assert "checkpoint" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_says_what_is_saved(
+    saves: bool, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _overlay("usercode.py", USER_CODE)
+    every = {"dirpath": "saved", "every_n_train_steps": 1, "filename": "{step}"}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": every}
+    saving = {"callbacks": [callback]} if saves else {"enable_checkpointing": False}
+    _overlay("save.yaml", {"trainer": {"max_steps": 5, **saving}})
+    pressed = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            command("fit", "--config", "base.yaml", "--config", "save.yaml", "--model", "usercode.Interrupted")
+    finally:
+        signal.signal(signal.SIGINT, pressed)  # Lightning ignores it from then on
+        sys.modules.pop("usercode", None)
+    assert ended.value.code == 1
+    output = capsys.readouterr().out
+    assert "interrupted at step 2\n" in output
+    if saves:
+        assert "\ncheckpoint: saved/step=2.ckpt" in output
+        assert "\nresume with: lightning-shard fit --config base.yaml --config save.yaml --model usercode.I" in output
+    else:
+        assert "\nno checkpoint was saved\n" in output
 
 
 def test_a_second_run_in_the_same_folder(command: Callable[..., ShardCLI]) -> None:
