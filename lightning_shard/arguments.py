@@ -32,12 +32,9 @@ def no_hint(name: str) -> str:
 def checked(
     whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = no_hint
 ) -> Callable[[C], C]:
-    """A decorator that reads all arguments of a constructor by its signature.
+    """A decorator that reads all arguments of a constructor by its signature; messages say ``whose`` they are.
 
-    Args:
-        whose: what the arguments belong to, for messages.
-        error: what is raised.
-        foreign: what another tool's argument is called here, as a sentence with a blank before it.
+    ``foreign`` says what another tool's argument is called here, as a sentence with a blank before it.
     """
 
     def decorate(constructor: C) -> C:

@@ -56,8 +56,7 @@ class MeshConfig:
 def resolve_mesh(config: MeshConfig, *, world_size: int, processes_per_node: int) -> tuple[int, int]:
     """The mesh's shape as ``(replicate, shard)``, a pure function of the configuration and the world.
 
-    Raises:
-        MeshError: the sizes do not multiply to ``world_size``.
+    MeshError: the sizes do not multiply to ``world_size``.
     """
     replicate, shard = config.replicate, config.shard
     if replicate == "auto" and shard == "auto":

@@ -9,15 +9,10 @@ from typing import Any
 
 
 def require(owner: type | ModuleType, names: str, *, tested: str) -> None:
-    """Look for attributes of ``owner``: in the class or module itself, or set on ``self`` in one of its methods.
+    """Look for attributes of ``owner``: in the class (or a base of it) or module, or set on ``self`` in a method.
 
-    Args:
-        owner: a class (its bases are looked at too), or a module.
-        names: the attributes, separated by blanks.
-        tested: the library's versions on which they were tested.
-
-    Raises:
-        ImportError: ``owner`` lacks a name; it says which, and names ``tested``.
+    ``names`` are separated by blanks; ``tested`` says the library's versions. ImportError: ``owner`` lacks some; it
+    says which, and names ``tested``.
     """
     missing = [name for name in names.split() if not hasattr(owner, name)]
     if missing and isinstance(owner, type):

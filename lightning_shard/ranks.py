@@ -230,11 +230,8 @@ def beside_default(key: Hashable, make: Callable[[], T]) -> T:
 
     A group that a run makes for itself (of gloo threads and sockets, or an NCCL communicator with its device memory)
     would stay until the process ends: checkpoints and full tensors are asked for after the run too, and torch destroys
-    a group only when it is told to. So groups and meshes are made once for all runs on the default group.
-
-    Args:
-        key: what it is and what it depends on, the same on all ranks.
-        make: makes groups; collective, so that all ranks call this.
+    a group only when it is told to. So groups and meshes are made once for all runs on the default group. ``key`` is
+    the same on all ranks; ``make`` is collective, so that all ranks call this.
     """
     global _made
     default = dist.group.WORLD

@@ -126,9 +126,7 @@ _OTHERS = {
 
 
 def register() -> None:
-    """Put every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported.
-
-    Calling it again changes nothing.
+    """Put every name into Lightning's ``StrategyRegistry``, now or once Lightning is imported; again changes nothing.
 
     What is registered is a factory, so that the strategy classes and their engines are imported when one is built.
     """
@@ -197,14 +195,9 @@ class _Names(list[str]):
 
 
 def build(name: str, **more: Any) -> Any:
-    """A new strategy of this name.
+    """A new strategy of this name; ``more``: constructor arguments beside those that the name stands for.
 
-    Args:
-        name: a registered one.
-        **more: constructor arguments beside those that the name stands for.
-
-    Raises:
-        ConfigurationError: there is no such name.
+    ConfigurationError: there is no such name.
     """
     preset = find(name)
     return preset.strategy_class(**{**preset.init_args, **more})

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
     """A table with a line for each row, its cells below each other and two spaces between them.
 
-    Args:
-        rows: cells, the same number in each row.
-        numbers: whether all columns but the first are aligned to the right.
+    ``numbers``: all columns but the first are aligned to the right.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []

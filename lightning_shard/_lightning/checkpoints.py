@@ -14,19 +14,12 @@ from lightning_shard._lightning.replaced import Replacements
 
 
 def let_checkpoints_wait(
-    replacements: Replacements,
-    trainer: Trainer,
-    *,
-    is_writing: Callable[[str], bool],
-    link: Callable[[str, str], None],
+    replacements: Replacements, trainer: Trainer, *, is_writing: Callable[[str], bool], link: Callable[[str, str], None]
 ) -> None:
     """Let ``ModelCheckpoint`` callbacks know of a checkpoint that is written in the background.
 
-    Args:
-        replacements: of this run.
-        trainer: in a fit.
-        is_writing: whether the checkpoint at a path is still being written: its name is taken, as if it were there.
-        link: makes the second path a link to the first (``save_last="link"``) once that is full; all ranks call it.
+    ``is_writing`` says whether the one at a path still is: its name is taken, as if it were there. ``link`` makes the
+    second path a link to the first (``save_last="link"``) once that is full; all ranks call it.
     """
 
     def follow(callback: ModelCheckpoint) -> None:

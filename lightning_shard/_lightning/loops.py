@@ -16,22 +16,14 @@ def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> N
 
     What FSDP2 gathers under inference mode are inference tensors, which the next training step can't update.
     """
-    for loop in (
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    ):
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         replacements.replace(loop, "inference_mode", False)
 
 
 def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
     """With ``val_check_interval`` as a time, validate when rank 0's clock says so: the others' may differ.
 
-    Args:
-        replacements: of this run.
-        trainer: in a fit.
-        broadcast: gives rank 0's value; all ranks call it, after each batch.
+    ``broadcast`` gives rank 0's value; all ranks call it, after each batch.
     """
     loop = trainer.fit_loop.epoch_loop
     due_here = loop._should_check_val_fx

@@ -65,13 +65,7 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
 
     Lightning takes a state saved in ``on_train_batch_end`` for one in which the validation after that batch, and the
     end of the epoch, have been. Where one of them is still to come, the state is made that of the moment before it.
-
-    Args:
-        trainer: in a fit, which is anywhere.
-        loops: the loops' state in the checkpoint; not changed.
-
-    Returns:
-        The state, and whether the end of the epoch comes next, for `end_epoch` to be told.
+    Returns it, and whether the end of the epoch comes next, for `end_epoch` to be told; ``loops`` is not changed.
     """
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop

@@ -11,9 +11,7 @@ from lightning.pytorch import Trainer
 def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """Restore schedulers, the precision plugin and the count of optimizer steps; the loops' place in the data stays.
 
-    Args:
-        trainer: in a fit.
-        checkpoint: the dictionary that Lightning dumped in the same fit, or the one that it goes on from.
+    ``checkpoint``: the dictionary that Lightning dumped in the same fit, or the one that it goes on from.
     """
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)

@@ -33,8 +33,7 @@ class Launch:
 def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> None:
     """Compare the job with the Trainer's settings; no communication, and the same on every process of a step.
 
-    Raises:
-        ConfigurationError: naming both numbers and the line of the batch script, or the setting, to change.
+    A ConfigurationError names both numbers and the line of the batch script, or the setting, to change.
     """
     port = environ.get("MASTER_PORT", "29500")
     if not (port.isdigit() and 0 < int(port) < 2**16):

@@ -16,12 +16,8 @@ def prepare_gloo(address: str, environ: MutableMapping[str, str], *, gpu: bool) 
     """Have gloo listen where the other nodes are, and connect ranks when they first speak to each other.
 
     gloo takes the interface that this host's name resolves to: loopback where ``/etc/hosts`` says 127.0.1.1, as on
-    Debian, and the other nodes then wait for it without an end.
-
-    Args:
-        address: of the main process.
-        environ: what is set in it stays.
-        gpu: gloo connects ranks for control messages alone, most of which never speak to each other.
+    Debian, and the other nodes then wait for it without an end. ``address`` is the main process's; what ``environ`` has
+    stays. With ``gpu`` gloo connects ranks for control messages alone, most of which never speak to each other.
     """
     if "GLOO_SOCKET_IFNAME" not in environ and (name := interface_towards(address)) is not None:
         environ["GLOO_SOCKET_IFNAME"] = name

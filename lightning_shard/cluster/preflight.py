@@ -59,8 +59,7 @@ class Place:
 def connect(place: Place, seconds: float) -> Store:
     """The store of all ranks; rank 0 (or torchrun) keeps it. Every rank calls it.
 
-    Raises:
-        ConfigurationError: on this rank: the address has no host, the port is taken, or nobody answers in time.
+    ConfigurationError on this rank: the address has no host, the port is taken, or nobody answers in time.
     """
     where = f"{place.address}:{place.port}"
     if not 0 < place.port < 65536:

@@ -48,11 +48,7 @@ def parser() -> ShardArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what is asked for and print what came of it; the exit code.
-
-    Raises:
-        CheckpointError, ConfigurationError: what the user is to be told.
-    """
+    """Do what is asked for and print what came of it; the exit code."""
     config = parser().parse_args(list(arguments))
     print(_RUN[config.command](config[config.command]))
     return 0

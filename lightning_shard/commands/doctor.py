@@ -92,8 +92,7 @@ def examine(
 ) -> tuple[list[Rank], list[str]]:
     """Compare and measure; returns what every rank says, and warnings (on rank 0 alone). Every rank calls it.
 
-    Raises:
-        ConfigurationError: the ranks can't meet, or differ.
+    ConfigurationError: the ranks can't meet, or differ.
     """
     gpu = torch.cuda.is_available() and backend != "gloo"
     device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count())) if gpu else torch.device("cpu")

@@ -153,11 +153,7 @@ class Engine(Protocol):
     # Before a run
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse what can't work, before any process group, file or parameter is touched.
-
-        Raises:
-            ConfigurationError: with the value, the rule and the fix.
-        """
+        """Refuse what can't work (ConfigurationError) before any process group, file or parameter is touched."""
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         """The dtypes of a run, from those that the precision stands for.
@@ -172,12 +168,9 @@ class Engine(Protocol):
         """Class names of modules that are not sharded."""
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
-        """The engine as plain numbers, for the plan and the memory account.
+        """The engine as plain numbers, for the plan and the memory account; ``module`` is full, real or without data.
 
-        ``module`` has full parameters, real or without data.
-
-        Raises:
-            ConfigurationError: settings that do not fit the number of processes, or each other.
+        ConfigurationError: settings that do not fit the number of processes, or each other.
         """
 
     def settings(self) -> Mapping[str, Any]:
@@ -188,15 +181,13 @@ class Engine(Protocol):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         """Shard, replicate or partition ``module`` in place; returns what the Trainer holds as its model.
 
-        Raises:
-            ConfigurationError: before anything was changed.
+        A ConfigurationError comes before anything was changed.
         """
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
 
-        Raises:
-            ConfigurationError: optimizers that the engine can't step.
+        ConfigurationError: optimizers that the engine can't step.
         """
 
     def upcast(self) -> Mapping[str, torch.dtype]:
@@ -242,8 +233,7 @@ class Engine(Protocol):
     def follow_freezing(self) -> nn.Module:
         """Follow what was frozen and thawed since the last step; returns the Trainer's model from now on.
 
-        Raises:
-            ConfigurationError: the engine can't follow.
+        ConfigurationError: the engine can't follow.
         """
 
     def before_reading(self) -> None:

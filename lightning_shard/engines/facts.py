@@ -155,11 +155,7 @@ def deepspeed_facts(
 ) -> DeepSpeedFacts:
     """The settings that matter for bytes, from a full DeepSpeed configuration (`deepspeed_config`).
 
-    Args:
-        config: with "auto" resolved; DeepSpeed's defaults hold for what it does not say.
-        ranks: processes.
-        accumulate: the policy's.
-        device_type: "cuda" or "cpu".
+    In ``config`` "auto" is resolved, and DeepSpeed's defaults hold for what it does not say.
     """
     zero = config["zero_optimization"]
     stage = int(zero["stage"])

@@ -358,8 +358,7 @@ def shard(
 def _users_units(root: nn.Module, policy: PrecisionPolicy) -> list[Unit] | None:
     """The modules below ``root`` that the user applied ``fully_shard`` to, inner before outer; None: to none at all.
 
-    Raises:
-        PrecisionError: their dtypes are not the policy's.
+    PrecisionError: their dtypes are not the policy's.
     """
     sharded = [(fqn, m) for fqn, m in root.named_modules() if isinstance(m, FSDPModule)]
     if wrong := [fqn for fqn, m in sharded if dtypes_of(m) != (policy.compute, policy.reduce)]:

@@ -36,15 +36,8 @@ class Materializer:
         """Find how each module under ``root`` is given its values; nothing is touched.
 
         That is a Hugging Face style ``_init_weights(module)`` of the nearest enclosing module that has one, else the
-        module's own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it).
-
-        Args:
-            root: the LightningModule.
-            device: where the tensors are made.
-            seed: the run's seed, equal on all ranks.
-
-        Raises:
-            MaterializationError: modules that have none of these methods, all named at once.
+        module's own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it). ``seed``
+        is the run's, equal on all ranks. A MaterializationError names all modules that have none of these methods.
         """
         self.fqns = {module: fqn for fqn, module in root.named_modules()}
         self.initializers = _find_initializers(root)

@@ -42,18 +42,12 @@ def probe(
 ) -> Needs:
     """Step copies of ``optimizer`` on made-up tensors, full and in parts, together and apart. No communication.
 
-    The optimizer and the global random number generators are left as they were.
+    The optimizer and the global random number generators are left as they were. ``shapes`` are those of each group's
+    full parameters, ``dtype`` that of the master weights. ``alone``: each rank steps all parameters, which may be
+    coupled then.
 
-    Args:
-        optimizer: the user's, with any hyperparameters.
-        shapes: of each group's full parameters.
-        dtype: of the master weights.
-        aligned: whether the precision contract holds.
-        alone: whether each rank steps all parameters; then they may be coupled.
-
-    Raises:
-        ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``,
-            or can't be tried.
+    ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or
+    can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return Needs.SHARDS

@@ -92,15 +92,10 @@ class ModuleTensors:
         masters: Mapping[str, LiveTensor] | None = None,
         whole: Mapping[int, WholeSteps] | None = None,
     ) -> None:
-        """Look at the tensors of ``module``.
+        """Look at the tensors of ``module``, with torch's DDP around it as ``wrapper``.
 
-        Args:
-            module: the LightningModule.
-            optimizers: of a fit, over the module's parameters.
-            device: where this rank computes.
-            wrapper: torch's DDP around ``module``.
-            masters: FQN to what stands for the module's own tensor.
-            whole: by the ``id`` of their optimizer, those that step full parameters.
+        ``masters``: FQN to what stands for the module's own tensor. ``whole``: by the ``id`` of their optimizer, those
+        that step full parameters.
         """
         self._module = module
         self._optimizers = optimizers

@@ -15,11 +15,7 @@ from lightning_shard.errors import ConfigurationError
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
-    """Refuse a module that FSDP2 or ZeRO-3 has sharded.
-
-    Raises:
-        ConfigurationError: with what to do.
-    """
+    """Refuse a module that FSDP2 or ZeRO-3 has sharded (ConfigurationError, with what to do)."""
     if by_fsdp and any(isinstance(m, FSDPModule) for m in module.modules()):
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
@@ -37,10 +33,7 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
 def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Container[Tensor] = ()) -> None:
     """Refuse parameters of kinds that an engine which shards can't step, all of them named; ``empty`` ones if asked.
 
-    Those that are ``ignored`` may be of any kind.
-
-    Raises:
-        ConfigurationError: with what to use.
+    Those that are ``ignored`` may be of any kind. The ConfigurationError says what to use.
     """
     inside = dict(module.named_modules())
     sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
@@ -72,11 +65,7 @@ def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Cont
 
 
 def refuse_double(module: nn.Module) -> None:
-    """Refuse to train fp64 parameters, which would be stepped as fp32 masters.
-
-    Raises:
-        ConfigurationError: with what to use.
-    """
+    """Refuse to train fp64 parameters, which would be stepped as fp32 masters (ConfigurationError)."""
     if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:
         raise ConfigurationError(
             f"{', '.join(found)} are fp64, but no engine here has wider master weights than fp32. Call .float() on the "
@@ -95,11 +84,7 @@ _NOT_GATHERED = (
 
 @contextmanager
 def explained(strategy: str) -> Generator[None, None, None]:
-    """Say what is wrong where a step, or its backward pass, meets parameters that are not gathered.
-
-    Raises:
-        ConfigurationError: with what to use.
-    """
+    """A ConfigurationError, with what to use, where a step or its backward pass meets parameters not gathered."""
     try:
         yield
     except RuntimeError as error:

@@ -43,14 +43,7 @@ def memory_of(tensor: Tensor, device: torch.device) -> str:
 def module_tensors(
     module: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, wrapper: nn.Module | None = None
 ) -> Iterator[Resident]:
-    """The tensors of a module that is full, or that FSDP2 has sharded.
-
-    Args:
-        module: its tensors on this rank.
-        optimizers: over the module's parameters.
-        device: where this rank computes.
-        wrapper: torch's DDP around ``module``, if there is one.
-    """
+    """The tensors of a module that is full, or that FSDP2 has sharded; ``wrapper`` is torch's DDP around it, if any."""
     offloaded = offloaded_parameters(module)
 
     def memory(parameter: Tensor, tensor: Tensor) -> str:

@@ -27,11 +27,7 @@ SELECTIVE: Final = "selective"
 
 
 def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing) -> list[nn.Module]:
-    """The modules whose forward is recomputed in backward.
-
-    Raises:
-        WrappingError: nothing to apply it to.
-    """
+    """The modules whose forward is recomputed in backward; WrappingError: there is nothing to apply it to."""
     if spec is None:
         return []
     if isinstance(spec, list):
@@ -89,11 +85,7 @@ class Transforms:
 
 
 def find_transforms(root: nn.Module, units: list[Unit], options: ForwardOptions) -> Transforms:
-    """Look up the modules that ``options`` mean.
-
-    Raises:
-        WrappingError: there are none.
-    """
+    """Look up the modules that ``options`` mean; WrappingError: there are none."""
     spec = options.activation_checkpointing
     compiled = [m for unit in units for m in unit.modules] if options.compile else []
     if options.compile and not compiled:

@@ -19,12 +19,10 @@ class UnitUsage:
     """`Usage` of a module whose units reduce zeros for unused parameters as long as ranks may differ in them."""
 
     def __init__(self, root: nn.Module, *, always: bool, compiled: bool) -> None:
-        """Begin to look at the steps of ``root``, which is sharded.
+        """Begin to look at the steps of ``root``, which is sharded; its trainable parameters count.
 
-        Args:
-            root: its trainable parameters count.
-            always: ranks tell each other what they use in every step.
-            compiled: units are compiled, so that nothing is hooked to their parameters; those with a gradient are used.
+        ``always``: ranks tell each other what they use in every step. ``compiled``: units are compiled, so that nothing
+        is hooked to their parameters; those with a gradient are used.
         """
         self._names = {p: fqn for fqn, p in root.named_parameters() if p.requires_grad}
         self._usage = Usage(self._names.values(), always=always)
@@ -62,8 +60,7 @@ class UnitUsage:
     def finish(self) -> None:
         """End a step whose gradients are reduced: those of parameters that no rank used are None. All ranks call it.
 
-        Raises:
-            WrappingError: ranks use different parameters, and torch can't reduce them.
+        WrappingError: ranks use different parameters, and torch can't reduce them.
         """
         # Units that run by another method than forward are not seen.
         others = [n for p, n in self._names.items() if n not in self._watched and p.grad is not None]

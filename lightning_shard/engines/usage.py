@@ -52,16 +52,10 @@ class Usage:
         return self._steps >= _COMPARED and not self.varies
 
     def finish(self, used: Iterable[str] = ()) -> Set[str]:
-        """End a step. All ranks call it; they communicate in the first steps, and where `varies`.
+        """End a step; returns what no rank used, of what was noted and is in ``used``.
 
-        Args:
-            used: what was used, beside what was noted.
-
-        Returns:
-            What no rank used.
-
-        Raises:
-            ConfigurationError: this step uses others than the first ones, all of which used the same.
+        All ranks call it; they communicate in the first steps, and where `varies`. ConfigurationError: this step uses
+        others than the first ones, all of which used the same.
         """
         here = self._names - self._used.union(used)
         self._used.clear()

@@ -106,13 +106,8 @@ class WholeSteps:
     ) -> None:
         """Choose the owners, and let each know the lengths of the shards of what it owns.
 
-        Args:
-            optimizer: the user's; its groups are those of ``shards``.
-            shards: in the same order on every rank.
-            replicated: FQN, tensor and group of the parameters that every rank steps in full as they are.
-            step: the optimizer's own.
-            group: the ranks that shard the parameters.
-            device: of the collectives.
+        ``optimizer`` is the user's, with the groups of ``shards``, which are in the same order on every rank; ``step``
+        its own. ``replicated``: FQN, tensor and group of the parameters that every rank steps in full as they are.
         """
         self.optimizer = optimizer
         self._step = step

@@ -77,9 +77,8 @@ class WrittenInSteps:
     def take_over(self) -> None:
         """At the end of a step, while what it gathered is there: write it into the shards. All ranks call it.
 
-        Raises:
-            ConfigurationError: a module's forward wrote to its parameters, or the step to one that it has in a dtype of
-                fewer digits.
+        ConfigurationError: a module's forward wrote to its parameters, or the step to one that it has in a dtype of
+        fewer digits.
         """
         self._steps += 1
         if self._hooks:

@@ -272,10 +272,7 @@ def _cpu_attention_backward(
     return 2 * attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 
-_CPU_ATTENTION = {
-    CPU_ATTENTION: _cpu_attention,
-    CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
-}
+_CPU_ATTENTION = {CPU_ATTENTION: _cpu_attention, CPU_ATTENTION_BACKWARD: _cpu_attention_backward}
 
 
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:

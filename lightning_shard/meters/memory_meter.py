@@ -90,14 +90,9 @@ class StepMeter:
         *,
         device: torch.device,
     ) -> None:
-        """Say what is looked at.
+        """Say what is looked at: ``held`` gives all that the rank holds but activations.
 
-        Args:
-            module: whose forward is measured.
-            held: gives all that the rank holds but activations.
-            gathered: gives what is whole for the moment, of engines that free it before forward ends; default:
-                FSDP2's.
-            device: where this rank computes.
+        ``gathered`` gives what is whole for the moment, of engines that free it before forward ends; default: FSDP2's.
         """
         self.account = MemoryAccount()
         self._module = module

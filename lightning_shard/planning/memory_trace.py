@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.flops import (
-    NumbersReadAsOne,
-    attention_by,
-    attention_without_dropout,
-    flop_counter,
-)
+from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout, flop_counter
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 from lightning_shard.tensors import fake
@@ -67,8 +62,7 @@ class Step:
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
     """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch ``scale`` times.
 
-    Raises:
-        TraceError: the step depends on data, has an operation without a fake implementation, or fails.
+    TraceError: the step depends on data, has an operation without a fake implementation, or fails.
     """
     size = batch_size_of(step.batch) * scale
     batch = resized(step.batch, size)

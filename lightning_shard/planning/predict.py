@@ -19,11 +19,7 @@ from lightning_shard.planning.traffic import Collective
 from lightning_shard.precision.policy import PrecisionPolicy
 
 # An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``.
-_ARITHMETIC: Mapping[type[EngineFacts], Any] = {
-    TorchDDPFacts: torch_ddp,
-    FSDPFacts: fully_shard,
-    DeepSpeedFacts: zero,
-}
+_ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
 
 
 def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:

@@ -78,24 +78,15 @@ def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
 
 
 def install_casts(
-    root: nn.Module,
-    dtype: torch.dtype,
-    *,
-    whole: Iterable[nn.Module] = (),
-    output: torch.dtype | None = None,
+    root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Module] = (), output: torch.dtype | None = None
 ) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
-    ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics.
-    Modules with running statistics compute in fp32 instead (`_compute_in_fp32`). Returns a function that takes
-    all of it back.
-
-    Args:
-        root: the LightningModule.
-        dtype: the compute dtype.
-        whole: modules whose parameters no engine casts; they are cast here, for the time of their forward.
-        output: what ``root``'s own code receives floating outputs of modules in; None: as they computed them. What
-            modules hand to each other stays in ``dtype``.
+    ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics. Modules
+    with running statistics compute in fp32 instead (`_compute_in_fp32`). The parameters of ``whole`` modules no engine
+    casts: they are cast here, for the time of their forward. ``output`` is what ``root``'s own code receives floating
+    outputs of modules in (None: as they computed them); what modules hand to each other stays in ``dtype``. Returns a
+    function that takes all of it back.
     """
     undo: list[Callable[[], None]] = []
 
@@ -327,11 +318,9 @@ def _owners(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Give every trainable floating parameter under ``root`` the dtype ``dtype`` by replacing it in its modules.
 
-    Works on plain parameters and on DTensors (only the local shard is cast). Call it before an optimizer is built
-    and before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties.
-
-    Returns:
-        The FQN of each parameter that changed, with the dtype it had.
+    Works on plain parameters and on DTensors (only the local shard is cast). Call it before an optimizer is built and
+    before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties. Returns the FQN of each
+    parameter that changed, with the dtype it had.
     """
     names = {id(p): name for name, p in root.named_parameters()}
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

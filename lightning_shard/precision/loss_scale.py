@@ -102,8 +102,7 @@ def initial_state(scaling: LossScaling) -> LossScaleState:
 def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -> LossScaleState:
     """The state after a step that was taken, or skipped for an overflow.
 
-    Raises:
-        DataError: an overflow at the minimum: the scale was not the reason.
+    DataError: an overflow at the minimum: the scale was not the reason.
     """
     if overflow:
         if state.overflows_left > 1:
@@ -128,11 +127,7 @@ def state_to_dict(state: LossScaleState) -> dict[str, Any]:
 
 
 def state_from_dict(values: dict[str, Any]) -> LossScaleState:
-    """The state that `state_to_dict` gave.
-
-    Raises:
-        CheckpointMismatchError: other keys, as a stock GradScaler's state has.
-    """
+    """The state that `state_to_dict` gave; CheckpointMismatchError: other keys, as a stock GradScaler's state has."""
     expected = set(LossScaleState.__dataclass_fields__)
     if set(values) != expected:
         raise CheckpointMismatchError(
@@ -151,13 +146,9 @@ def scaled(loss: Tensor, state: LossScaleState) -> Tensor:
 def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch.device) -> bool:
     """Divide the gradients by the scale in place; whether any, on any rank, is inf or NaN. All ranks call it.
 
-    One pass over the gradients and one all-reduce of a number over all ranks. Gradients may be whole, DTensors, on
-    the host or on the device; a rank without any has none that is not finite.
-
-    Args:
-        gradients: this rank's of one optimizer, whole or in pieces.
-        state: the state in which the loss was scaled.
-        device: where this rank computes and its collectives run.
+    One pass over the gradients and one all-reduce of a number over all ranks. Gradients are this rank's of one
+    optimizer: full or sharded, DTensors, on the host or on the device; a rank without any has none that is not finite.
+    ``state`` is the one in which the loss was scaled; ``device`` is where collectives run.
     """
     found = clipping.unscale(gradients, state.scale, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -62,8 +62,7 @@ class WeightKey:
     def weight_of(self, batch: Any) -> Tensor:
         """The weight of a batch, a scalar on the entry's device.
 
-        Raises:
-            DataError: the batch has no such entry, or it is no tensor or number.
+        DataError: the batch has no such entry, or it is no tensor or number.
         """
         entry = torch.as_tensor(self._entry(batch))
         return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
@@ -102,8 +101,7 @@ class LossWeights:
     def take(self, output: Any, batch: Any) -> None:
         """Take the weight of the loss that a training step returned.
 
-        Raises:
-            DataError: some steps give a weight and others none, here or on other ranks, or it can't be one.
+        DataError: some steps give a weight and others none, here or on other ranks, or it can't be one.
         """
         if output is None:
             return  # no loss, and no backward
@@ -191,13 +189,9 @@ class LossWeights:
     def finish(self, gradients: Iterable[Tensor], *, micro_batches: int) -> Tensor | None:
         """At the accumulation boundary: give the gradients of the sums of losses the weights' sum as divisor.
 
-        Args:
-            gradients: this rank's reduced ones, changed in place.
-            micro_batches: by which each loss was divided.
-
-        Returns:
-            The weighted mean of the losses, a scalar on the device, the same on every rank; None: the weights are 0,
-            so that the step is to be skipped.
+        ``gradients`` are this rank's reduced ones, changed in place; ``micro_batches`` is what each loss was divided
+        by. Returns the weighted mean of the losses, a scalar on the device, the same on every rank; None: the weights
+        are 0, so that the step is to be skipped.
         """
         total, sums, unit = self._total or self._reduce(), self._sums, self._unit
         self._total, self._sums, self._unit = None, self._zeros(), 1.0

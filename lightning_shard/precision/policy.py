@@ -152,11 +152,7 @@ def autocasting(policy: PrecisionPolicy, device_type: str, *, cache: bool) -> Ab
 
     ``torch.autocast`` where the policy has it. Where modules are cast and return fp32, autocast too, for what that code
     does itself with fp32 outputs and parameters in the compute dtype; modules switch it off (`install_casts`).
-
-    Args:
-        policy: the dtypes of the run.
-        device_type: "cpu" or "cuda".
-        cache: keep a parameter's cast for its next use in the step; wrong where its memory is freed in between.
+    ``cache`` keeps a parameter's cast for its next use in the step; wrong where its memory is freed in between.
     """
     if policy.autocast is not None:
         return torch.autocast(device_type, dtype=policy.autocast, cache_enabled=cache)

@@ -23,12 +23,8 @@ class DrawingDataset(Dataset[Any]):
     With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
     ahead of each sample by the run's seed, the epoch and the sample's index; of a dataset with ``__getitems__``, by the
     indices of the batch. In a worker that holds for what comes after the sample too, such as collating; in the training
-    process the global generators are as if nothing had been drawn. Without it, it is noted whether workers draw any.
-
-    Args:
-        samples: the dataset.
-        seeded: as above.
-        workers: whether samples are loaded in other processes.
+    process the global generators are as if nothing had been drawn. Without it, it is noted whether workers (where
+    `workers` load samples in other processes) draw any.
     """
 
     _own = frozenset({"_samples", "_seeded", "_now", "_generators", "_looks", "_before"})

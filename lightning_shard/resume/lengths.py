@@ -20,12 +20,8 @@ _FAILED, _OUT, _HAS = -1, 0, 1
 def check_lengths(length: int | None, *, what: str = "training dataloader") -> None:
     """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it.
 
-    Args:
-        length: batches of this rank's loader; None if it has no length.
-        what: the loader's name in the message.
-
-    Raises:
-        DataError: the same on every rank, with a table of rank and batches.
+    ``length`` is None of a loader without one; ``what`` names the loader. The DataError has a table of rank and
+    batches.
     """
     lengths = Ranks.of().gather(length)
     if len(set(lengths)) == 1:
@@ -42,11 +38,7 @@ def check_lengths(length: int | None, *, what: str = "training dataloader") -> N
 
 
 def check_some(length: int, *, what: str = "predict dataloader") -> None:
-    """Refuse a loader without a batch on some ranks only. All ranks call it.
-
-    Raises:
-        DataError: the same on every rank, naming those ranks.
-    """
+    """Refuse a loader without a batch on some ranks only (DataError, naming those ranks). All ranks call it."""
     lengths = Ranks.of().gather(length)
     empty = [rank for rank, count in enumerate(lengths) if count == 0]
     if empty and len(empty) < len(lengths):
@@ -62,10 +54,7 @@ def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Ite
 
     One all-reduce of an integer on the host per batch, so that no device is waited for. When ranks run out at different
     batches, all end after the same one, with a warning on every rank that names those that ran out; the others' next
-    batch is dropped.
-
-    Raises:
-        DataError: on the other ranks when the iterator of one raises, naming it; that one raises its own error.
+    batch is dropped. An iterator's error is a DataError on the other ranks, which names its rank.
     """
     ranks = Ranks.of()
     if ranks.size == 1:

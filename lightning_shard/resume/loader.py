@@ -177,9 +177,8 @@ class ResumableLoader(DelegatingLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`; an epoch that was finished is followed by the next one's beginning.
 
-        Raises:
-            DataError: the epoch was interrupted and can't be finished with this loader: another kind of sampler or
-                number of samples, or another world size where the sampler can't say the common order.
+        DataError: the epoch was interrupted and can't be finished with this loader: another kind of sampler or number
+        of samples, or another world size where the sampler can't say the common order.
         """
         if is_midway(state):
             refuse_other_data(state, self._shape, self._world_size)

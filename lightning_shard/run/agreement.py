@@ -14,8 +14,7 @@ from lightning_shard.ranks import Ranks
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:
     """``optimizers``, whose classes, groups and hyperparameters all ranks must have made the same. All ranks call it.
 
-    Raises:
-        ConfigurationError: on every rank, naming what differs.
+    A ConfigurationError on every rank names what differs.
     """
     own = _hyperparameters(optimizers)
     ranks = Ranks.of()

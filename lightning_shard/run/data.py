@@ -33,10 +33,7 @@ def evaluating() -> Generator[None, None, None]:
 def checked(loader: Any, stage: Stage) -> Any:
     """``loader``, once all ranks have the same number of batches; without a length it ends on all ranks together.
 
-    All ranks call it for each loader.
-
-    Raises:
-        DataError: sized loaders of different lengths, on every rank.
+    All ranks call it for each loader. DataError on every rank: sized loaders of different lengths.
     """
     length = sized_len(loader)
     what = f"{stage} dataloader"
@@ -52,11 +49,7 @@ class Predictions:
     """Predictions on ranks that have different numbers of batches: no sample is repeated to even them out."""
 
     def __init__(self, own: int | None = None) -> None:
-        """Find out how many batches the other ranks have. All ranks call it.
-
-        Args:
-            own: batches of this rank; None: forward needs no other rank.
-        """
+        """Find out how many batches the others have; ``own`` None: forward needs no other rank. All ranks call it."""
         self._left = own or 0
         self._idle = 0 if own is None else max(Ranks.of().gather(own)) - own
 
@@ -76,11 +69,7 @@ class Data:
     """The loaders of a run and the state that a checkpoint keeps of them."""
 
     def __init__(self, *, sample_seeds: bool) -> None:
-        """Nothing was resumed yet.
-
-        Args:
-            sample_seeds: whether random numbers of training samples are seeded by epoch and index.
-        """
+        """Nothing was resumed yet; ``sample_seeds``: training samples' random numbers are seeded by epoch and index."""
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
 

@@ -154,12 +154,9 @@ _PLAIN = (str, int, float, bool, type(None), tuple)
 
 
 def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
-    """Names and values of all that must not differ between ranks.
+    """Names and values of all that must not differ between ranks: the module's hyperparameters too.
 
-    Args:
-        strategy: named by its class.
-        settings: all of the strategy's own, in plain values.
-        trainer: with the module, whose hyperparameters are compared too.
+    ``strategy`` is named by its class; ``settings`` are its own, in plain values.
     """
     found = {"strategy": type(strategy).__name__, "precision": str(trainer.precision)}
     found |= {f"strategy.{name}": repr(value) for name, value in settings.items()}
@@ -174,10 +171,8 @@ def compared_settings(strategy: object, settings: Mapping[str, Any], trainer: Tr
 def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) -> None:
     """Let see the module who wants to while its parameters are full, or on the meta device.
 
-    Args:
-        trainer: its callbacks may have a hook ``before_sharding(trainer, module)``.
-        module: of the Trainer.
-        layer_sync: Lightning's plugin that puts synchronised batch norms in; None: there is none.
+    Those are callbacks with a hook ``before_sharding(trainer, module)``, and ``layer_sync``, Lightning's plugin that
+    puts synchronised batch norms in, if there is one.
     """
     if layer_sync is not None:
         layer_sync.apply(module)

@@ -19,8 +19,7 @@ class Freezing:
     def changed(self, master: torch.dtype) -> bool:
         """Whether other parameters are trainable than at the last look.
 
-        Raises:
-            ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen.
+        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen.
         """
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:

@@ -66,13 +66,9 @@ class RunIdentity:
     def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Path]) -> Any:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.
 
-        ``auto``: this run's newest intact one, opened. None, in a fit: what this run left when it was stopped, opened,
-        if it was. Anything else is returned as it is.
-
-        Args:
-            asked: the Trainer's ``ckpt_path``.
-            fitting: whether this is a fit.
-            folders: where the Trainer's checkpoint callbacks save.
+        ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped,
+        opened, if it was. Anything else is returned as it is. ``folders`` are where the Trainer's checkpoint callbacks
+        save.
 
         Raises:
             ConfigurationError: ``auto`` in a run that no launcher and no setting named.

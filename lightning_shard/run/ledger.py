@@ -24,8 +24,7 @@ class RunLedger:
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
         """Read what the engine left and what the optimizers hold. All ranks call it.
 
-        Raises:
-            PrecisionContractError: under ``aligned``, on every rank.
+        PrecisionContractError: under ``aligned``, on every rank.
         """
 
     def start_of_training(self) -> None:
@@ -66,14 +65,7 @@ class FitLedger(RunLedger):
     """The ledger of a fit."""
 
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
-        """Read what was loaded, before ``engine`` prepares ``module``.
-
-        Args:
-            module: the LightningModule.
-            engine: of the fit.
-            policy: what the dtypes are to be.
-            aligned: whether the contract is held.
-        """
+        """Read what was loaded, before ``engine`` prepares ``module``; ``aligned``: the contract is held."""
         self._engine = engine
         self._policy = policy
         self._aligned = aligned

@@ -24,15 +24,7 @@ class Memory:
     def __init__(
         self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
     ) -> None:
-        """Look at a module and its engine.
-
-        Args:
-            module: the LightningModule.
-            engine: of the run.
-            run: the run's facts.
-            device: where this rank computes.
-            recomputes: whether activations are recomputed in backward.
-        """
+        """Look at a module and its engine; ``recomputes``: activations are recomputed in backward."""
         self._recomputes = recomputes
         self._module = module
         self._engine = engine

@@ -82,14 +82,9 @@ class NonFiniteWatch:
         self._loss = self._loss | ~torch.isfinite(loss.detach()).all().to(self._device)
 
     def judge(self, gradients: Sequence[Tensor], *, step: int) -> bool:
-        """Look at a step that is about to be taken; whether to skip it, the same on every rank.
+        """Look at a step that is about to be taken; whether to skip it, the same on every rank, or DataError.
 
-        Args:
-            gradients: this rank's reduced ones; none where the loss scale sees to them.
-            step: its number, for messages.
-
-        Raises:
-            DataError: on every rank.
+        ``gradients`` are this rank's reduced ones; none where the loss scale sees to them. ``step`` is for messages.
         """
         self.settle()
         loss, self._loss = self._loss, self._no()
@@ -101,11 +96,7 @@ class NonFiniteWatch:
         return self.settle()
 
     def settle(self) -> bool:
-        """Answer what was not looked at yet; whether the step is to be skipped.
-
-        Raises:
-            DataError: on every rank.
-        """
+        """Answer what was not looked at yet; whether the step is to be skipped, or DataError on every rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return False

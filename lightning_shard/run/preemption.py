@@ -123,12 +123,7 @@ class Preemption:
     def after_batch(self, fit: Fit, fetcher: Any) -> None:
         """Between a training batch and the validation that may follow it. All ranks call it.
 
-        Args:
-            fit: the fit.
-            fetcher: Lightning's, of the training batches.
-
-        Raises:
-            Preempted: the run was saved and ends.
+        ``fetcher`` is Lightning's, of the training batches. Preempted: the run was saved and ends.
         """
         validates = fit.validation_follows(fetcher)
         # In the middle of an accumulation the gradients so far would be lost.
@@ -140,11 +135,7 @@ class Preemption:
             self._before = fit.changed_by_validation()
 
     def in_validation(self, fit: Fit) -> None:
-        """Ahead of each batch of a validation inside a fit, which all ranks have equally many of.
-
-        Raises:
-            Preempted: as `after_batch`.
-        """
+        """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
         if self._agreement is not None and self._stoppable and self._should_stop():
             fit.go_on_before_validation()
             self.rewound = self._before

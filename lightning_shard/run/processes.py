@@ -89,17 +89,10 @@ class Processes:
         settings: Mapping[str, str],
         root: str | None,
     ) -> None:
-        """Connect the processes. All ranks call it.
+        """Connect the processes; a ConfigurationError on every rank if some are missing or differ. All ranks call it.
 
-        Args:
-            environment: knows the ranks and the main address.
-            launch: what the Trainer counts on.
-            device: where this rank computes.
-            settings: names and values of what must not differ between ranks.
-            root: where checkpoints go, if the run writes any.
-
-        Raises:
-            ConfigurationError: on every rank, if ranks are missing or differ.
+        ``settings``: names and values of what must not differ between ranks. ``root``: where checkpoints go, if the run
+        writes any.
         """
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}

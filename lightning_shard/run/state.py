@@ -29,11 +29,8 @@ def collect(
 ) -> dict[str, Any]:
     """The run's state, on rank 0 that of all ranks, in types that load with ``weights_only=True``. All ranks call it.
 
-    Args:
-        trainer: in a fit.
-        loops: the loops' part of the checkpoint that is being written.
-        rewound: parts to be saved as they were before, such as `before_validation`'s.
-        epoch_ends: whether the end of the epoch comes next.
+    ``loops``: the loops' part of the checkpoint that is being written. ``rewound``: parts to be saved as they were
+    before, such as `before_validation`'s. ``epoch_ends``: the end of the epoch comes next.
     """
     own = {
         "rng": rng_state(),

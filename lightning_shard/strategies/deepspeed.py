@@ -121,11 +121,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
 
 def _accumulation(asked: AccumulateSync, stage: int) -> AccumulateSync:
-    """When a stage reduces accumulated gradients.
-
-    Raises:
-        ConfigurationError: ``asked`` is the other way.
-    """
+    """When a stage reduces accumulated gradients; ConfigurationError: ``asked`` is the other way."""
     own: AccumulateSync = "boundary" if stage < 2 else "micro_batch"
     if asked in ("boundary", "micro_batch") and asked != own:
         stages = "0 and 1" if asked == "boundary" else "2 and 3"

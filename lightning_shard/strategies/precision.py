@@ -149,16 +149,10 @@ class ShardPrecision(Precision):
         self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
 
     def connect_engine(self, engine: Engine, run: Run, module: LightningModule, options: GradientOptions) -> None:
-        """Get to know what steps in a run.
+        """Get to know what steps in a run: ``engine``, which prepared ``module``.
 
-        Args:
-            engine: it prepared ``module``; gradients are read from it, and it runs backward and the steps.
-            run: the run.
-            module: logs the norm, the loss scale and the weighted loss.
-            options: what to do with losses and gradients.
-
-        Raises:
-            ConfigurationError: weights of losses are asked for where the user runs backward.
+        The norm, the loss scale and the weighted loss are logged by ``module``; ``options`` say what to do with losses
+        and gradients. ConfigurationError: weights of losses are asked for where the user runs backward.
         """
         key, ranks = options.loss_weight_key, run.mesh.size()
         if key is not None and not run.automatic:
@@ -209,8 +203,7 @@ class ShardPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Get to know the optimizers of a fit.
 
-        Raises:
-            PrecisionError: an optimizer that evaluates the closure itself, where a step may have to be skipped.
+        PrecisionError: an optimizer that evaluates the closure itself, where a step may have to be skipped.
         """
         self._optimizers = optimizers
         self._overflows = {}
@@ -253,11 +246,7 @@ class ShardPrecision(Precision):
         return [gradient for _, gradient in self._now.engine.tensors.unreduced_gradients()]
 
     def optimizer_step(  # type: ignore[override]
-        self,
-        optimizer: Optimizer,
-        model: LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, clip, and step, or skip the step on every rank.
 
@@ -307,8 +296,7 @@ class ShardPrecision(Precision):
     def settle(self) -> None:
         """Look at losses and gradients of the last step that were not looked at yet. All ranks call it.
 
-        Raises:
-            DataError: on every rank, because of inf or NaN.
+        DataError on every rank, because of inf or NaN.
         """
         if self._watch is not None:
             self._watch.settle()
@@ -368,10 +356,7 @@ class ShardPrecision(Precision):
                 rescale([g for g in engine.gradients(other)[0] if id(g) not in own], self._scale.scale / before)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: Any = "norm",
+        self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         """Clip the gradients of ``optimizer`` by one formula, after unscaling, and log their norm before it.
 
@@ -403,10 +388,6 @@ class ShardPrecision(Precision):
         return {} if self._scale is None else state_to_dict(self._scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with a checkpoint's loss scale, where this run has one.
-
-        Raises:
-            CheckpointMismatchError: the state is not this plugin's.
-        """
+        """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
             self._scale = state_from_dict(state_dict)

@@ -15,9 +15,8 @@ from lightning_shard.strategies.precision import ShardPrecision
 def translate(plugin: Precision | None) -> ShardPrecision | None:
     """The `ShardPrecision` that says the same as a stock plugin made by Lightning from the Trainer's flag.
 
-    Raises:
-        PrecisionError: the plugin carries more than the flag (a scaler, a quantiser, double precision), or a
-            precision that these strategies do not run.
+    PrecisionError: the plugin carries more than the flag (a scaler, a quantiser, double precision), or a precision that
+    these strategies do not run.
     """
     if plugin is None or isinstance(plugin, ShardPrecision):
         return plugin

@@ -65,14 +65,11 @@ def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
-    """Total 2-norm of ``gradients``; the same fp32 0-d tensor on every rank.
+    """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); the same fp32 0-d tensor on every rank.
 
-    All ranks call it with the gradients of the same parameters: DTensors sharded and replicated over any mesh, or
-    plain tensors that are full and the same on all ranks.
-
-    Args:
-        gradients: fp32, bf16 or fp16.
-        sharded_over: a mesh over whose ranks the plain tensors are disjoint shards, as ZeRO's flat partitions are.
+    All ranks call it with the gradients of the same parameters: DTensors sharded and replicated over any mesh, or plain
+    tensors: full and the same on all ranks, or disjoint shards over the ranks of the mesh ``sharded_over``, as ZeRO's
+    flat partitions are.
     """
     by_axes: dict[tuple[tuple[tuple[dist.ProcessGroup, str], ...], torch.device], list[Tensor]] = defaultdict(list)
     for grad in gradients:
@@ -110,11 +107,8 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before.
 
-    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``sharded_over``: as there.
-
-    Raises:
-        DataError: the norm is inf or NaN and ``error_if_nonfinite`` is set; raised on every rank, before any
-            gradient was changed.
+    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``sharded_over``: as there. With
+    ``error_if_nonfinite`` a norm of inf or NaN is a DataError on every rank, before any gradient was changed.
     """
     norm = gradient_norm(gradients, sharded_over=sharded_over) if norm is None else norm
     if error_if_nonfinite and not torch.isfinite(norm):

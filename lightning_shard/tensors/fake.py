@@ -57,8 +57,7 @@ def fake_mode() -> FakeTensorMode:
 def fake_world(ranks: int) -> Generator[None, None, None]:
     """A process group of ``ranks``, of which this process is rank 0 and the others do not exist.
 
-    Raises:
-        ConfigurationError: this process has a process group.
+    ConfigurationError: this process has a process group.
     """
     if dist.is_initialized():
         raise ConfigurationError("This process has a process group already; plan in a process of its own.")
@@ -87,10 +86,8 @@ def make_fake(root: nn.Module, mode: FakeTensorMode) -> None:
 def meta_copy(module: M) -> M:
     """A deep copy whose parameters and buffers are on the meta device; ties stay ties.
 
-    What else the module holds is copied as it is. The parameters of ``module`` are full, as before sharding.
-
-    Raises:
-        Exception: whatever an attribute raises that can't be copied, such as a lock or an open file.
+    What else ``module`` (full, as before sharding) holds is copied as it is, and raises what it does where it can't be,
+    such as a lock or an open file.
     """
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): _of_its_class(t, torch.empty_like(t, device="meta")) for t in tensors})

@@ -19,9 +19,7 @@ from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice,
 def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
     """A copy of the full tensor on every rank, bit by bit. All ranks call it.
 
-    Args:
-        live: what this rank has of it.
-        device: where collectives run, and where the copy of a `FlatTensor` is made.
+    ``device`` is where collectives run, and where the copy of a `FlatTensor` is made.
     """
     if isinstance(live, DTensor):
         # An offloaded shard is on the host, where the mesh may have no backend.
@@ -42,8 +40,7 @@ def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
 def scatter_full(value: Tensor, live: LiveTensor) -> None:
     """Write a full tensor, the same on all ranks, into what this rank has of it. No communication.
 
-    Raises:
-        ValueError: another shape.
+    ValueError: another shape.
     """
     if tuple(value.shape) != tuple(live.shape):
         raise ValueError(f"the value has shape {tuple(value.shape)}, the tensor {tuple(live.shape)}")

@@ -43,8 +43,7 @@ class Names:
     def canonical(self, fqn: str) -> str:
         """The name under which the module registers the parameter or buffer ``fqn`` first.
 
-        Raises:
-            ConfigurationError: there is none, with the nearest names.
+        ConfigurationError: there is none, with the nearest names.
         """
         name = self.aliases.get(fqn, fqn)
         if name not in self.tensors:

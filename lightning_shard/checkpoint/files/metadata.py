@@ -20,11 +20,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory

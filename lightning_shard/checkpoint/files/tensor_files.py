@@ -137,9 +137,7 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def describe_boxes(
-    tensors: Mapping[str, TensorStorageMetadata],
-    writers: Sequence[Sequence[MetadataIndex]],
-    written: Sequence[Written],
+    tensors: Mapping[str, TensorStorageMetadata], writers: Sequence[Sequence[MetadataIndex]], written: Sequence[Written]
 ) -> dict[str, bytes]:
     """The contents of ``.metadata`` and of ``boxes.bin``.
 

@@ -207,11 +207,7 @@ class Zero:
             shards = [self._unstepped.with_gradients(shard) for shard in shards]
         if step is not None:
             self._whole = WholeSteps(
-                running.optimizer,
-                shards,
-                step=step,
-                group=self._run.mesh[SHARD].get_group(),
-                device=self._run.device,
+                running.optimizer, shards, step=step, group=self._run.mesh[SHARD].get_group(), device=self._run.device
             )
         self._parameters = list(self._module.parameters())
         self._written = Written(self._module, running, self._values) if running.groups else None

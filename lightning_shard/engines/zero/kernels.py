@@ -48,9 +48,7 @@ _POLL_SECONDS = 1.0
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
     """The kernels that a run compiles or loads, sorted.
 
-    Args:
-        config: DeepSpeed's configuration.
-        optimizer: from ``configure_optimizers``; None: the one that the section ``optimizer`` describes, or none.
+    ``optimizer`` is that of ``configure_optimizers``; None: the one of the section ``optimizer``, or none.
     """
     zero = config.get("zero_optimization", {})
     devices = [(zero.get(section) or {}).get("device") for section in ("offload_optimizer", "offload_param")]

@@ -189,13 +189,9 @@ def flats(zero: Any) -> Sequence[Tensor]:
 
 
 def unreduced(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    """FQN and the tensor that accumulates a parameter's gradients over micro-batches.
+    """FQN and the tensor that accumulates a parameter's gradients over micro-batches, of each in ``names``.
 
-    Full or sharded, as the stage does it; several parameters may share one tensor.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-        names: FQN of each trainable parameter.
+    It is full or sharded, as the stage does it; several parameters may share one tensor.
     """
     if kind(zero) == STAGE_3:
         yield from ((fqn, zero.grad_partitions_flat_buffer) for fqn in names.values())

@@ -25,14 +25,9 @@ def prepare(
 ) -> tuple[dict[str, Any], list[Path]]:
     """Check that the kernels which DeepSpeed will build can be built, and make this run's folders for NVMe.
 
-    All ranks call it, before the module is touched.
-
-    Returns:
-        The configuration with this run's folders in it, and the folders, which `clean_up` removes.
-
-    Raises:
-        ConfigurationError: on every rank, with all that is wrong on any.
-        PrecisionError: as `check_low_memory`.
+    All ranks call it, before the module is touched. Returns the configuration with this run's folders in it, and the
+    folders, which `clean_up` removes. A ConfigurationError on every rank has all that is wrong on any; PrecisionError
+    as `check_low_memory`.
     """
     offload = config["zero_optimization"].get("offload_optimizer") or {}
     if optimizer is not None and policy.is_low_memory:
@@ -105,11 +100,7 @@ def warn_of_lock() -> None:
 
 
 def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str) -> None:
-    """Refuse an optimizer that DeepSpeed can't step 16-bit masters with, its state on ``device``.
-
-    Raises:
-        PrecisionError: with what to return instead.
-    """
+    """Refuse an optimizer that DeepSpeed can't step 16-bit masters with, its state on ``device`` (PrecisionError)."""
     if device == "none":
         return
     name = short(policy.master)

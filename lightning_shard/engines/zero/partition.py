@@ -25,21 +25,13 @@ def partition(
 ) -> tuple[Loaded, dict[Tensor, Tensor]]:
     """Shard every parameter under ``root`` and move its buffers. All ranks call it.
 
-    A parameter that is sharded already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is only cast.
+    A parameter that is sharded already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is only cast;
+    else values of rank 0 win. ``root`` may be on the meta device, whose values follow from ``seed``. ``config`` is
+    complete.
 
-    Args:
-        root: full, on the meta device, or sharded; values of rank 0 win.
-        device: where this rank computes.
-        compute: dtype in which forward sees floating parameters.
-        seed: the run's, for what is on the meta device.
-        config: DeepSpeed's, complete.
-
-    Returns:
-        This rank's shards of the parameters that the cast rounded, on the host; and for each parameter that was on the
-        meta device the one that replaced it.
-
-    Raises:
-        MaterializationError: before anything was changed.
+    Returns this rank's shards of the parameters that the cast to ``compute`` rounded, on the host; and for each
+    parameter that was on the meta device the one that replaced it. A MaterializationError comes before anything was
+    changed.
     """
     import deepspeed
 

@@ -22,11 +22,7 @@ TESTED = ("0.19",)
 
 
 def require_tested_version() -> None:
-    """Refuse a DeepSpeed whose inner workings may be others.
-
-    Raises:
-        ImportError: DeepSpeed is missing, or of another release.
-    """
+    """Refuse a DeepSpeed whose inner workings may be others, or that is missing (ImportError)."""
     import deepspeed
 
     release = ".".join(deepspeed.__version__.split(".")[:2])
@@ -56,17 +52,12 @@ class Connection:
 
 
 def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
-    """Let DeepSpeed use the process group that is there. All ranks call it.
+    """Let DeepSpeed use the process group that is there, of ``backend``. All ranks call it.
 
-    DeepSpeed's communication backend, groups and accelerator are globals. Those of an earlier process group, which
-    is gone, are dropped.
-
-    Args:
-        device: where this rank computes; decides which of DeepSpeed's accelerators is used.
-        backend: the process group's, such as "gloo".
-        local_rank: this process among those on its node; its device may have another index.
-        local_size: processes on this node, which DeepSpeed takes for the number of its devices on a CPU.
-        timeout: how long collectives of the groups wait that DeepSpeed makes.
+    DeepSpeed's communication backend, groups and accelerator are globals. Those of an earlier process group, which is
+    gone, are dropped. ``device`` decides which of DeepSpeed's accelerators is used; its index may differ from
+    ``local_rank``, the process's among those of its node. ``local_size``, their number, DeepSpeed takes for that of its
+    devices on a CPU. ``timeout``: how long collectives of the groups wait that it makes.
     """
     import deepspeed
     from deepspeed.comm import comm

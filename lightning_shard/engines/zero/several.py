@@ -29,11 +29,7 @@ class Carrier(SGD):
     """Has the parameters of several optimizers, group by group, and steps nothing."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take the parameters of ``optimizers``.
-
-        Raises:
-            ConfigurationError: a parameter is in two of them.
-        """
+        """Take the parameters of ``optimizers``; ConfigurationError: one is in two of them."""
         groups = [{"params": list(group["params"])} for optimizer in optimizers for group in optimizer.param_groups]
         given = [id(parameter) for group in groups for parameter in group["params"]]
         if len(set(given)) < len(given):
@@ -59,14 +55,9 @@ class SeveralOptimizers:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Give each optimizer its shards.
+        """Give each of the user's ``optimizers`` its shards; ``group`` are the ranks that shard the parameters.
 
-        Args:
-            started: over a `Carrier` of ``optimizers``, with stages 1 to 3.
-            optimizers: the user's, over the module's parameters.
-            names: FQN of each of these parameters.
-            group: the ranks that shard them.
-            device: of the collectives.
+        DeepSpeed was ``started`` over a `Carrier` of them, with stages 1 to 3.
         """
         self._running = started
         self._held: dict[str, Tensor] = {}

@@ -103,13 +103,9 @@ def zero_tensors(
 ) -> Iterator[Resident]:
     """The live tensors of DeepSpeed's engine and its module; those in files are the ones mapped between steps.
 
-    Args:
-        zero: the engine's ``optimizer``, of stages 1 to 3.
-        module: under the engine.
-        device: where this rank computes.
-        parameters: the module's, listed while no forward ran. Stage 3 gathers what is read off a module in the middle
-            of its forward, and takes it for a parameter that the module needs from then on.
-        frozen: loaded values on the host, beside the module's parameters as masters are.
+    ``zero`` is the engine's ``optimizer``, of stages 1 to 3. ``parameters`` are the module's, listed while no forward
+    ran: stage 3 gathers what is read off a module in the middle of its forward, and takes it for a parameter that the
+    module needs from then on. ``frozen``: loaded values on the host, beside the module's parameters as masters are.
     """
     stage_3 = layout.kind(zero) == layout.STAGE_3
     offloaded = bool(getattr(zero, "offload_optimizer" if stage_3 else "cpu_offload", False))

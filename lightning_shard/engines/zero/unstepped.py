@@ -22,12 +22,10 @@ class Unstepped:
     """All ranks make it and call its methods, in one order."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
-        """Begin to look at a fit.
+        """Begin to look at a fit, whose trainable ``parameters`` are given by FQN.
 
-        Args:
-            parameters: the trainable ones, by FQN.
-            rests: gradients of zero change nothing.
-            together: FQNs of those that ranks may use or not: stage 3 gathers and reduces a leaf module whole.
+        ``rests``: gradients of zero change nothing. ``together``: FQNs of those that ranks may use or not: stage 3
+        gathers and reduces a leaf module whole.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
         self._usage = Usage(parameters)
@@ -41,8 +39,7 @@ class Unstepped:
     def finish(self, running: Running, *, full: bool) -> None:
         """End a step whose gradients are reduced; with ``full`` each parameter is stepped by itself (`with_gradients`).
 
-        Raises:
-            ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
+        ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
         before, self._unused = self._unused, self._usage.finish()
         varies = self._steps > 0 and before != self._unused and not full and not self._rests

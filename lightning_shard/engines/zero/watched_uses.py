@@ -56,11 +56,7 @@ class WatchedUses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``.
-
-        Raises:
-            ConfigurationError: it computes with a released parameter, or writes to a parameter.
-        """
+        """Call ``func``; ConfigurationError: it computes with a released parameter, or writes to a parameter."""
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
         if used and func not in _VIEWS and _writes(func):
             self._refuse_write(func, used[0], next(iter(_flat(args))))

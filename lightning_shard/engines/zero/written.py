@@ -50,8 +50,7 @@ class Written:
     def take_over(self) -> None:
         """Copy what was written into the masters of stages 1 and 2. All ranks call it.
 
-        Raises:
-            ConfigurationError: stage 3 has shards alone, or the masters have more digits than what was written.
+        ConfigurationError: stage 3 has shards alone, or the masters have more digits than what was written.
         """
         touched = {fqn for fqn, p in self._parameters.items() if not self._is_as_noted(fqn, p)}
         compares = self._found or self._steps <= _COMPARED

@@ -29,12 +29,10 @@ class Recorder:
     """
 
     def __init__(self, root: nn.Module, *, stepped: Callable[[Optimizer], Named | None] = lambda _: None) -> None:
-        """Nothing is read yet.
+        """Nothing is read yet; ``root`` is the unwrapped LightningModule.
 
-        Args:
-            root: the unwrapped LightningModule.
-            stepped: FQN and tensor of what an optimizer steps in the place of parameters; None: it steps these. The
-                engine that keeps such masters casts the module's own parameters, which are only forward's then.
+        ``stepped``: FQN and tensor of what an optimizer steps in the place of parameters; None: it steps these. The
+        engine that keeps such masters casts the module's own parameters, which are only forward's then.
         """
         self._root = root
         self._masters = stepped

@@ -29,15 +29,8 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]
     """What ``deepspeed.initialize(config=...)`` takes: plain JSON, the same on every rank and in every call.
 
     DeepSpeed never clips (``gradient_clipping`` 0) and never scales the loss: both are done by this package's own
-    formulas, the same for every engine.
-
-    Args:
-        fields: what the user set; passed `check_fields`.
-        facts: what the run says.
-
-    Raises:
-        ConfigurationError: every value that contradicts the run, in one error, with both values.
-        PrecisionError: a policy that DeepSpeed can't do with these fields.
+    formulas, the same for every engine. ``fields`` passed `check_fields`. One ConfigurationError has every value that
+    contradicts the run, with both values; PrecisionError: a policy that DeepSpeed can't do with these fields.
     """
     problems: list[str] = []
     config = merge(fields, problems)

@@ -20,11 +20,10 @@ RULE = "The DeepSpeed configuration can't be used"
 
 
 def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
-    """Refuse everything that can't work whatever the run is; all problems in one error.
+    """Refuse everything that can't work whatever the run is; all problems in one ConfigurationError.
 
-    Raises:
-        ConfigurationError: unknown keys, values that can't be understood, settings that contradict each other or
-            that ``aligned`` forbids, each with its path.
+    They are unknown keys, values that can't be understood, settings that contradict each other or that ``aligned``
+    forbids, each with its path.
     """
     problems: list[str] = []
     merged = merge(fields, problems)
@@ -42,11 +41,7 @@ def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
 
 
 def loss_scaling_from(config: str | dict[str, Any] | None) -> LossScaling | None:
-    """The loss scale that ``config`` asks for in its ``fp16`` section; None: the default one.
-
-    Raises:
-        ConfigurationError: a scale that can't be had here, with what to write instead.
-    """
+    """The loss scale that ``config`` asks for in its ``fp16`` section, as `loss_scaling_of`; None: the default one."""
     return loss_scaling_of(canonical(read_config(config), []).get("fp16", {}))
 
 
@@ -54,10 +49,8 @@ def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
     """The loss scale that an ``fp16`` section in canonical form asks for; None: it says nothing about it.
 
     DeepSpeed's own defaults hold for what a section that says something leaves out (``DeepSpeedFP16Config``).
-
-    Raises:
-        ConfigurationError: what this package's loss scale can't do: a static scale, a hysteresis that is refilled by
-            each good step, a minimum that is no power of two.
+    ConfigurationError: a static scale, a hysteresis that is refilled by each good step, a minimum that is no power of
+    two.
     """
     given = {key: value for key, value in fp16.items() if value != AUTO}
     if given.get("enabled") is False:
@@ -225,11 +218,7 @@ def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
 
 
 def check_policy(fields: DeepSpeedFields, policy: PrecisionPolicy, aligned: bool) -> None:
-    """Refuse a precision that DeepSpeed can't do with these fields, before training.
-
-    Raises:
-        PrecisionError: with what to use instead.
-    """
+    """Refuse a precision that DeepSpeed can't do with these fields, before training (PrecisionError)."""
     asked = effective_of(merge(fields, []))
     if asked.stage == 0 and aligned and policy.is_mixed:
         raise PrecisionError(

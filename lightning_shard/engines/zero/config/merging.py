@@ -72,11 +72,7 @@ class Effective:
 
 
 def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
-    """One mapping of DeepSpeed's keys, with its "auto" values; problems are appended to ``problems``.
-
-    Raises:
-        ConfigurationError: ``config`` can't be read at all.
-    """
+    """One mapping of DeepSpeed's keys, with its "auto" values; problems are appended to ``problems``."""
     merged = canonical(read_config(fields.config), problems)
     read_sections(merged, problems)
     for name, path in KEYS.items():
@@ -117,11 +113,7 @@ def effective_of(merged: dict[str, Any]) -> Effective:
 
 
 def raise_problems(problems: list[str], rule: str) -> None:
-    """Raise one error with all problems, if there are any.
-
-    Raises:
-        ConfigurationError: ``rule`` and the problems, one a line.
-    """
+    """Raise one ConfigurationError with ``rule`` and all problems, one a line, if there are any."""
     if len(problems) == 1:
         raise ConfigurationError(f"{rule}: {problems[0]}.")
     if problems:

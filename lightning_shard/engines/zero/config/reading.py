@@ -41,8 +41,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """The content of ``config`` as it stands; a copy.
 
-    Raises:
-        ConfigurationError: a file that is missing, is not JSON, has a key twice or is not a mapping.
+    ConfigurationError: a file that is missing, is not JSON, has a key twice or is not a mapping.
     """
     if config is None:
         return {}
