@@ -17,17 +17,11 @@ _FIRST_PORT, _PORTS = 15000, 17000  # below the ports that systems give to outgo
 class Launch:
     """What the Trainer counts on."""
 
-    nodes: int
-    """``num_nodes``."""
-
-    devices: int
-    """Processes on each node."""
-
+    nodes: int  # ``num_nodes``.
+    devices: int  # Processes on each node.
+    # Who starts the processes: ``"slurm"``, ``"torchrun"``, or anything else (Lightning itself, MPI, ...).
     launcher: str
-    """Who starts the processes: ``"slurm"``, ``"torchrun"``, or anything else (Lightning itself, MPI, ...)."""
-
-    gpu: bool
-    """Whether a device is a GPU."""
+    gpu: bool  # Whether a device is a GPU.
 
 
 def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str]) -> None:

@@ -38,10 +38,9 @@ class Facts:
     """What a rank says of itself."""
 
     node: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Of Python and the libraries."""
+    versions: Mapping[str, str] = field(default_factory=dict)  # Of Python and the libraries.
+    # Names of settings that must not differ, with their values in words.
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Names of settings that must not differ, with their values in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,8 @@ class Place:
     port: int
     rank: int
     world_size: int
+    # Of a torchrun that keeps the store in its own process: the attempt, which keeps restarts apart.
     agent: str | None = None
-    """Of a torchrun that keeps the store in its own process: the attempt, which keeps restarts apart."""
 
 
 def connect(place: Place, seconds: float) -> Store:

@@ -17,59 +17,27 @@ _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 class BatchJob:
     """What the script asks SLURM for, and what it runs."""
 
-    command: Sequence[str]
-    """Program and arguments of one process, without a launcher."""
-
-    nodes: int = 1
-    """Nodes of the job."""
-
-    devices: int = 1
-    """Processes on each node, one for each device."""
-
-    gpus: bool = True
-    """Whether a device is a GPU."""
-
-    cpus_per_task: int | None = None
-    """CPUs of each process; default: the cluster's."""
-
-    time: str | None = None
-    """Time limit, such as ``4:00:00``; default: the partition's."""
-
-    signal: str = "USR1"
-    """Signal that SLURM sends before the time limit."""
-
-    signal_seconds: int = 120
-    """How long before the time limit that is."""
-
+    command: Sequence[str]  # Program and arguments of one process, without a launcher.
+    nodes: int = 1  # Nodes of the job.
+    devices: int = 1  # Processes on each node, one for each device.
+    gpus: bool = True  # Whether a device is a GPU.
+    cpus_per_task: int | None = None  # CPUs of each process; default: the cluster's.
+    time: str | None = None  # Time limit, such as ``4:00:00``; default: the partition's.
+    signal: str = "USR1"  # Signal that SLURM sends before the time limit.
+    signal_seconds: int = 120  # How long before the time limit that is.
+    # ``srun``: one task for each process; ``torchrun``: one torchrun on each node, which starts the processes.
     launcher: Literal["srun", "torchrun"] = "srun"
-    """``srun``: one task for each process; ``torchrun``: one torchrun on each node, which starts the processes."""
-
-    torchrun: str = "torchrun"
-    """Path of torchrun."""
-
-    max_restarts: int = 0
-    """How often torchrun starts all processes again after a failure."""
-
-    name: str = "train"
-    """Name of the job."""
-
-    array: str | None = None
-    """Array of jobs, such as ``0-7%2``."""
-
+    torchrun: str = "torchrun"  # Path of torchrun.
+    max_restarts: int = 0  # How often torchrun starts all processes again after a failure.
+    name: str = "train"  # Name of the job.
+    array: str | None = None  # Array of jobs, such as ``0-7%2``.
+    # Folder of the job's output, made before the job starts; one file for each job or array task.
     logs: str = "slurm-logs"
-    """Folder of the job's output, made before the job starts; one file for each job or array task."""
-
-    requeue: bool = True
-    """Whether the job may be put back into the queue."""
-
-    options: Sequence[str] = ()
-    """Further options of ``sbatch``, such as ``--partition=gpu``, one line each."""
-
+    requeue: bool = True  # Whether the job may be put back into the queue.
+    options: Sequence[str] = ()  # Further options of ``sbatch``, such as ``--partition=gpu``, one line each.
+    # Variables of the processes, such as ``NCCL_SOCKET_IFNAME``.
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the processes, such as ``NCCL_SOCKET_IFNAME``."""
-
-    setup: Sequence[str] = ()
-    """Lines that are run before the command, such as ``source .venv/bin/activate``."""
+    setup: Sequence[str] = ()  # Lines that are run before the command, such as ``source .venv/bin/activate``.
 
     def __post_init__(self) -> None:
         """Refuse what SLURM or Lightning would take for something else."""

@@ -18,38 +18,17 @@ COMMAND_SECONDS = 30.0
 class SlurmJob:
     """One process of a job, as SLURM started it (https://slurm.schedmd.com/srun.html, "output environment")."""
 
-    id: str
-    """``SLURM_JOB_ID``; of an array task a number of its own."""
-
-    array_id: str | None
-    """``SLURM_ARRAY_JOB_ID``, or None outside an array."""
-
-    array_task: str | None
-    """``SLURM_ARRAY_TASK_ID``, or None outside an array."""
-
-    step: str | None
-    """``SLURM_STEP_ID``, the number of the ``srun`` in its job; None in the batch script itself."""
-
-    name: str
-    """``SLURM_JOB_NAME``."""
-
-    restarts: int
-    """``SLURM_RESTART_COUNT``: how often the job was requeued."""
-
-    nodes: int | None
-    """Nodes of the step, else of the job."""
-
-    tasks: int | None
-    """Tasks of the step; of the job where ``srun`` was not used."""
-
-    tasks_per_node: tuple[int, ...] | None
-    """Tasks on each node of the step."""
-
-    node_list: str
-    """``SLURM_JOB_NODELIST``, such as ``gpu[01-04]``."""
-
-    rank: int | None
-    """``SLURM_PROCID``."""
+    id: str  # ``SLURM_JOB_ID``; of an array task a number of its own.
+    array_id: str | None  # ``SLURM_ARRAY_JOB_ID``, or None outside an array.
+    array_task: str | None  # ``SLURM_ARRAY_TASK_ID``, or None outside an array.
+    step: str | None  # ``SLURM_STEP_ID``, the number of the ``srun`` in its job; None in the batch script itself.
+    name: str  # ``SLURM_JOB_NAME``.
+    restarts: int  # ``SLURM_RESTART_COUNT``: how often the job was requeued.
+    nodes: int | None  # Nodes of the step, else of the job.
+    tasks: int | None  # Tasks of the step; of the job where ``srun`` was not used.
+    tasks_per_node: tuple[int, ...] | None  # Tasks on each node of the step.
+    node_list: str  # ``SLURM_JOB_NODELIST``, such as ``gpu[01-04]``.
+    rank: int | None  # ``SLURM_PROCID``.
 
     @property
     def label(self) -> str:

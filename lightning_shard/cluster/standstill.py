@@ -16,18 +16,12 @@ _BATCH = ("data", "forward", "backward", "step", "validation")
 class Report:
     """Where a rank stands still, as it says by itself."""
 
-    name: str
-    """Of the rank."""
-    seconds: float
-    """For which it has not moved."""
-    phase: str
-    """data, forward, backward, step, save or validation; the name of a hook."""
-    step: int
-    """Optimizer steps so far."""
-    line: str
-    """Of its main thread, in words that follow others."""
-    waits: Sequence[Any] | None
-    """See `traces.position`, as are the next two."""
+    name: str  # Of the rank.
+    seconds: float  # For which it has not moved.
+    phase: str  # data, forward, backward, step, save or validation; the name of a hook.
+    step: int  # Optimizer steps so far.
+    line: str  # Of its main thread, in words that follow others.
+    waits: Sequence[Any] | None  # See `traces.position`, as are the next two.
     recent: Sequence[Sequence[Any]]
     last: Mapping[str, int]
 

@@ -28,47 +28,26 @@ from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 class PlannedRun:
     """What is known of a run before it begins."""
 
-    ranks: int
-    """Processes."""
-
-    per_node: int
-    """Processes of a node."""
-
-    policy: PrecisionPolicy
-    """The dtypes of the run."""
-
-    precision: str = "32-true"
-    """The Trainer's word for them, for messages."""
-
-    aligned: bool = False
-    """Whether the precision contract holds."""
-
-    device_type: str = "cuda"
-    """"cpu" or "cuda"."""
-
+    ranks: int  # Processes.
+    per_node: int  # Processes of a node.
+    policy: PrecisionPolicy  # The dtypes of the run.
+    precision: str = "32-true"  # The Trainer's word for them, for messages.
+    aligned: bool = False  # Whether the precision contract holds.
+    device_type: str = "cuda"  # "cpu" or "cuda".
     accumulate_grad_batches: int = 1
-    optimizer: Mapping[str, Any] | None = None
-    """``type`` and hyperparameters, for DeepSpeed's "auto" values."""
+    optimizer: Mapping[str, Any] | None = None  # ``type`` and hyperparameters, for DeepSpeed's "auto" values.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFacts:
     """What the Trainer and its data say of a run, as far as an engine may ask."""
 
-    micro_batch_size: int | None = None
-    """Samples of one rank in a micro-batch, where the dataloader says it."""
-
-    accumulate_grad_batches: int = 1
-    """Micro-batches of an optimizer step."""
-
-    gradient_clip_val: float | None = None
-    """None or 0: gradients are not clipped."""
-
-    gradient_clip_algorithm: str = "norm"
-    """"norm" or "value"."""
-
+    micro_batch_size: int | None = None  # Samples of one rank in a micro-batch, where the dataloader says it.
+    accumulate_grad_batches: int = 1  # Micro-batches of an optimizer step.
+    gradient_clip_val: float | None = None  # None or 0: gradients are not clipped.
+    gradient_clip_algorithm: str = "norm"  # "norm" or "value".
+    # Optimizer steps of the whole fit, None without an end. All ranks call it: it may set up the data.
     total_steps: Callable[[], int | None] = lambda: None
-    """Optimizer steps of the whole fit, None without an end. All ranks call it: it may set up the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,24 +55,15 @@ class Run:
     """A run whose processes are connected."""
 
     planned: PlannedRun
-    device: torch.device
-    """Where this rank computes."""
-
-    mesh: DeviceMesh
-    """2-D, with the axes ``("replicate", "shard")``."""
-
-    seed: int
-    """Rank 0's, for modules on the meta device."""
-
-    fitting: bool
-    """Whether optimizers will step, or the module is evaluated only."""
-
+    device: torch.device  # Where this rank computes.
+    mesh: DeviceMesh  # 2-D, with the axes ``("replicate", "shard")``.
+    seed: int  # Rank 0's, for modules on the meta device.
+    fitting: bool  # Whether optimizers will step, or the module is evaluated only.
+    # Whether Lightning runs backward and the step after a training step, or the step does so itself.
     automatic: bool = True
-    """Whether Lightning runs backward and the step after a training step, or the step does so itself."""
-
     trainer: TrainerFacts = TrainerFacts()
+    # A context in which the collectives of gradients that are reduced outside of backward are recorded.
     watch: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context in which the collectives of gradients that are reduced outside of backward are recorded."""
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -106,8 +76,8 @@ class Engaged:
     """What a fit goes on with after `Engine.engage`."""
 
     optimizers: list[Optimizer]
+    # A learning rate schedule that the engine's own configuration describes, to be stepped with the optimizer.
     scheduler: Any = None
-    """A learning rate schedule that the engine's own configuration describes, to be stepped with the optimizer."""
 
 
 class EngineTensors(Protocol):
@@ -141,14 +111,9 @@ class EngineTensors(Protocol):
 class Engine(Protocol):
     """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order."""
 
-    name: str
-    """"ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine."""
-
-    replicates: bool
-    """Whether parameters are plain tensors, full on every rank, in a fit."""
-
-    gathers_in_forward: bool
-    """Whether a forward pass of one rank needs a forward pass of all others."""
+    name: str  # "ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine.
+    replicates: bool  # Whether parameters are plain tensors, full on every rank, in a fit.
+    gathers_in_forward: bool  # Whether a forward pass of one rank needs a forward pass of all others.
 
     # Before a run
 
@@ -224,8 +189,7 @@ class Engine(Protocol):
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
 
-    steps_itself: bool
-    """Whether `step` must be called instead of the optimizer's own, for skipped steps too."""
+    steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""

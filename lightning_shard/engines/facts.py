@@ -14,20 +14,14 @@ Offload = Literal["none", "cpu", "nvme"]
 class _Replicated:
     """What holds of engines that keep all states in full on every rank."""
 
+    # What the names of the presets begin with that are advised against a lack of memory.
     advised_presets: ClassVar[str] = "shard_fsdp"
-    """What the names of the presets begin with that are advised against a lack of memory."""
-
+    # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
     sharded: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard."""
-
-    shards: ClassVar[int] = 1
-    """Over how many ranks these are sharded."""
-
-    offloaded: ClassVar[frozenset[str]] = frozenset()
-    """Kinds that are resident in host memory or on NVMe."""
-
+    shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
+    offloaded: ClassVar[frozenset[str]] = frozenset()  # Kinds that are resident in host memory or on NVMe.
+    # Whether the same engine can shard inside each node and replicate across nodes.
     can_become_hybrid: ClassVar[bool] = False
-    """Whether the same engine can shard inside each node and replicate across nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +30,8 @@ class TorchDDPFacts(_Replicated):
 
     ranks: int
     gradient_as_bucket_view: bool = False
+    # Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch.
     reduce_at_boundary: bool = True
-    """Whether accumulated gradients are reduced once (``accumulate_sync``), and not after each micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +39,7 @@ class ReplicateFacts(_Replicated):
     """torch's FSDP2-based ``replicate``."""
 
     ranks: int
-    reduce_at_boundary: bool = True
-    """As `TorchDDPFacts`'s."""
+    reduce_at_boundary: bool = True  # As `TorchDDPFacts`'s.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +49,12 @@ class FSDPFacts:
     advised_presets: ClassVar[str] = "shard_fsdp"
     sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
 
-    replicate: int
-    """Copies of the model."""
-
-    shard: int
-    """Ranks that a copy is sharded over."""
-
+    replicate: int  # Copies of the model.
+    shard: int  # Ranks that a copy is sharded over.
     reshard_after_forward: bool | int = True
     cpu_offload: bool = False
     backward_prefetch: int = 0
-    reduce_at_boundary: bool = False
-    """Whether accumulated gradients are reduced once, and so wait for that unsharded."""
+    reduce_at_boundary: bool = False  # Whether accumulated gradients are reduced once, and so wait for that unsharded.
 
     @property
     def ranks(self) -> int:
@@ -98,15 +86,10 @@ class DeepSpeedFacts:
 
     ranks: int
     stage: int
-    accumulate: torch.dtype = torch.float32
-    """Dtype in which gradients are summed."""
-
+    accumulate: torch.dtype = torch.float32  # Dtype in which gradients are summed.
+    # Where master weights, optimizer state and their gradients are resident; "none": on the device.
     optimizer_device: Offload = "none"
-    """Where master weights, optimizer state and their gradients are resident; "none": on the device."""
-
-    param_device: Offload = "none"
-    """Where parameter shards are resident; "none": on the device."""
-
+    param_device: Offload = "none"  # Where parameter shards are resident; "none": on the device.
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool = False
     contiguous_gradients: bool = True
@@ -121,8 +104,8 @@ class DeepSpeedFacts:
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
     param_max_in_cpu: int = 1_000_000_000
+    # Whether forward computes in host memory, and so on offloaded parameters without a copy.
     device_is_cpu: bool = False
-    """Whether forward computes in host memory, and so on offloaded parameters without a copy."""
 
     @property
     def sharded(self) -> frozenset[str]:

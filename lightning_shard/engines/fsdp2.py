@@ -62,8 +62,7 @@ class UnitOptions:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     ignored_modules: tuple[str, ...] = ()
-    find_unused_parameters: bool = False
-    """Whether ranks tell each other in every step which parameters they used."""
+    find_unused_parameters: bool = False  # Whether ranks tell each other in every step which parameters they used.
 
 
 @dataclass(kw_only=True)
@@ -71,24 +70,19 @@ class ShardedModule:
     """A module tree under FSDP2, and what is needed to go on with it in a later run."""
 
     root: nn.Module
-    made_for: tuple[Any, ...]
-    """Mesh, policy and settings that it was sharded with."""
-
+    made_for: tuple[Any, ...]  # Mesh, policy and settings that it was sharded with.
     units: tuple[Unit, ...]
+    # Trainable parameters outside of FSDP, full on every rank; their gradients are averaged before a step.
     ignored: tuple[nn.Parameter, ...]
-    """Trainable parameters outside of FSDP, full on every rank; their gradients are averaged before a step."""
-
+    # FQNs of the parameters that were loaded in another dtype than the masters', with that dtype.
     upcast: dict[str, torch.dtype]
-    """FQNs of the parameters that were loaded in another dtype than the masters', with that dtype."""
 
 
 class FSDP2Engine(StepsOwnParameters, ABC):
     """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
 
     name: str
-    strategy: str
-    """Name of the strategy's class, for messages."""
-
+    strategy: str  # Name of the strategy's class, for messages.
     replicates = False
     gathers_in_forward = True
 

@@ -26,12 +26,8 @@ from lightning_shard.engines._fsdp2 import (
 class Resident(NamedTuple):
     """A live tensor, or a number of bytes that no tensor of Python's stands for."""
 
-    kind: str
-    """One of `lightning_shard.memory.KINDS`."""
-
-    memory: str
-    """"device", "host" or "nvme"."""
-
+    kind: str  # One of `lightning_shard.memory.KINDS`.
+    memory: str  # "device", "host" or "nvme".
     tensor: Tensor | int
 
 

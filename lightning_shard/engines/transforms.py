@@ -57,11 +57,8 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
 class ForwardOptions:
     """What changes the forward of the units, on every engine."""
 
-    activation_checkpointing: Checkpointing = None
-    """Whose forward runs again in backward; see the strategies."""
-
-    compile: bool = False
-    """Whether the units' forward is compiled."""
+    activation_checkpointing: Checkpointing = None  # Whose forward runs again in backward; see the strategies.
+    compile: bool = False  # Whether the units' forward is compiled.
 
     @property
     def recomputes(self) -> bool:

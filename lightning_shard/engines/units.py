@@ -28,9 +28,7 @@ def class_names(classes: ClassNames) -> list[str]:
 class Unit:
     """A set of modules whose parameters are gathered together; more than one only where they share parameters."""
 
-    names: tuple[str, ...]
-    """FQNs of the modules in the root."""
-
+    names: tuple[str, ...]  # FQNs of the modules in the root.
     modules: tuple[nn.Module, ...]
 
 

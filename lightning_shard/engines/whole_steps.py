@@ -36,31 +36,20 @@ class Shard:
     """This rank's shard of a parameter, maybe empty; those of the ranks follow each other in its row-major order."""
 
     fqn: str
-    shape: torch.Size
-    """The full parameter's."""
-
-    value: Callable[[], Tensor]
-    """The shard of the master weights, 1-D; new values are written into it."""
-
+    shape: torch.Size  # The full parameter's.
+    value: Callable[[], Tensor]  # The shard of the master weights, 1-D; new values are written into it.
+    # The shard of the reduced gradient, 1-D; None on all ranks where the parameter has no gradient.
     gradient: Callable[[], Tensor | None]
-    """The shard of the reduced gradient, 1-D; None on all ranks where the parameter has no gradient."""
-
-    group: dict[str, Any]
-    """The optimizer's parameter group."""
-
-    tensor: Tensor
-    """What stands for it in that group, maybe together with others."""
+    group: dict[str, Any]  # The optimizer's parameter group.
+    tensor: Tensor  # What stands for it in that group, maybe together with others.
 
 
 @dataclass(kw_only=True, eq=False)
 class _Owned:
     """A parameter that this rank steps."""
 
-    lengths: list[int]
-    """Elements of each rank's shard; the shards follow each other in the order of ranks."""
-
-    parameter: nn.Parameter
-    """What the optimizer's state is keyed by; it is empty between steps."""
+    lengths: list[int]  # Elements of each rank's shard; the shards follow each other in the order of ranks.
+    parameter: nn.Parameter  # What the optimizer's state is keyed by; it is empty between steps.
 
 
 def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:

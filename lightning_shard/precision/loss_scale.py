@@ -81,17 +81,10 @@ class LossScaling:
 class LossScaleState:
     """Where the scale stands; the same on every rank."""
 
-    scale: float
-    """What the next loss is multiplied by."""
-
-    good_steps: int
-    """Steps since the last overflow or growth."""
-
-    overflows_left: int
-    """Overflows until the scale falls; it stays at 1 until the scale grows."""
-
-    skipped: int = 0
-    """Steps skipped in the whole run."""
+    scale: float  # What the next loss is multiplied by.
+    good_steps: int  # Steps since the last overflow or growth.
+    overflows_left: int  # Overflows until the scale falls; it stays at 1 until the scale grows.
+    skipped: int = 0  # Steps skipped in the whole run.
 
 
 def initial_state(scaling: LossScaling) -> LossScaleState:

@@ -34,11 +34,8 @@ WEIGHT, REDUCTION = "weight", "reduction"
 class WeightKey:
     """Where a batch has the weight of its loss."""
 
-    name: str
-    """A key of a mapping, the position in a tuple or list, or an attribute."""
-
-    ignored: float | None = None
-    """Count the elements that differ from this number; None: the sum of all elements."""
+    name: str  # A key of a mapping, the position in a tuple or list, or an attribute.
+    ignored: float | None = None  # Count the elements that differ from this number; None: the sum of all elements.
 
     @staticmethod
     def parse(text: str) -> WeightKey:

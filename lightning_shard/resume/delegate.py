@@ -30,8 +30,7 @@ class DelegatingLoader(DataLoader[Any]):
         else:
             setattr(self._inner, name, value)
 
-    _own: frozenset[str] = frozenset()
-    """Names of the attributes that are the wrapper's; all others are set on `inner`."""
+    _own: frozenset[str] = frozenset()  # Names of the attributes that are the wrapper's; all others are set on `inner`.
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter(self._inner)

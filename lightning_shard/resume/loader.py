@@ -26,10 +26,8 @@ from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapsho
 class Draws:
     """What random numbers of samples are seeded by, besides the sample's index."""
 
-    seed: int
-    """The same on all ranks."""
-    epoch: Callable[[], int]
-    """The epoch that the training loop is in."""
+    seed: int  # The same on all ranks.
+    epoch: Callable[[], int]  # The epoch that the training loop is in.
 
 
 @dataclasses.dataclass
@@ -38,14 +36,13 @@ class _Run:
 
     epoch: int | None
     shape: Shape
-    rng: dict[str, Any]
-    """At the start, as `generators`."""
+    rng: dict[str, Any]  # At the start, as `generators`.
     generators: list[Any]
     attributes: dict[str, Any]
+    # What random numbers of samples are seeded by: seed, epoch, iteration in the epoch.
     draws: tuple[int, int, int] | None
-    """What random numbers of samples are seeded by: seed, epoch, iteration in the epoch."""
+    # Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once).
     seeded: bool
-    """Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once)."""
     start: int = 0
     start_batches: int = 0
     batches: int = 0

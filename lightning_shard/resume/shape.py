@@ -20,8 +20,7 @@ class Shape:
     """
 
     kind: str
-    length: int | None
-    """Of the whole order; None if the sampler has no length."""
+    length: int | None  # Of the whole order; None if the sampler has no length.
     replicas: int
     drop_samples: bool
     batch_size: int

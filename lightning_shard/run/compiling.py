@@ -11,14 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 class Compiled(NamedTuple):
     """What dynamo has counted in this process so far."""
 
-    tried: int
-    """Functions that it began to compile."""
-
-    done: int
-    """Of those, the ones that it compiled, in one graph or in several."""
-
-    breaks: Counter[str]
-    """Where it broke a graph: reason and times."""
+    tried: int  # Functions that it began to compile.
+    done: int  # Of those, the ones that it compiled, in one graph or in several.
+    breaks: Counter[str]  # Where it broke a graph: reason and times.
 
 
 class CompilerWatch:

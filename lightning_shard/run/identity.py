@@ -36,8 +36,7 @@ class RunIdentity:
 
     name: str = NAMELESS
     job: SlurmJob | None = None
-    root: str = "."
-    """The Trainer's ``default_root_dir``."""
+    root: str = "."  # The Trainer's ``default_root_dir``.
 
     @staticmethod
     def read(config: PreemptionConfig, environ: Mapping[str, str], root: str) -> RunIdentity:

@@ -26,8 +26,7 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    start: int
-    """Where it begins in the slice that it is a part of, in elements."""
+    start: int  # Where it begins in the slice that it is a part of, in elements.
 
     @property
     def length(self) -> int:
@@ -79,11 +78,8 @@ def _append_boxes(
 class FlatSlice:
     """Live flat memory that is a contiguous row-major slice of a tensor."""
 
-    data: Tensor
-    """1-D, contiguous; loading a checkpoint writes to it."""
-
-    start: int
-    """Where the slice begins in the tensor, in elements of its row-major order."""
+    data: Tensor  # 1-D, contiguous; loading a checkpoint writes to it.
+    start: int  # Where the slice begins in the tensor, in elements of its row-major order.
 
 
 class FlatTensor:
@@ -150,20 +146,12 @@ class FlatMember:
 
     fqn: str
 
-    shape: Sequence[int]
-    """The full parameter's shape."""
-
-    offset: int = 0
-    """Where the slice begins in the flat tensor, in elements."""
-
-    start: int = 0
-    """Where the slice begins in the parameter's row-major order, in elements."""
-
-    length: int = 0
-    """Elements of the slice; 0 where this rank's flat tensor has none of the parameter."""
-
+    shape: Sequence[int]  # The full parameter's shape.
+    offset: int = 0  # Where the slice begins in the flat tensor, in elements.
+    start: int = 0  # Where the slice begins in the parameter's row-major order, in elements.
+    length: int = 0  # Elements of the slice; 0 where this rank's flat tensor has none of the parameter.
+    # False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state.
     stepped: bool = True
-    """False for a parameter that is in the group but in no flat tensor on any rank (frozen): it has no state."""
 
     def view(self, flat: Tensor) -> FlatTensor:
         """What of the parameter, or of a slot of its, lies in this rank's flat tensor, in place."""
@@ -178,18 +166,13 @@ class FlatGroup:
     Raises ValueError where a member does not fit.
     """
 
-    flat: Tensor
-    """1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty."""
-
-    members: tuple[FlatMember, ...]
-    """The same names, shapes and order on every rank, whatever slices this rank has."""
-
+    flat: Tensor  # 1-D; what the optimizer's ``state`` is keyed by. Padding may be anywhere in it; it may be empty.
+    members: tuple[FlatMember, ...]  # The same names, shapes and order on every rank, whatever slices this rank has.
+    # The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other in
+    # its list of parameters.
     group: dict[str, Any]
-    """The live parameter group with the hyperparameters. Flat groups may share one: their members follow each other
-    in its list of parameters."""
-
+    # Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory.
     new_slot: Callable[[str], Tensor] | None = None
-    """Makes a zero tensor like ``flat`` for the slot of this name, where slots are in files; None: in memory."""
 
     def __post_init__(self) -> None:
         if self.flat.ndim != 1:
@@ -214,8 +197,7 @@ class FlatOptimizer:
 
     optimizer: Optimizer
 
-    groups: Sequence[FlatGroup]
-    """In the order of the parameter groups."""
+    groups: Sequence[FlatGroup]  # In the order of the parameter groups.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,14 +213,9 @@ class OwnedParameter:
     """A sharded parameter that one rank steps in full."""
 
     fqn: str
-    shape: tuple[int, ...]
-    """The full parameter's."""
-
-    group: dict[str, Any]
-    """The live parameter group with the hyperparameters."""
-
-    tensor: Tensor | None
-    """On the owner what the optimizer's ``state`` is keyed by."""
+    shape: tuple[int, ...]  # The full parameter's.
+    group: dict[str, Any]  # The live parameter group with the hyperparameters.
+    tensor: Tensor | None  # On the owner what the optimizer's ``state`` is keyed by.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,14 +226,9 @@ class OwnedOptimizer:
     """
 
     optimizer: Optimizer
-    parameters: Sequence[OwnedParameter]
-    """In the order of the parameter groups."""
-
-    slots: Mapping[str, Mapping[str, Slot]]
-    """FQN to the tensors of its state that there are on its owner."""
-
-    values: Mapping[str, Mapping[str, Any]]
-    """FQN to the state that is in no tensor."""
+    parameters: Sequence[OwnedParameter]  # In the order of the parameter groups.
+    slots: Mapping[str, Mapping[str, Slot]]  # FQN to the tensors of its state that there are on its owner.
+    values: Mapping[str, Mapping[str, Any]]  # FQN to the state that is in no tensor.
 
 
 AnyOptimizer = Optimizer | FlatOptimizer | OwnedOptimizer

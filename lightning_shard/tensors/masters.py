@@ -19,11 +19,10 @@ from lightning_shard.tensors.flat import LiveTensor
 class Masters:
     """The master weights of one module."""
 
+    # FQN to live tensor, of the parameters that have masters beside them.
     tensors: Callable[[], Mapping[str, LiveTensor]]
-    """FQN to live tensor, of the parameters that have masters beside them."""
-
+    # Let the module's next forward see values that were written into them. All ranks call it.
     publish: Callable[[], None]
-    """Let the module's next forward see values that were written into them. All ranks call it."""
 
 
 _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and masters

@@ -24,17 +24,12 @@ _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 class Names:
     """The names of a module's parameters and persistent buffers."""
 
+    # FQN to live tensor, each tensor once, in the order in which the module registers them.
     tensors: Mapping[str, Tensor]
-    """FQN to live tensor, each tensor once, in the order in which the module registers them."""
-
-    aliases: Mapping[str, str]
-    """FQN of a tied name to the FQN of the same tensor in ``tensors``."""
-
-    identities: Mapping[int, str]
-    """``id`` of a live tensor to its FQN."""
-
+    aliases: Mapping[str, str]  # FQN of a tied name to the FQN of the same tensor in ``tensors``.
+    identities: Mapping[int, str]  # ``id`` of a live tensor to its FQN.
+    # Prefix of each module's names in ``state_dict()`` (``""`` or with a dot at its end) to that without wrappers.
     prefixes: Mapping[str, str]
-    """Prefix of each module's names in ``state_dict()`` (``""`` or with a dot at its end) to that without wrappers."""
 
     def of(self, tensor: Tensor) -> str | None:
         """FQN of a live tensor; None if the module does not have it."""

@@ -40,11 +40,9 @@ _PAYLOAD = "archive"
 class ArchivedTensor(StoredTensor):
     """A tensor in a file of ``torch.save``."""
 
+    # Byte in the file, shape and strides: equal for two names of one tensor.
     place: tuple[int, tuple[int, ...], tuple[int, ...]]
-    """Byte in the file, shape and strides: equal for two names of one tensor."""
-
-    elements: Callable[[int, int], Tensor]
-    """Values ``start`` to ``stop`` of a contiguous tensor, row-major, 1-D."""
+    elements: Callable[[int, int], Tensor]  # Values ``start`` to ``stop`` of a contiguous tensor, row-major, 1-D.
 
 
 class _Storage:

@@ -30,9 +30,7 @@ class StoredBoxes:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: NDArray[np.int64]
-    """Shape ``(boxes, 3 + 2 * len(shape))``; see `Row`."""
-
+    rows: NDArray[np.int64]  # Shape ``(boxes, 3 + 2 * len(shape))``; see `Row`.
     files: Sequence[str]
 
     def meeting(self, chunk: ChunkStorageMetadata) -> Iterator[tuple[int, list[int], list[int]]]:

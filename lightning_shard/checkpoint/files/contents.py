@@ -44,8 +44,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Tensor]
-    """A new contiguous tensor on the host; every call reads again."""
+    read: Callable[[], Tensor]  # A new contiguous tensor on the host; every call reads again.
 
     @property
     def nbytes(self) -> int:
@@ -63,24 +62,14 @@ class StoredTensor:
 class Contents:
     """What is to be saved on one rank, or what was stored."""
 
+    # Key to tensor, each tensor once: a `StoredTensor`, or this rank's plain tensor (full), DTensor or what stands for
+    # one (see `lightning_shard.checkpoint.files.tensor_files`).
     tensors: Mapping[str, Any]
-    """Key to tensor, each tensor once: a `StoredTensor`, or this rank's plain tensor (full), DTensor or what stands for
-    one (see `lightning_shard.checkpoint.files.tensor_files`)."""
-
-    trainer_state: Mapping[str, Any]
-    """What ``trainer.pt`` has. In a save rank 0's counts."""
-
-    facts: Facts
-    """In a save rank 0's count."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Key of a tied name to the key of its tensor."""
-
-    slots: Mapping[str, SlotName] = field(default_factory=dict)
-    """Key of each tensor of optimizer state to what it is."""
-
-    form: str = PORTABLE
-    """``"portable"``, ``"full"``, or what another library calls its own."""
+    trainer_state: Mapping[str, Any]  # What ``trainer.pt`` has. In a save rank 0's counts.
+    facts: Facts  # In a save rank 0's count.
+    aliases: Mapping[str, str] = field(default_factory=dict)  # Key of a tied name to the key of its tensor.
+    slots: Mapping[str, SlotName] = field(default_factory=dict)  # Key of each tensor of optimizer state to what it is.
+    form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
 
     @staticmethod
     def of(

@@ -38,23 +38,15 @@ _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
 class Facts:
     """What a checkpoint says of the run that wrote it, on its way from the run to the disk and back."""
 
-    engine: str
-    """``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or another library."""
-
-    policy: str
-    """The precision policy in words."""
-
+    engine: str  # ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or another library.
+    policy: str  # The precision policy in words.
+    # The dtypes that were measured on live tensors, in plain JSON values; empty where none were.
     ledger: Mapping[str, Any] = field(default_factory=dict)
-    """The dtypes that were measured on live tensors, in plain JSON values; empty where none were."""
-
+    # Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save.
     run: Mapping[str, Any] = field(default_factory=dict)
-    """Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save."""
-
-    world_size: int = 1
-    """Number of ranks that wrote it; a save sets it."""
-
+    world_size: int = 1  # Number of ranks that wrote it; a save sets it.
+    # Versions of the libraries that wrote it; a save sets them.
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the libraries that wrote it; a save sets them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +63,13 @@ class Manifest:
 
     facts: Facts
 
-    tensors: Mapping[str, TensorEntry]
-    """Key to global shape and dtype; each tensor once."""
-
-    aliases: Mapping[str, str]
-    """Key of a tied name to the key under which its tensor is stored."""
-
-    slots: Mapping[str, SlotName]
-    """Key of each tensor of optimizer state to what it is."""
-
-    files: Mapping[str, FileEntry]
-    """Relative name to size and checksum, of every file but the manifest."""
-
-    format_version: int = FORMAT_VERSION
-    """Readers refuse a version above their own."""
-
+    tensors: Mapping[str, TensorEntry]  # Key to global shape and dtype; each tensor once.
+    aliases: Mapping[str, str]  # Key of a tied name to the key under which its tensor is stored.
+    slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state to what it is.
+    files: Mapping[str, FileEntry]  # Relative name to size and checksum, of every file but the manifest.
+    format_version: int = FORMAT_VERSION  # Readers refuse a version above their own.
+    # sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written.
     digest: str = ""
-    """sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written."""
 
     def to_json(self) -> str:
         """The file's text, with the digest computed."""

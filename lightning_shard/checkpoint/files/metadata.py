@@ -82,11 +82,8 @@ class ForeignMetadata:
     """A ``.metadata`` that another library wrote, in which not only tensors are described."""
 
     tensors: Mapping[str, StoredBoxes]
-    items: Mapping[str, StorageInfo]
-    """Key to place of each item that is no tensor."""
-
-    paths: Mapping[str, tuple[str | int, ...]]
-    """Key to where it was in the nested dictionary that was saved."""
+    items: Mapping[str, StorageInfo]  # Key to place of each item that is no tensor.
+    paths: Mapping[str, tuple[str | int, ...]]  # Key to where it was in the nested dictionary that was saved.
 
 
 def parse_foreign_metadata(

@@ -97,9 +97,8 @@ class HashedFile:
 class Written:
     """What one rank wrote."""
 
+    # Offset and length of each of its boxes in its file, in the order in which it was given them.
     places: Sequence[tuple[int, int]]
-    """Offset and length of each of its boxes in its file, in the order in which it was given them."""
-
     files: Mapping[str, FileEntry]
 
 

@@ -30,30 +30,16 @@ from lightning_shard.tensors.full import gather_full
 class Running:
     """A running DeepSpeed engine, and what the steps around it need."""
 
-    engine: Any
-    """``deepspeed.DeepSpeedEngine``."""
-
+    engine: Any  # ``deepspeed.DeepSpeedEngine``.
     stage: int
+    # The user's optimizer, or the one that the configuration describes; its groups hold flat partitions.
     optimizer: Optimizer | None = None
-    """The user's optimizer, or the one that the configuration describes; its groups hold flat partitions."""
-
-    groups: list[FlatGroup] = field(default_factory=list)
-    """What this rank steps; empty without an optimizer."""
-
-    saved: SavedWeights | None = None
-    """Keeps gathered parameters out of autograd's graphs, in stage 3."""
-
-    scheduler: Any = None
-    """The learning rate schedule that the configuration describes, to be stepped by the caller."""
-
-    pending: bool = False
-    """Whether a backward pass ran since the last step."""
-
-    complete: bool = True
-    """Whether the gradients are reduced and ready to be stepped on."""
-
-    overflow: bool = False
-    """Whether the step to come is to be skipped, the same on every rank."""
+    groups: list[FlatGroup] = field(default_factory=list)  # What this rank steps; empty without an optimizer.
+    saved: SavedWeights | None = None  # Keeps gathered parameters out of autograd's graphs, in stage 3.
+    scheduler: Any = None  # The learning rate schedule that the configuration describes, to be stepped by the caller.
+    pending: bool = False  # Whether a backward pass ran since the last step.
+    complete: bool = True  # Whether the gradients are reduced and ready to be stepped on.
+    overflow: bool = False  # Whether the step to come is to be skipped, the same on every rank.
 
     @property
     def zero(self) -> Any:

@@ -35,14 +35,9 @@ class _Part(NamedTuple):
     parameter: Any
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
-    """From the parameter's own first element."""
-
-    version: int
-    """The parameter's, of changes in place."""
-
-    changes: int
-    """How often the parameters had been stepped."""
+    offset: int  # From the parameter's own first element.
+    version: int  # The parameter's, of changes in place.
+    changes: int  # How often the parameters had been stepped.
 
 
 class SavedWeights:

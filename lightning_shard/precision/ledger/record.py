@@ -57,20 +57,16 @@ class Reduction:
     operation: str
     dtype: torch.dtype
     numel: int
-    after: str
-    """The parameter whose gradient was computed last before it; empty if none was."""
+    after: str  # The parameter whose gradient was computed last before it; empty if none was.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     """The dtypes of a run, seen on this rank."""
 
-    entries: Mapping[str, Entry]
-    """By the FQN of a parameter, a buffer or a metric's state."""
-
+    entries: Mapping[str, Entry]  # By the FQN of a parameter, a buffer or a metric's state.
     reductions: tuple[Reduction, ...]
-    loss: frozenset[torch.dtype] = frozenset()
-    """The dtypes of the losses of the first step."""
+    loss: frozenset[torch.dtype] = frozenset()  # The dtypes of the losses of the first step.
 
     def dtypes(self, name: str, stage: str) -> set[torch.dtype]:
         """The dtypes in which ``name`` was seen at ``stage``, one of `STAGES` or ``state.<slot>``; maybe none."""

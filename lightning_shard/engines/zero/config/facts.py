@@ -17,14 +17,9 @@ class RunFacts(PlannedRun):
 
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
 
-    total_steps: int | None = None
-    """Optimizer steps of the whole fit, where they are known."""
-
-    hidden_size: int | None = None
-    """The model's hidden size, the largest of several, where its configuration says it."""
-
-    number_of_parameters: int | None = None
-    """Elements of all parameters, unsharded."""
+    total_steps: int | None = None  # Optimizer steps of the whole fit, where they are known.
+    hidden_size: int | None = None  # The model's hidden size, the largest of several, where its configuration says it.
+    number_of_parameters: int | None = None  # Elements of all parameters, unsharded.
 
 
 def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_steps: bool = False) -> RunFacts:

@@ -20,14 +20,9 @@ from typing import Any
 class Section:
     """A mapping in the configuration."""
 
-    keys: Mapping[str, Section | str]
-    """Key to its section, or to the kind of its value: a name in ``reading.READERS``."""
-
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spelling to the one in ``keys``."""
-
-    model: Any = None
-    """The pydantic model that checks the section, where there is one."""
+    keys: Mapping[str, Section | str]  # Key to its section, or to the kind of its value: a name in ``reading.READERS``.
+    aliases: Mapping[str, str] = field(default_factory=dict)  # Other spelling to the one in ``keys``.
+    model: Any = None  # The pydantic model that checks the section, where there is one.
 
 
 def _keys(**kinds: str) -> dict[str, Section | str]:

@@ -52,23 +52,12 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class Effective:
     """What the typed fields and ``config`` together ask for, as far as the engine is built by it."""
 
-    stage: int
-    """0 to 3."""
-
-    optimizer_device: OffloadDevice
-    """Where optimizer state is resident: "none" for the compute device."""
-
-    parameter_device: OffloadDevice
-    """Where parameter shards are resident: "none" for the compute device."""
-
-    communication_data_type: str | None
-    """"fp32", "bf16" or "fp16", in lower case; None: the precision policy's."""
-
-    has_optimizer: bool
-    """Whether there is a section ``optimizer``; else ``configure_optimizers`` must return one."""
-
-    counts_steps: bool
-    """Whether a schedule is as long as the fit (``total_num_steps: auto``)."""
+    stage: int  # 0 to 3.
+    optimizer_device: OffloadDevice  # Where optimizer state is resident: "none" for the compute device.
+    parameter_device: OffloadDevice  # Where parameter shards are resident: "none" for the compute device.
+    communication_data_type: str | None  # "fp32", "bf16" or "fp16", in lower case; None: the precision policy's.
+    has_optimizer: bool  # Whether there is a section ``optimizer``; else ``configure_optimizers`` must return one.
+    counts_steps: bool  # Whether a schedule is as long as the fit (``total_num_steps: auto``).
 
 
 def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
