@@ -24,13 +24,8 @@ T = TypeVar("T")
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def no_hint(name: str) -> str:
-    """Nothing to say of an argument that there is not."""
-    return ""
-
-
 def checked(
-    whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = no_hint
+    whose: str, *, error: type[ConfigurationError] = ConfigurationError, foreign: Callable[[str], str] = lambda name: ""
 ) -> Callable[[C], C]:
     """A decorator that reads all arguments of a constructor by its signature; messages say ``whose`` they are.
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard import _lightning
+from lightning_shard.engines.resident import is_sharded
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.precision.policy import BITS
 from lightning_shard.tensors.fake import meta_copy, put_on_device
@@ -29,7 +28,7 @@ class StepFlops:
         self.count, self._copy, self.why_not = None, None, None
         if not module.automatic_optimization:
             self.why_not = "its training_step optimizes manually"
-        elif not is_whole(module):
+        elif any(map(is_sharded, module.parameters())):
             self.why_not = "its parameters are sharded already"
         else:
             try:
@@ -68,26 +67,15 @@ def _without_side_effects(module: LightningModule) -> LightningModule:
         setattr(module, name, nothing)
     for part in list(module.modules()):
         if isinstance(part, Metric | MetricCollection):
-            value = _no_metrics if isinstance(part, MetricCollection) else _zero
+            empty = isinstance(part, MetricCollection)
+            value: Any = (lambda *args, **kwargs: {}) if empty else (lambda *args, **kwargs: torch.zeros(()))
             vars(part).update(forward=value, compute=value, update=nothing, reset=nothing)
     return module
-
-
-def _zero(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.zeros(())
-
-
-def _no_metrics(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    return {}
 
 
 def _short(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-def is_whole(module: nn.Module) -> bool:
-    return not any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in module.parameters())
 
 
 def compute_dtype(trainer: Trainer) -> torch.dtype:

@@ -37,9 +37,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     shell = parser().parse_args(arguments).shell
-    values = {"--trainer.strategy": list(registry.PRESETS), "--trainer.precision": _precisions()}
+    from lightning.pytorch import Trainer
+
+    from lightning_shard.precision.policy import PRECISIONS
+
+    values = {"--trainer.strategy": list(registry.PRESETS), "--trainer.precision": list(PRECISIONS)}
     values["strategies"] = values["--to"] = values["--trainer.strategy"]
-    options = {name: _options(name) for name in COMMANDS} | {"|".join(FIT): _fit_options()}
+    trainer = [f"--trainer.{name}" for name in inspect.signature(Trainer).parameters if name != "self"]
+    options = {name: _options(name) for name in COMMANDS}
+    options["|".join(FIT)] = [*(f"--{name}" for name in _CONFIGURED), *trainer]
     print("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "", end="")
     print(_SCRIPT.format(values=_cases(values, 4), options=_cases(options, 6), commands=" ".join([*FIT, *COMMANDS])))
     return 0
@@ -54,16 +60,3 @@ def _options(name: str) -> list[str]:
     found = actions(importlib.import_module(f"lightning_shard.commands.{name}").parser())
     choices = [str(word) for action in found if not action.option_strings for word in action.choices or ()]
     return choices + [option for action in found for option in action.option_strings if option.startswith("--")]
-
-
-def _fit_options() -> list[str]:
-    from lightning.pytorch import Trainer
-
-    trainer = [name for name in inspect.signature(Trainer).parameters if name != "self"]
-    return [*(f"--{name}" for name in _CONFIGURED), *(f"--trainer.{name}" for name in trainer)]
-
-
-def _precisions() -> list[str]:
-    from lightning_shard.precision.policy import PRECISIONS
-
-    return list(PRECISIONS)

@@ -77,7 +77,11 @@ class Materializer:
                 )
             for name, meta in fresh.items():
                 if isinstance(meta, DTensor):
-                    _shard_like(module, name, meta)
+                    # The user applied ``fully_shard`` on the meta device: the full tensor is sharded in the same way.
+                    full = _own_tensors(module)[name].detach()
+                    shard = distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None)
+                    as_parameter = isinstance(meta, nn.Parameter)
+                    setattr(module, name, nn.Parameter(shard, meta.requires_grad) if as_parameter else shard)
                     self._created[id(meta)] = (meta, weakref.ref(_own_tensors(module)[name]))
 
     def _initialize(self, module: nn.Module, steps: Iterable[Callable[[], object]]) -> None:
@@ -140,13 +144,6 @@ def _own_reset(module: nn.Module) -> Callable[[], object] | None:
         if callable(reset):
             return reset
     return None
-
-
-def _shard_like(module: nn.Module, name: str, meta: DTensor) -> None:
-    """Shard a full tensor as its meta tensor was, where the user applied ``fully_shard`` on the meta device."""
-    full = _own_tensors(module)[name].detach()
-    shard = distribute_tensor(full, meta.device_mesh, meta.placements, src_data_rank=None)
-    setattr(module, name, nn.Parameter(shard, meta.requires_grad) if isinstance(meta, nn.Parameter) else shard)
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

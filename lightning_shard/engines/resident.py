@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -34,6 +35,11 @@ class Resident(NamedTuple):
 def memory_of(tensor: Tensor, device: torch.device) -> str:
     """The memory of a tensor that no engine has offloaded: "host" if the run computes elsewhere."""
     return "host" if tensor.device.type == "cpu" and device.type != "cpu" else "device"
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 or ZeRO's stage 3 has sharded a parameter."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
 
 
 def module_tensors(

@@ -176,8 +176,9 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             in_list = not isinstance(module, nn.Sequential)
             # A container may hold one module several times.
-            children = module.values() if isinstance(module, nn.ModuleDict) else module
-            counts.update(type(m) for m in children if m is not None and _is_block(m, in_list=in_list))
+            children = [m for m in (module.values() if isinstance(module, nn.ModuleDict) else module) if m is not None]
+            # What is worth a unit has parameters, and is more than a lone layer of a stack.
+            counts.update(type(m) for m in children if _has_parameters(m) and (in_list or [*m.children()]))
         for child_name, child in module.named_children():
             fqn = f"{name}.{child_name}" if name else child_name
             if counts[type(child)] >= 2 and runs_forward(child):
@@ -187,11 +188,6 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
     visit(root, "")
     return found
-
-
-def _is_block(module: nn.Module, *, in_list: bool) -> bool:
-    """Whether a container's member is worth a unit: it has parameters, and is more than a lone layer of a stack."""
-    return _has_parameters(module) and (in_list or any(True for _ in module.children()))
 
 
 def _by_size(root: nn.Module, smallest: int) -> dict[str, nn.Module]:

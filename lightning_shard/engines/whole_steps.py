@@ -176,7 +176,9 @@ class WholeSteps:
     ) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
         parts = [[sent[index] for index in owned_there] for owned_there in self._by_owner(bucket)]
-        return self._all_to_all(parts, self._mine(bucket), like=sent[bucket[0]])
+        mine = [self._owned[index].lengths for index in self._own_of(bucket)]
+        sizes = [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
+        return self._all_to_all(parts, sizes, like=sent[bucket[0]])
 
     def _from_owners(self, bucket: Sequence[int], values: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send each rank its shards of what this rank owns; the result waits for this rank's, by owner."""
@@ -185,11 +187,6 @@ class WholeSteps:
         parts = [[shards[rank] for shards in full] for rank in range(self._size)]
         sizes = [sum(values[i].numel() for i in owned_there) for owned_there in self._by_owner(bucket)]
         return self._all_to_all(parts, sizes, like=values[bucket[0]])
-
-    def _mine(self, bucket: Sequence[int]) -> list[int]:
-        """Elements of each rank's shards of what this rank owns."""
-        mine = [self._owned[index].lengths for index in self._own_of(bucket)]
-        return [sum(lengths[rank] for lengths in mine) for rank in range(self._size)]
 
     def _all_to_all(self, parts: Sequence[list[Tensor]], sizes: list[int], *, like: Tensor) -> Callable[[], Tensor]:
         """Send the tensors ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements; the result waits."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard.engines import selective
-from lightning_shard.engines.resident import Resident, unsharded
+from lightning_shard.engines.resident import Resident, is_sharded, unsharded
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount, most
 from lightning_shard.tensors.tracing import tree_leaves
 
@@ -186,9 +185,4 @@ def _gathering(module: nn.Module) -> list[nn.Module]:
     units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
     inside = {part for unit in units for part in unit.modules()}
     outside = [part for part in module.modules() if part not in inside]
-    return units + [part for part in outside if any(map(_is_cut, part.parameters(recurse=False)))]
-
-
-def _is_cut(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 or ZeRO's stage 3 gathers a parameter."""
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_tensor")
+    return units + [part for part in outside if any(map(is_sharded, part.parameters(recurse=False)))]

@@ -28,6 +28,9 @@ class Holds:
     note: str  # Why.
     values: tuple[Any, ...] | None = None  # Of which values this is so; None: of all.
 
+    def is_of(self, value: Any) -> bool:
+        return self.values is None or any(type(value) is type(own) and value == own for own in self.values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unsupported:
@@ -52,12 +55,7 @@ class Row:
 
     def answer(self, engine: Engine, value: Any) -> Answer:
         answers: tuple[Answer, ...] = getattr(self, engine)
-        fits = (a for a in answers if not isinstance(a, Holds) or a.values is None or _among(value, a.values))
-        return next(fits)
-
-
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(other) and value == other for other in values)
+        return next(answer for answer in answers if not isinstance(answer, Holds) or answer.is_of(value))
 
 
 def find(name: str) -> Row:

@@ -59,7 +59,11 @@ def load_metric_states(
     """
     if not by_rank:
         return
-    _grow_trackers(module, by_rank[0])
+    # Each MetricTracker gets as many metrics as it had.
+    for name, tracker in list(_named(module)):
+        if isinstance(tracker, MetricTracker):
+            while tracker.n_steps < by_rank[0].get(name, {}).get("steps", 0):
+                tracker.increment()
     metrics = dict(_named(module))
     saved_names = dict.fromkeys(name for states in by_rank for name in states)
     # First all, since a metric made of others resets them too.
@@ -173,7 +177,7 @@ def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | Non
 
 def _read_extra(metric: Metric) -> dict[str, Any]:
     if isinstance(metric, Running):
-        return {"seen": _running_seen(metric)}
+        return {"seen": int(getattr(metric, "_num_vals_seen", 0))}
     if isinstance(metric, MinMaxMetric):
         return {"min": metric.min_val, "max": metric.max_val}
     return {}
@@ -181,7 +185,7 @@ def _read_extra(metric: Metric) -> dict[str, Any]:
 
 def _write_extra(metric: Metric, extra: Mapping[str, Any]) -> None:
     if isinstance(metric, Running) and "seen" in extra:
-        _set_running_seen(metric, extra["seen"])
+        _set(metric, "_num_vals_seen", extra["seen"])
     elif isinstance(metric, MinMaxMetric) and "min" in extra:
         metric.min_val, metric.max_val = extra["min"].to(metric.device), extra["max"].to(metric.device)
 
@@ -194,14 +198,6 @@ def _merged_extra(metric: Metric, one: Mapping[str, Any], other: Mapping[str, An
         low, high = (x["min"].cpu() for x in (one, other)), (x["max"].cpu() for x in (one, other))
         return {"min": torch.minimum(*low), "max": torch.maximum(*high)}
     return {}
-
-
-def _grow_trackers(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give each MetricTracker as many metrics as it had."""
-    for name, tracker in list(_named(module)):
-        if isinstance(tracker, MetricTracker):
-            while tracker.n_steps < states.get(name, {}).get("steps", 0):
-                tracker.increment()
 
 
 # Values
@@ -259,14 +255,6 @@ def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:
         # merge_state refuses metrics whose updates need the whole state, because it is made for merging batches;
         # ranks are merged by the same reductions for them too, as compute does across ranks.
         metric._reduce_states(incoming)
-
-
-def _running_seen(metric: Running) -> int:
-    return int(getattr(metric, "_num_vals_seen", 0))
-
-
-def _set_running_seen(metric: Running, seen: int) -> None:
-    _set(metric, "_num_vals_seen", seen)
 
 
 def _set(metric: Metric, name: str, value: Any) -> None:

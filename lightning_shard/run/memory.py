@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine, PlannedRun
-from lightning_shard.engines.resident import Resident
+from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
 from lightning_shard.meters.memory_table import advice
@@ -47,7 +46,7 @@ class Memory:
 
     def note_module(self) -> None:
         """Before sharding: keep what `predicted` is to start from."""
-        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self._module.parameters())
+        sharded = any(map(is_sharded, self._module.parameters()))
         self._facts = None if sharded else facts_of(self._module, self._engine)
 
     def predicted(self, optimizers: Sequence[Optimizer]) -> MemoryAccount | None:
