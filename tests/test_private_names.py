@@ -30,8 +30,8 @@ USES = {
         " _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
-        "gradient accumulation; whether validation is due",
-        "_should_accumulate _should_check_val_fx _val_check_time_interval",
+        "gradient accumulation; whether validation is due; signal handlers, the end of a run",
+        "_broadcast_sigterm_tensor _should_accumulate _should_check_val_fx _signal_connector _val_check_time_interval",
     ),
     "_lightning/messages.py": ("who asked for a message", "_AcceleratorConnector _check_and_init_precision"),
     "_lightning/names.py": (
@@ -55,7 +55,6 @@ USES = {
         "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _logger_connector"
         " _restarting _results",
     ),
-    "_lightning/signals.py": ("signal handlers, the end of a run", "_broadcast_sigterm_tensor _signal_connector"),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
     "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),

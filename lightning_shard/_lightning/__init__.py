@@ -16,19 +16,26 @@ from lightning_shard._lightning.callbacks import (
     watches_zero_grad,
 )
 from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait, save_between_steps
-from lightning_shard._lightning.gradients import full_gradient_norms
 from lightning_shard._lightning.loaders import keep_order, prepare_loader, recount_batches, train_batch_size
 from lightning_shard._lightning.loops import (
     after_each_batch,
+    at_end_of_run,
     begins_accumulation,
     follow_actions,
+    leave_signals_alone,
     prediction_batches,
     should_accumulate,
     use_no_grad_in_evaluation,
     validate_by_one_clock,
 )
 from lightning_shard._lightning.messages import leave_out_amp_message, leave_out_noise
-from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
+from lightning_shard._lightning.optimizers import (
+    full_gradient_norms,
+    hold_schedulers,
+    is_missing_optimizer,
+    step_scheduler,
+    wrapped,
+)
 from lightning_shard._lightning.processes import (
     DDPForwardRedirection,
     MultiProcessingLauncher,
@@ -49,6 +56,7 @@ from lightning_shard._lightning.progress import (
     mark_after_batch,
     mark_before_validation,
     nothing_follows,
+    restore_steps,
     saved_after_batch,
     settle_progress,
     settle_validation,
@@ -56,5 +64,3 @@ from lightning_shard._lightning.progress import (
 )
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_full_values, restore_training_results, training_results_state
-from lightning_shard._lightning.rollback import restore_steps
-from lightning_shard._lightning.signals import at_end_of_run, leave_signals_alone

@@ -21,8 +21,36 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_shard.cluster.store import multi_get, wait_for
 from lightning_shard.errors import ConfigurationError
+
+_KEYS = 512  # of one request: one with 16,384 is never answered (torch 2.13)
+
+
+def multi_get(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """The values of keys that are all there."""
+    return [value for part in _parts(keys) for value in store.multi_get(part)]
+
+
+def multi_set(store: Store, keys: Sequence[str], value: str) -> None:
+    """Give all keys one value."""
+    for part in _parts(keys):
+        store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]
+
+
+def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Wait for all keys to be there; those that are not in time."""
+    deadline = time.monotonic() + seconds
+    try:
+        for part in _parts(keys):
+            store.wait(part, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return [key for key in keys if not store.check([key])]
+    return []
+
+
+def _parts(keys: Sequence[str]) -> list[list[str]]:
+    return [list(keys[first : first + _KEYS]) for first in range(0, len(keys), _KEYS)]
+
 
 CLOCK_SECONDS = 30.0
 """How far clocks may be apart before it is said: the newest of two checkpoints is told by them."""

@@ -28,9 +28,8 @@ from pathlib import Path
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from lightning_shard.cluster import standstill, traces
-from lightning_shard.cluster.preflight import Place
+from lightning_shard.cluster.preflight import Place, multi_get, multi_set
 from lightning_shard.cluster.standstill import Progress, Report
-from lightning_shard.cluster.store import multi_get, multi_set
 
 INTERVAL_SECONDS = 1.0
 """Between two signs of life; longer with more than 4,096 ranks, which all speak to one process."""

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
-from lightning_shard.cluster.launch import Launch, meeting_point
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
-from lightning_shard.cluster.slurm import read_job
+from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.commands.options import options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, write_links

@@ -21,8 +21,9 @@ from lightning_shard.commands.options import UsageError, options_parser
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate import Known, report
+from lightning_shard.migrate import Known
 from lightning_shard.migrate import migrate as read_and_migrate
+from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.strategies.precision import ShardPrecision
 
 _DESCRIPTION = """\
@@ -101,13 +102,13 @@ def migrate(
     with contextlib.redirect_stdout(sys.stderr):
         found = read_and_migrate([Path(file) for file in files], known(), name)
         if found.lost and not lossy:
-            raise ConfigurationError(report.refusal(found.lost))
+            raise ConfigurationError(refusal(found.lost))
         check(found.content)
     line = shlex.join(["lightning-shard", *(command or ["migrate", *map(str, files)])])
     return Migrated(
         content=found.content,
-        yaml=report.document(found.content, command=line, launch=found.launch, lost=found.lost),
-        table=report.table(found.rows, found.idle, found.lost),
+        yaml=document(found.content, command=line, launch=found.launch, lost=found.lost),
+        table=table(found.rows, found.idle, found.lost),
         lost=[lost.field for lost in found.lost],
     )
 

@@ -27,9 +27,8 @@ from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParame
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.unit_usage import UnitUsage
 from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
-from lightning_shard.engines.usage import SameUnits
+from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_parameters
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError

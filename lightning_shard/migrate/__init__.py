@@ -1,10 +1,9 @@
 """Configurations of Accelerate, DeepSpeed and stock Lightning, and of other engines, as this package's YAML.
 
 A contents page: a reader for each format (``accelerate.py``, ``deepspeed_json.py``, and ``lightning_yaml.py`` with
-``lightning_strategies.py`` for stock strategies and ``shard_strategies.py`` for this package's) adds to one `Reading`
-what each field asks for in neutral terms, by tables of fields; ``migration.py`` answers each by the table in
-``counterparts.py`` and the rules in ``dependent_settings.py``; ``report.py`` writes it down. A field without a
-counterpart is in `Reading.lost`, never nowhere.
+``lightning_strategies.py`` for stock strategies) adds to one `Reading` what each field asks for in neutral terms, by
+tables of fields; ``migration.py`` answers each by the table in ``counterparts.py`` and the rules in
+``dependent_settings.py``, and writes it down. A field without a counterpart is in `Reading.lost`, never nowhere.
 """
 
 from lightning_shard.migrate.lightning_yaml import Known

@@ -1,7 +1,7 @@
 """The fields of an Accelerate config file, as data: what each becomes, or why it becomes nothing.
 
 After ``accelerate/commands/config`` and ``commands/launch.py`` of Accelerate 1.15, and the spellings of older files.
-Fields that are read elsewhere are read in ``accelerate.py`` and ``accelerate_fsdp.py``.
+Fields that are read elsewhere are read in ``accelerate.py``.
 """
 
 from __future__ import annotations

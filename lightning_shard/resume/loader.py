@@ -15,10 +15,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume.delegate import DelegatingLoader
 from lightning_shard.resume.draws import DrawingDataset
-from lightning_shard.resume.order import global_order, rank_share
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.samplers import States
-from lightning_shard.resume.shape import Shape, is_midway, refuse_other_data, shape_of, stock_type
+from lightning_shard.resume.shape import (
+    Shape,
+    global_order,
+    is_midway,
+    rank_share,
+    refuse_other_data,
+    shape_of,
+    stock_type,
+)
 from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapshot
 
 

@@ -9,11 +9,10 @@ saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLed
 # ruff: noqa: F401
 from __future__ import annotations
 
-from lightning_shard.run.agreement import same_on_all_ranks
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
-from lightning_shard.run.fit import Fit, before_sharding, compared_settings, drops_gradients, run_of
+from lightning_shard.run.fit import Fit, before_sharding, compared_settings, drops_gradients, run_of, same_on_all_ranks
 from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger

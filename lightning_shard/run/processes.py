@@ -28,10 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import _lightning
 from lightning_shard.checkpoint.files.manifest import library_versions
-from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
-from lightning_shard.cluster.slurm import read_job
+from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import Ranks, forget_made_groups, set_timeout

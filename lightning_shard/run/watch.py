@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_shard import _lightning
-from lightning_shard.cluster import prefix, traces
+from lightning_shard.cluster import traces
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
 from lightning_shard.cluster.standstill import Progress
@@ -38,7 +41,7 @@ class RunWatch:
     def mark_messages(self, rank: int, size: int) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
         self._unmark()
-        self._unmark = prefix.install(prefix.rank_prefix(rank, size, socket.gethostname()))
+        self._unmark = install_prefix(rank_prefix(rank, size, socket.gethostname()))
 
     def record_into(self, folder: Path | None) -> None:
         """Have torch's own record of collectives in ``folder`` too; ahead of the process group."""
@@ -115,3 +118,38 @@ def _say_nothing_of(outcome: BaseException) -> None:
 
 def _nothing() -> None:
     """Messages are not marked."""
+
+
+def rank_prefix(rank: int, world_size: int, node: str) -> str:
+    """What stands before the lines of ``rank``: nothing on rank 0, whose lines are those of the run."""
+    return f"[rank {rank} on {node}] " if world_size > 1 and rank > 0 else ""
+
+
+def install_prefix(prefix: str) -> Callable[[], None]:
+    """Put ``prefix`` before this process' log messages and warnings; the result undoes it.
+
+    Print statements are the user's own; ``srun --label`` and ``torchrun --tee 3`` mark those.
+    """
+    if not prefix:
+        return lambda: None
+    make, show = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.msg = prefix + str(made.msg)
+        return made
+
+    def text(*args: Any, **kwargs: Any) -> str:
+        return prefix + show(*args, **kwargs)
+
+    logging.setLogRecordFactory(record)
+    warnings.formatwarning = text
+
+    def undo() -> None:
+        # Whoever wrapped them later goes on.
+        if logging.getLogRecordFactory() is record:
+            logging.setLogRecordFactory(make)
+        if warnings.formatwarning is text:
+            warnings.formatwarning = show
+
+    return undo

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.meters.batch_size import batch_size
+from lightning_shard.meters.throughput import batch_size
 from tests.harness import run_distributed
 
 TOKENS = torch.zeros(4, 8, dtype=torch.int64)

@@ -14,9 +14,8 @@ import torch
 from torch.distributed import PrefixStore
 
 from lightning_shard import ConfigurationError
-from lightning_shard.cluster.launch import Launch, check_launch, meeting_point
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
-from lightning_shard.cluster.slurm import read_job
+from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
 from tests.cluster.test_slurm import BATCH, STEP
 from tests.harness import free_port, run_distributed
 

@@ -14,7 +14,7 @@ from lightning_shard.migrate import (
     counterparts,
     dependent_settings,
     lightning_fields,
-    shard_strategies,
+    lightning_yaml,
 )
 from lightning_shard.migrate.neutral import Field
 from tests.migrate.support import arguments, trainer
@@ -113,15 +113,15 @@ def test_every_argument_of_every_strategy_is_known() -> None:
 
     import lightning_shard
 
-    for kind, engine in shard_strategies.OWN_ENGINES.items():
+    for kind, engine in lightning_yaml.OWN_ENGINES.items():
         signature = set(inspect.signature(getattr(lightning_shard, kind)).parameters)
-        assert signature == {name.partition(".")[0] for name in shard_strategies.arguments_of(engine)}
+        assert signature == {name.partition(".")[0] for name in lightning_yaml.arguments_of(engine)}
 
 
 def test_every_deepspeed_field_is_known() -> None:
     from lightning_shard.engines.zero.config.merging import KEYS
 
-    assert set(KEYS) <= set(shard_strategies.arguments_of("deepspeed"))
+    assert set(KEYS) <= set(lightning_yaml.arguments_of("deepspeed"))
 
 
 def test_every_setting_of_the_tables_has_an_answer() -> None:

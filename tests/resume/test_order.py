@@ -11,7 +11,7 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from lightning_shard.resume.order import rank_share, share_size
+from lightning_shard.resume.shape import rank_share, share_size
 from tests.resume.support import SIZES, WORLDS, Numbers, distributed_loader, flat, ids, through_file
 
 

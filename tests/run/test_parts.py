@@ -22,8 +22,8 @@ from lightning_shard import (
     ConfigurationError,
     PreemptionConfig,
 )
-from lightning_shard.cluster.launch import Launch
 from lightning_shard.cluster.preemption import Preempted
+from lightning_shard.cluster.slurm import Launch
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.fsdp2 import UnitOptions
 from lightning_shard.engines.fully_shard import FullyShard

@@ -39,8 +39,7 @@ from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.engines.zero.watched_uses import WatchedUses
-from lightning_shard.engines.zero.written import Written
+from lightning_shard.engines.zero.written import WatchedUses, Written
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts

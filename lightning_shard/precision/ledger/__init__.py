@@ -5,8 +5,7 @@ Nothing in it comes from the configuration. `Recorder` fills it, `violations` ho
 
 from __future__ import annotations
 
-from lightning_shard.precision.ledger.contract import Violation, contract_error, violations
-from lightning_shard.precision.ledger.record import Entry, Ledger, Reduction
+from lightning_shard.precision.ledger.record import Entry, Ledger, Reduction, Violation, contract_error, violations
 from lightning_shard.precision.ledger.recorder import Recorder
 
 __all__ = ["Entry", "Ledger", "Recorder", "Reduction", "Violation", "contract_error", "violations"]

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from lightning_shard.cluster.prefix import install, rank_prefix
+from lightning_shard.run.watch import install_prefix, rank_prefix
 
 
 def test_only_ranks_other_than_0_of_several_have_one() -> None:
@@ -17,7 +17,7 @@ def test_only_ranks_other_than_0_of_several_have_one() -> None:
 
 def test_log_lines_and_warnings_have_it_until_it_is_undone(caplog: pytest.LogCaptureFixture) -> None:
     before = logging.getLogRecordFactory(), warnings.formatwarning
-    undo = install(rank_prefix(3, 8, "node07"))
+    undo = install_prefix(rank_prefix(3, 8, "node07"))
     log = logging.getLogger("some.users.own")
     log.warning("%d %% of the disk is free", 7)
     log.warning("100 % sure")
@@ -35,7 +35,7 @@ def test_log_lines_and_warnings_have_it_until_it_is_undone(caplog: pytest.LogCap
 
 def test_undoing_leaves_alone_what_was_wrapped_around_it() -> None:
     before = logging.getLogRecordFactory()
-    undo = install("[rank 1 on a] ")
+    undo = install_prefix("[rank 1 on a] ")
     inner = logging.getLogRecordFactory()
     outer = lambda *args, **kwargs: inner(*args, **kwargs)  # noqa: E731
     logging.setLogRecordFactory(outer)
