@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -113,7 +114,8 @@ class Data:
                 "after a step, as ModelCheckpoint does."
             )
         loops, epoch_ends = _lightning.saved_after_batch(trainer, loops)
-        return {"loops": loops, RUN_STATE: state.collect(trainer, loops, rewound, epoch_ends=epoch_ends)}
+        kept = state.collect(trainer, loops, rewound, epoch_ends=epoch_ends)
+        return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}}
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
@@ -132,6 +134,27 @@ class Data:
     def start_of_training(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
         """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""
         resumed, self._resumed = self._resumed, None
+        if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
+            rank_zero_warn(warning)
         _lightning.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
             state.restore(replacements, trainer, resumed)
+
+
+def _factors(trainer: Trainer) -> list[int]:
+    """Ranks, samples of a micro-batch and micro-batches of a step; empty where the loader has no batch size."""
+    micro = _lightning.train_batch_size(trainer)
+    return [] if micro is None else [trainer.world_size, micro, trainer.accumulate_grad_batches]
+
+
+def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
+    """What to say of steps that take another number of samples than those before."""
+    if not saved or not now or prod(saved) == prod(now):
+        return None
+    factors = "{} ranks x batch size {} x accumulate_grad_batches {}"
+    keeps, rest = divmod(prod(saved), now[0] * now[1])
+    return (
+        f"A step took {prod(saved)} samples before the checkpoint ({factors.format(*saved)}) and takes {prod(now)} now "
+        f"({factors.format(*now)}), which the learning rate may not be meant for. "
+        + (f"accumulate_grad_batches: {keeps} keeps it." if not rest else "No accumulate_grad_batches keeps it.")
+    )
