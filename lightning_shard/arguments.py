@@ -132,7 +132,7 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
     if is_dataclass(kind) and convert and isinstance(value, Mapping):
         return kind(**value)  # type: ignore[operator]
     if origin is Callable or kind is Callable:
-        found_function = _imported(value) if convert and isinstance(value, str) else value
+        found_function = imported(value) if convert and isinstance(value, str) else value
         return _fitting(callable(found_function), found_function)
     return _fitting(isinstance(value, origin), value)
 
@@ -153,7 +153,8 @@ def _number(kind: type[int] | type[float], value: Any, convert: bool) -> Any:
     return _fitting(number, value if isinstance(value, kind) or not number else kind(value))
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """What is at this import path, or None."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -7,7 +7,8 @@ compare what they find over its store (`lightning_shard.cluster.preflight`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -151,21 +152,16 @@ def warn_on_first_rank(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-class _dead_rank_is_an_error:
+@contextmanager
+def _dead_rank_is_an_error(doing: str) -> Generator[None, None, None]:
     """Turn the backend's error about a lost peer into a CheckpointError."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise CheckpointError(
-                f"while {self.doing}: lost contact with another rank, which died or took longer than the process "
-                f"group's timeout ({error})"
-            ) from error
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"while {doing}: lost contact with another rank, which died or took longer than the process group's "
+            f"timeout ({error})"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
     step, which goes with them.
     """
     # Nothing was installed, and so the connector's own teardown has nothing to put back.
-    replacements.replace(_connector(trainer), "register_signal_handlers", lambda: None)
+    replacements.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
     replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
@@ -102,7 +102,7 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[
     Call this before anything else is replaced. What an earlier run left that did not come to its end is restored first.
     """
     replacements.restore()
-    connector = _connector(trainer)
+    connector = trainer._signal_connector
     teardown = connector.teardown
 
     def teardown_and_restore() -> None:
@@ -113,7 +113,3 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[
             replacements.restore()
 
     replacements.replace(connector, "teardown", teardown_and_restore)
-
-
-def _connector(trainer: Trainer) -> Any:
-    return trainer._signal_connector

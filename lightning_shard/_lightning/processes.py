@@ -1,5 +1,7 @@
 """Processes under Lightning: how they are launched, connected and reduced over, and what Lightning is told of them."""
 
+# Some of the imports are for others.
+# ruff: noqa: F401
 from __future__ import annotations
 
 from typing import Any
@@ -18,21 +20,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as M
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "DDPForwardRedirection",
-    "MultiProcessingLauncher",
-    "SubprocessScriptLauncher",
-    "destroy_at_exit",
-    "init_process_group",
-    "layer_sync",
-    "let_children_end",
-    "prepare_for_backward",
-    "set_device",
-    "set_device_mesh",
-    "set_rank",
-    "sync_reduce",
-]
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:

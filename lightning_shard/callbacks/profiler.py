@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,12 +81,12 @@ class ProfilerCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
-        self._device = trainer.strategy.root_device
-        self._begun = trainer.global_step
-        if self.snapshots and not self._records_snapshots():
+        device = trainer.strategy.root_device.type
+        self._on_cuda, self._begun = device == "cuda", trainer.global_step
+        if self.snapshots and not self._on_cuda:
             rank_zero_info(
-                f"ProfilerCallback: snapshots is true, but memory snapshots are CUDA's, and this run is on "
-                f"{self._device.type}. The traces are written."
+                "ProfilerCallback: snapshots is true, but memory snapshots are CUDA's, and this run is on "
+                f"{device}. The traces are written."
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -101,11 +102,8 @@ class ProfilerCallback(Callback):
         while last + 1 in self.steps:
             last += 1
         self._span = first, last
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_cuda],
             schedule=schedule(wait=0, warmup=warmup, active=last - first + 1, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self.shapes,
@@ -113,24 +111,18 @@ class ProfilerCallback(Callback):
             profile_memory=self.memory,
         )
         self._profile.start()
-        if self.snapshots and self._records_snapshots():
+        if self.snapshots and self._on_cuda:
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
-
-    def _records_snapshots(self) -> bool:
-        return self._device.type == "cuda"
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count optimizer steps; write when the last of them is done."""
-        if trainer.global_step == self._begun:
-            return
-        self._begun = trainer.global_step
-        if self._profile is None:
-            return
-        self._profile.step()
-        if trainer.global_step >= self._span[1]:
-            self._stop()
+        stepped, self._begun = trainer.global_step != self._begun, trainer.global_step
+        if stepped and self._profile is not None:
+            self._profile.step()
+            if trainer.global_step >= self._span[1]:
+                self._stop()
 
     def _write(self, done: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -140,19 +132,19 @@ class ProfilerCallback(Callback):
         done.export_chrome_trace(str(trace))
         self.files.append(trace)
         self.communication = communication(done.events() or [])
-        if self.snapshots and self._records_snapshots():
+        if self.snapshots and self._on_cuda:
             snapshot = self._folder / f"{name}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
             self.files.append(snapshot)
-        rank_zero_info(f"ProfilerCallback: {trace}{_communication_text(self.communication)}")
+        text = "" if self.communication is None else f" ({self.communication.text()})"
+        rank_zero_info(f"ProfilerCallback: {trace}{text}")
 
     def _stop(self) -> None:
         running, self._profile = self._profile, None
-        if running is None:
-            return
-        running.stop()
-        if self.snapshots and self._records_snapshots():
-            _record_memory(enabled=None)
+        if running is not None:
+            running.stop()
+            if self.snapshots and self._on_cuda:
+                _record_memory(enabled=None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is of steps that the run did not finish."""
@@ -163,18 +155,9 @@ class ProfilerCallback(Callback):
         self._stop()
 
 
-def _communication_text(found: Communication | None) -> str:
-    if found is None:
-        return ""
-    exposed = "" if found.exposed is None else f", {found.exposed:.1%} with no other kernel beside them"
-    return f" (collectives ran in {found.share:.1%} of the traced time{exposed})"
-
-
 # Kernels of NCCL and RCCL on devices ("ncclDevKernel_AllGather_RING_LL"); on the host the spans of gloo's collectives
 # ("gloo:all_reduce"), from when they are started to when they are done.
 _COMMUNICATION = re.compile(r"^(nccl|rccl|gloo:)", re.IGNORECASE)
-
-Span = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,38 +168,31 @@ class Communication:
     # In which a collective ran and no other kernel; None on a CPU, where spans tell of no waiting.
     exposed: float | None
 
+    def text(self) -> str:
+        exposed = "" if self.exposed is None else f", {self.exposed:.1%} with no other kernel beside them"
+        return f"collectives ran in {self.share:.1%} of the traced time{exposed}"
+
 
 def communication(events: Iterable[Any]) -> Communication | None:
     """What part of the time of ``torch.profiler.profile.events()`` is communication; None: nothing was traced."""
     found = list(events)
     kernels = [event for event in found if event.device_type != DeviceType.CPU]
     looked_at = kernels or found
-    talking = _union(_span(e) for e in looked_at if _COMMUNICATION.match(e.name))
-    spans = [_span(event) for event in found]
-    total = max((end for _, end in spans), default=0.0) - min((start for start, _ in spans), default=0.0)
+    talking = _covered(e for e in looked_at if _COMMUNICATION.match(e.name))
+    times = [time for event in found for time in (event.time_range.start, event.time_range.end)]
+    total = max(times, default=0.0) - min(times, default=0.0)
     if total <= 0:
         return None
     exposed = None
     if kernels:
-        computing = _union(_span(e) for e in kernels if not _COMMUNICATION.match(e.name))
-        exposed = (_length(_union([*talking, *computing])) - _length(computing)) / total
-    return Communication(share=_length(talking) / total, exposed=exposed)
+        exposed = (_covered(kernels) - _covered(e for e in kernels if not _COMMUNICATION.match(e.name))) / total
+    return Communication(share=talking / total, exposed=exposed)
 
 
-def _span(event: Any) -> Span:
-    return event.time_range.start, event.time_range.end
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that do not overlap, of the same points."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
+def _covered(events: Iterable[Any]) -> float:
+    """How long one of the events or more ran."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
+from lightning_shard.arguments import imported
 from lightning_shard.commands.options import UsageError
-from lightning_shard.commands.parser import imported
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them

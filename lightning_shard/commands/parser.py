@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_shard.arguments import imported
 from lightning_shard.commands.options import UsageError, actions
 from lightning_shard.precision.policy import PRECISIONS
 from lightning_shard.text import did_you_mean
@@ -205,15 +205,6 @@ def _key(path: Sequence[_Scope]) -> str:
         if not (scope.kind == "class" and dataclasses.is_dataclass(imported(scope.name)))
     ]
     return ".".join(name for name in names if name)
-
-
-def imported(class_path: str) -> Any:
-    """What is at this import path, or None."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):
-        return None
 
 
 def _arguments(class_path: str) -> list[str]:

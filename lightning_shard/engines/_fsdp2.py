@@ -33,10 +33,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy,
     ignored_params: set[nn.Parameter],
 ) -> None:
-    """Replicate ``modules``, as one unit, over a 1-D mesh, in place; afterwards they are ``FSDPModule``s.
-
-    All ranks call it.
-    """
+    """Replicate ``modules``, as one unit, over a 1-D mesh in place; they become ``FSDPModule``s. All ranks call it."""
     unit = modules[0] if len(modules) == 1 else list(modules)
     replicate_module(unit, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
 

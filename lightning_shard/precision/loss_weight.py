@@ -57,10 +57,7 @@ class WeightKey:
         return WeightKey(name=name, ignored=ignored)
 
     def weight_of(self, batch: Any) -> Tensor:
-        """The weight of a batch, a scalar on the entry's device.
-
-        DataError: the batch has no such entry, or it is no tensor or number.
-        """
+        """The weight of a batch, a scalar on the entry's device; DataError: it has no such entry, or no number."""
         entry = torch.as_tensor(self._entry(batch))
         return (entry != self.ignored).sum() if self.ignored is not None else entry.sum()
 

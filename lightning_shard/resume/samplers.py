@@ -214,13 +214,14 @@ class States:
 
     def watched(self, items: Iterator[Any]) -> Iterator[Any]:
         """``items``, each with a look at the samplers."""
-        return _Watched(items, self._note) if self._samplers else items
+        return self._watched(items) if self._samplers else items
 
-    def _note(self, ended: bool) -> None:
-        self._ended = ended
-        if not ended:
+    def _watched(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
             self._drawn += 1
             self._after.append(self.read())
+            yield item
+        self._ended = True
 
     def consume(self) -> None:
         """The training loop was given one of the items that were drawn."""
@@ -254,23 +255,6 @@ class States:
         deque(itertools.islice(items, saved["drawn"] + saved["ended"]), maxlen=0)
         if not _same(self.read(), saved["now"]):
             self.write(saved["now"])
-
-
-class _Watched:
-    def __init__(self, items: Iterator[Any], note: Callable[[bool], None]) -> None:
-        self._items, self._note = items, note
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            item = next(self._items)
-        except StopIteration:
-            self._note(True)
-            raise
-        self._note(False)
-        return item
 
 
 def _same(first: Any, second: Any) -> bool:

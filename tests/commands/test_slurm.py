@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_shard import ConfigurationError
-from lightning_shard.cluster.sbatch import BatchJob, script
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
+from lightning_shard.commands.slurm import BatchJob, script
 from lightning_shard.planning.traffic import Links, read_links, write_links
 from tests.harness import ROOT
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_shard.cluster.sbatch import script
 from lightning_shard.commands import slurm
+from lightning_shard.commands.slurm import script
 from tests.harness import ROOT
 from tests.slurm.conftest import Jobs
 

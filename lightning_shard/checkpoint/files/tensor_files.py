@@ -138,10 +138,7 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 def describe_boxes(
     tensors: Mapping[str, TensorStorageMetadata], writers: Sequence[Sequence[MetadataIndex]], written: Sequence[Written]
 ) -> dict[str, bytes]:
-    """The contents of ``.metadata`` and of ``boxes.bin``.
-
-    ``writers``: by rank the boxes that it wrote, in the order of ``written``.
-    """
+    """The contents of ``.metadata`` and ``boxes.bin``; ``writers``: by rank the boxes of ``written``, in its order."""
     places = {
         index: StorageInfo(data_file(rank), offset, length)
         for rank, (boxes, part) in enumerate(zip(writers, written, strict=True))

@@ -24,7 +24,7 @@ from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
-from lightning_shard.engines.zero import cpu_adam, layout, offload, partition, process, running
+from lightning_shard.engines.zero import layout, offload, partition, process, running
 from lightning_shard.engines.zero.config import (
     DeepSpeedFields,
     check_policy,
@@ -417,7 +417,7 @@ class Zero:
 
     def resumed(self) -> None:
         if self._running is not None and self._running.optimizer is not None:
-            cpu_adam.replay(self._running.optimizer, self._running.groups)
+            running.replay_cpu_adam(self._running.optimizer, self._running.groups)
 
     def notes(self) -> Mapping[str, Any]:
         return {"deepspeed_config": self._config}

@@ -126,10 +126,7 @@ def clean_up(folders: list[Path]) -> None:
 
 
 def _remove(folder: Path, *, rank: int) -> None:
-    """Unlink this rank's files, and the folder with the last rank's.
-
-    A mapped file stays until nothing refers to it.
-    """
+    """Unlink this rank's files (mapped ones stay until nothing refers to them), and the folder with the last's."""
     for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
         shutil.rmtree(files, ignore_errors=True)
     for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_shard.engines import after_backward
 from lightning_shard.engines.torch_ddp import StepRoot
-from lightning_shard.engines.zero import hooks, layout, swapping
+from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
@@ -82,7 +83,7 @@ def start(
     running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
     engine.lr_scheduler = None
     if stage == 3:
-        hooks.replace(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
+        replace_hooks(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
         _leave_gradients_to_engine(running)
@@ -246,3 +247,120 @@ def stop(running: Running) -> None:
         vars(running.optimizer).pop("zero_grad", None)
     swapping.release(running.zero, running.engine.module.parameters())
     running.engine.destroy()
+
+
+def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
+    """Let the compiled part of a DeepSpeedCPUAdam count to the step that was loaded; nothing for other optimizers.
+
+    It multiplies the powers of the betas up from step to step (``csrc/includes/cpu_adam.h``, ``IncrementStep``), and
+    takes ``pow`` where a step does not follow on the one before, which rounds otherwise: a resumed run would not be
+    bitwise the one that never stopped. The steps are made again here, over no elements.
+    """
+    kernel = getattr(optimizer, "ds_opt_adam", None)
+    stepped = [group for group in groups if optimizer.state.get(group.flat)]
+    if kernel is None or not stepped:
+        return
+    number, first = optimizer.opt_id, optimizer.defaults  # type: ignore[attr-defined]
+    kernel.destroy_adam(number)
+    adamw = optimizer.adam_w_mode  # type: ignore[attr-defined]
+    kernel.create_adam(number, first["lr"], *first["betas"], first["eps"], first["weight_decay"], adamw, False)
+    last = [int(optimizer.state[group.flat]["step"]) for group in stepped]
+    nothing = [torch.empty(0)] * 4
+    for step in range(1, max(last) + 1):
+        for group, end in zip(stepped, last, strict=True):
+            if step <= end:
+                settings = group.group
+                kernel.adam_update(
+                    number,
+                    step,
+                    settings["lr"],
+                    *settings["betas"],
+                    settings["eps"],
+                    settings["weight_decay"],
+                    settings["bias_correction"],
+                    *nothing,
+                )
+
+
+def replace_hooks(offload: Any, device: torch.device) -> None:
+    """Replace those hooks of ``offload``, a ``DeepSpeedZeRoOffload`` over a module on ``device``, that change results.
+
+    What a module's parameters are in its forward, DeepSpeed looks for in its output, and fails for objects without
+    ``__dict__`` and for keys that are no strings. What tells of the end of its backward pass is in `after_backward`.
+    """
+    # Each module has one before its forward and one after it.
+    for handle in offload.forward_hooks[1::2]:
+        _put(handle, partial(_after_forward, _hook(handle)))
+    for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
+        backward = _Backward(offload, device)
+        _put(marks, backward.begin_forward)
+        _put(joins, backward.end_forward)
+
+
+def _hook(handle: Any) -> Callable[..., Any]:
+    found: Callable[..., Any] = handle.hooks_dict_ref()[handle.id]
+    return found
+
+
+def _put(handle: Any, hook: Callable[..., Any]) -> None:
+    handle.hooks_dict_ref()[handle.id] = hook
+
+
+class _Backward:
+    """Gathers a module's parameters for each of its backward passes, and releases them after it.
+
+    DeepSpeed counts the passes by the calls of forward, and gathers for no more of them; but gradients that are taken
+    in a step (gradient penalties) go through a module once more.
+    """
+
+    def __init__(self, offload: Any, device: torch.device) -> None:
+        self._offload, self._device = offload, device
+        self._marks: list[Tensor | None] = []
+        self._active = False
+
+    def begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        self._marks.append(after_backward.mark(partial(self._end, module), self._device))
+
+    def end_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        marked = self._marks.pop()
+        if marked is None:
+            return output
+        own = {id(tensor) for tensor in inputs if isinstance(tensor, Tensor)}
+
+        def join(tensor: Tensor) -> Tensor:
+            # What a module returns as it got it is none of its own.
+            if id(tensor) in own:
+                return tensor
+            joined: Any = after_backward.join(tensor, marked, partial(self._begin, module))
+            if layout.is_partitioned(tensor):
+                # By it DeepSpeed knows a parameter that modules return to each other.
+                joined.ds_param_alias = tensor
+            return joined
+
+        return after_backward.replaced(output, join)
+
+    def _begin(self, module: nn.Module) -> None:
+        self._active = True
+        self._offload.pre_sub_module_backward_function(module)
+
+    def _end(self, module: nn.Module) -> None:
+        if self._active:
+            self._active = False
+            self._offload.post_sub_module_backward_function(module)
+
+
+def _after_forward(hook: Callable[..., None], module: nn.Module, inputs: Any, output: Any) -> None:
+    shown = output
+    if output is not None and not isinstance(output, Tensor | list | tuple):
+        names = [f.name for f in fields(output)] if is_dataclass(output) else getattr(output, "__dict__", ())
+        values = output.values() if isinstance(output, Mapping) else (getattr(output, name, None) for name in names)
+        shown = [value for value in values if isinstance(value, Tensor)]
+        own = any(layout.is_partitioned(p) for p in module.parameters(recurse=False))
+        looked_into = isinstance(output, dict) or is_dataclass(output)
+        if own and not looked_into and any(value.requires_grad for value in shown):
+            raise ConfigurationError(
+                f"{type(module).__name__} has parameters of its own and returns a {type(output).__name__}, in which no "
+                "tensors are looked for, so that stage 3 would not gather the parameters in backward. Return a tensor, "
+                "tuple, list, dict or dataclass, compute in a submodule such as nn.Linear, or use shard_fsdp."
+            )
+    hook(module, inputs, shown)

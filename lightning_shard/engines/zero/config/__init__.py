@@ -8,14 +8,16 @@ for its keys.
 
 from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
 from lightning_shard.engines.zero.config.checks import check_fields, check_policy, loss_scaling_from
-from lightning_shard.engines.zero.config.facts import RunFacts, planned_facts, run_facts
 from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
     ParameterOffload,
+    RunFacts,
     Stage3Options,
     ZeroBuckets,
     ZeroPlusPlus,
+    planned_facts,
+    run_facts,
 )
 from lightning_shard.engines.zero.config.merging import Effective, effective
 from lightning_shard.engines.zero.config.reading import read_config

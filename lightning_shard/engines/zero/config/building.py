@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
-from lightning_shard.engines.zero.config.facts import RunFacts
-from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
 from lightning_shard.engines.zero.config.merging import ZERO, merge, raise_problems
 from lightning_shard.engines.zero.config.reading import AUTO, get, put
 from lightning_shard.engines.zero.config.sections import differ, resolve_sections

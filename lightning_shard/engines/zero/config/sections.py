@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_shard.engines.zero.config.facts import RunFacts
+from lightning_shard.engines.zero.config.fields import RunFacts
 from lightning_shard.engines.zero.config.reading import AUTO, get, put, understood
 from lightning_shard.text import nearest
 
