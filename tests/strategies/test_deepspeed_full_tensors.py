@@ -55,7 +55,9 @@ def read_and_write_all(engines: list[str], precision: str) -> dict[str, Any]:
     return {engine: read_and_write(engine, precision) for engine in engines}
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(2, "32-true"), (3, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("ranks", "precision"), [(2, "32-true"), pytest.param(3, "bf16-mixed", marks=pytest.mark.matrix)]
+)
 def test_whole_tensors_are_read_and_written_alike(ranks: int, precision: str) -> None:
     engines = ["ddp", "full", *STAGES, *OFFLOADED]
     first, *others = run_distributed(read_and_write_all, ranks, engines, precision, timeout=300)

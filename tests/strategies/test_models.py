@@ -207,8 +207,12 @@ def different(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-# Each model in one precision, in turn; the matrix has both.
-IN_TURN = [(model, ("32-true", "bf16-mixed")[index % 2]) for index, model in enumerate(MODELS)]
+# Small models in one precision, in turn; the matrix has all in both.
+IN_TURN = [
+    (model, ("32-true", "bf16-mixed")[index % 2])
+    for index, model in enumerate(MODELS)
+    if model not in ("digits", "transformer", "lstm", "llama_meta")
+]
 OTHERS = [(model, precision) for model in MODELS for precision in ("32-true", "bf16-mixed")]
 
 
@@ -218,13 +222,6 @@ OTHERS = [(model, precision) for model in MODELS for precision in ("32-true", "b
 )
 def test_unmodified_module_runs_and_gets_the_same_numbers(model: str, precision: str) -> None:
     check(model, FEW, precision)
-
-
-@pytest.mark.parametrize(
-    ("model", "precision"), [("boring", "32-true"), pytest.param("llama", "bf16-mixed", marks=pytest.mark.matrix)]
-)
-def test_unmodified_module_under_every_name(model: str, precision: str) -> None:
-    check(model, NAMES, precision)
 
 
 @pytest.mark.matrix

@@ -126,7 +126,7 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, path=path)))}
 
 
-@pytest.mark.parametrize("make", ["lamb", "adafactor"])
+@pytest.mark.parametrize("make", ["adafactor", pytest.param("lamb", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("saved_by", ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"])
 def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Path) -> None:
     names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]

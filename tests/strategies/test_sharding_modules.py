@@ -276,7 +276,7 @@ def _check_cut(module: Regression, case: dict[str, Any]) -> None:
         assert isinstance(parameter, DTensor) == (parameter not in whole and parameter.ndim > 0), name
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=[kind.__name__ for kind, _ in CASES])
 def test_trains_as_under_ddp(kind: type[Regression], options: list[dict[str, Any]], precision: str) -> None:
     run_distributed(_check_kind, 2, kind, options, precision)

@@ -90,7 +90,7 @@ def test_one_module_in_several_runs() -> None:
     run_distributed(_check_fit_twice, 2)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
 def test_fit_then_evaluate_with_another_trainer(precision: str) -> None:
     run_distributed(_check_fit_then_evaluate, 2, precision)
 

@@ -32,10 +32,10 @@ STEPS = SAVED + 10
 CLIP = {"gradient_clip_val": 0.05}
 
 
-def write(precision: str, folder: str) -> dict[str, dict[str, Any]]:
+def write(precision: str, folder: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """A run of each engine, which saves on the way."""
     runs = {}
-    for name in NAMES:
+    for name in names:
         runs[name] = _fit(name, folder=f"{folder}/{name}", every=SAVED, steps=STEPS, precision=precision, **CLIP)
     return runs
 
@@ -50,11 +50,12 @@ def go_on(precision: str, folder: str, pairs: list[tuple[str, str]]) -> list[dic
 
 
 def check(tmp_path: Path, precision: str, pairs: list[tuple[str, str]]) -> None:
-    straight = run_distributed(write, 2, precision, str(tmp_path), timeout=600)
-    first = stored(tmp_path / NAMES[0] / f"step={SAVED}.ckpt")
-    for name in NAMES:
+    names = list(dict.fromkeys(writer for writer, _ in pairs))
+    straight = run_distributed(write, 2, precision, str(tmp_path), names, timeout=600)
+    first = stored(tmp_path / names[0] / f"step={SAVED}.ckpt")
+    for name in names:
         for rank in straight:
-            _assert_continues([rank[NAMES[0]]], [rank[name]], 0)
+            _assert_continues([rank[names[0]]], [rank[name]], 0)
         path = tmp_path / name / f"step={SAVED}.ckpt"
         tensors = stored(path)
         assert tensors.keys() == first.keys()
@@ -69,11 +70,10 @@ def check(tmp_path: Path, precision: str, pairs: list[tuple[str, str]]) -> None:
             _assert_continues([straight[rank][writer]], [run], SAVED)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
-def test_each_goes_on_with_anothers_checkpoint(tmp_path: Path, precision: str) -> None:
-    # Each writer under one reader, another one for each precision, so that each reader comes too.
-    shift = 5 if precision == "32-true" else 2
-    check(tmp_path, precision, [(name, NAMES[(i + shift) % len(NAMES)]) for i, name in enumerate(NAMES)])
+def test_each_goes_on_with_anothers_checkpoint(tmp_path: Path) -> None:
+    # One of each kind writes, and another one reads; the matrix has all pairs.
+    few = [name for name in NAMES if "hybrid" not in name and "offload" not in name and "stage_1" not in name]
+    check(tmp_path, "bf16-mixed", list(zip(few, [*few[2:], *few[:2]], strict=True)))
 
 
 @pytest.mark.matrix
