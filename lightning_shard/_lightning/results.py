@@ -92,14 +92,9 @@ def restore_training_results(
     the loops know which epoch they continue; and after the metrics' own states were restored. If the epoch of the
     checkpoint has ended, its values are dropped, and the metrics that Lightning would have reset at its end are reset.
 
-    Args:
-        replacements: of this run.
-        trainer: its fit is about to run its first batch.
-        by_rank: the states by old rank.
-        rank: this rank.
-        world_size: the present number of ranks; if it is not the old one, the sums of old rank ``r`` are added to
-            those of rank ``r % world_size``. Values that are not synced across ranks begin on a rank that did not
-            exist as they are on rank ``rank % len(by_rank)``.
+    ``by_rank`` has the states by old rank. If ``world_size`` is not the old one, the sums of old rank ``r`` are added
+    to those of rank ``r % world_size``; values that are not synced across ranks begin on a rank that did not exist as
+    they are on rank ``rank % len(by_rank)``.
     """
     if not by_rank:
         return

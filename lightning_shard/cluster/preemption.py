@@ -55,7 +55,6 @@ class PreemptionConfig:
     added to it."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't work."""
         known = {s.name for s in signal.Signals}
         for name in self.signals:
             if name not in known or name in ("SIGKILL", "SIGSTOP"):

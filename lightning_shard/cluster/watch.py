@@ -66,15 +66,11 @@ class Watch:
     ) -> None:
         """Connect to the store of the process group, over a connection of the speaker's own.
 
-        Args:
-            place: where the store is, and which rank this is.
-            lost_seconds: how long a rank may be silent before the others take it for lost.
-            run: number of the run on this process group.
-            folder: where a rank that is stuck writes its last collectives and its stacks; None: nowhere.
-            progress: of this rank's main thread; None: it is not looked at.
-            stuck_seconds: how long no rank may get on before the one that the others wait for is blamed; None: ever.
-            grace_seconds: how long the main thread may take to end by itself once the cause is known.
-            exit_process: what ends this process.
+        A rank that is silent for ``lost_seconds`` is lost to the others. ``run`` is the number of the run on this
+        process group; a rank that is stuck writes its last collectives and its stacks into ``folder``. ``progress`` is
+        of this rank's main thread, if that is looked at: when no rank gets on for ``stuck_seconds``, the one that the
+        others wait for is blamed. ``grace_seconds``: how long the main thread may take to end by itself once the cause
+        is known, before ``exit_process`` ends it.
         """
         timeout = timedelta(seconds=_STORE_SECONDS)
         store = TCPStore(place.address, place.port, None, is_master=False, timeout=timeout, wait_for_workers=False)

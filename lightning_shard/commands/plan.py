@@ -21,10 +21,10 @@ from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.planner import Candidate, Machines, Planner
-from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
 from lightning_shard.planning.report import FORMS, Row, recommend
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
+from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
 
 _T = TypeVar("_T")
 
@@ -44,19 +44,20 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=int, help="nodes of the run (default: the configuration's num_nodes)")
     add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
-    add("--device-memory", type=_bytes, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
-    add("--reserve", type=_bytes, metavar="SIZE", help="of it, left to libraries and fragmentation (default: 5 %%)")
+    size, speed, peak = _argument(parse_bytes), _argument(parse_speed), _argument(parse_flops)
+    add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
+    add("--reserve", type=size, metavar="SIZE", help="of it, left to libraries and fragmentation (default: 5 %%)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
-    add("--intra-node", type=_speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
-    add("--inter-node", type=_speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
+    add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
+    add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
     add(
         "--links",
         type=Path,
         metavar="FILE",
         help="both speeds, as doctor --output FILE measured them between pairs of ranks, one pair at a time",
     )
-    add("--device-peak", type=_flops, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
+    add("--device-peak", type=peak, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")
     add("--efficiency", type=float, default=0.5, help="part of the peak that the model reaches (default: 0.5)")
     add("--picture", type=Path, metavar="FILE", help="draw the bytes by kind into a file (needs matplotlib)")
@@ -284,20 +285,13 @@ def _yaml(row: Row, inputs: Inputs) -> str:
     return yaml.safe_dump(content, sort_keys=False).rstrip()
 
 
-def _bytes(text: str) -> int:
-    return _argument(parse_bytes, text)
+def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """``parse`` as argparse takes it."""
 
+    def typed(text: str) -> _T:
+        try:
+            return parse(text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-def _speed(text: str) -> float:
-    return _argument(parse_speed, text)
-
-
-def _flops(text: str) -> float:
-    return _argument(parse_flops, text)
-
-
-def _argument(parse: Callable[[str], _T], text: str) -> _T:
-    try:
-        return parse(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return typed

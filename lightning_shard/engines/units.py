@@ -36,18 +36,13 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     """The shard units below ``root``, inner before outer, in registration order.
 
     ``root`` is not among them: it takes every parameter that no unit has. Each parameter belongs to exactly one:
-    modules that share one and lie side by side form a unit together, an inner one is left to the outer one that
-    shares it, and what is shared with a module outside every unit is the root's.
+    modules that share one and lie side by side form a unit together, an inner one is left to the outer one that shares
+    it, and what is shared with a module outside every unit is the root's.
 
-    Args:
-        root: the LightningModule.
-        spec: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
-            ``Sequential`` containers; a list: class names; a number: the smallest modules that have at least that
-            many parameters which no inner unit has taken.
-        with_children: make each child of ``root`` a unit as well.
-
-    Raises:
-        WrappingError: a class name that matches nothing or is no class to shard.
+    ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
+    ``Sequential`` containers; a list: class names; a number: the smallest modules that have at least that many
+    parameters which no inner unit has taken. ``with_children``: each child of ``root`` is a unit as well.
+    WrappingError: a class name that matches nothing or is no class to shard.
     """
     if isinstance(spec, str) and spec != "auto":
         raise WrappingError(f"units is {spec!r}, but must be 'auto', a list of class names or a number of parameters.")
@@ -75,10 +70,7 @@ def ignored_parameters(
 
     Those are the modules' own, those of torchmetrics (a metric's own network is no part of the model), and 0-d ones,
     which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
-    is a function because materialisation replaces parameter objects.
-
-    Raises:
-        WrappingError: a class name that matches nothing.
+    is a function because materialisation replaces parameter objects. WrappingError: a class name that matches nothing.
     """
     names = set(class_names)
     present = {class_name(m) for m in root.modules()}

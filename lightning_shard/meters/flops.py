@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,23 +52,19 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     """The model FLOPs of ``function`` and of a backward pass from what it returns. Any rank may call it alone.
 
     Matrix products, convolutions and attention count, as torch's formulas have them; elementwise operations do not.
-    Scaled dot product attention of queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as
-    ``2 * numel(queries) / E * S * (E + V)`` in forward, half of that where ``is_causal``, and twice its forward in
-    backward, though fused kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
+    Scaled dot product attention of queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as ``2 *
+    numel(queries) / E * S * (E + V)`` in forward, half of that where ``is_causal``, and twice its forward in backward,
+    though fused kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
 
     The call runs on fake tensors: real and meta tensors that it touches are taken for fakes of their shape, dtype and
-    device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator.
-    Where fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in
-    ``function`` do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy
-    (`fake.meta_copy`). A number read from a floating tensor (``loss.item()``) is 1.0.
+    device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator. Where
+    fake tensors exist already, call this inside of their ``FakeTensorMode``. Python's own side effects in ``function``
+    do happen. Modules that FSDP or ZeRO-3 has sharded can't be counted: count before, or on a copy (`fake.meta_copy`).
+    A number read from a floating tensor (``loss.item()``) is 1.0.
 
-    Args:
-        function: runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at
-            the one under ``"loss"`` where a mapping has it, else at all that need gradients.
-
-    Raises:
-        Exception: whatever ``function`` raises, such as torch's DataDependentOutputException where it reads an
-            integer or a mask off a tensor.
+    ``function`` runs forward alone and returns a tensor, or tensors in mappings and sequences; backward begins at the
+    one under ``"loss"`` where a mapping has it, else at all that need gradients. What it raises is raised, such as
+    torch's DataDependentOutputException where it reads an integer or a mask off a tensor.
     """
     counted = _ModelFlops()
     with ExitStack() as stack:
@@ -238,18 +234,12 @@ def flop_counter(counts: Callable[[], bool] = lambda: True) -> FlopCounterMode:
     return counter
 
 
-class _NoModules:
+class _NoModules(nullcontext[None]):
     """Attributes FLOPs to no submodule: that takes hooks which do not go with `torch.autograd.grad`, and which keep
     alive what checkpointing computes again.
     """
 
     parents = frozenset({"Global"})
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
 
 
 def _cpu_attention(
@@ -258,17 +248,8 @@ def _cpu_attention(
     return attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 
-def _cpu_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout: float,
-    is_causal: bool,
-    **others: Any,
-) -> int:
+def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any, **_: Any) -> int:
+    _output, _logsumexp, _dropout, is_causal = more
     return 2 * attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 

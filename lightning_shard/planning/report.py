@@ -10,10 +10,9 @@ from typing import Any
 from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
-from lightning_shard.planning.quantities import show_bytes, show_seconds
 from lightning_shard.planning.step_memory import Point, peak
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
-from lightning_shard.text import columns
+from lightning_shard.text import columns, show_bytes, show_seconds
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 """The activation checkpointing that is compared, in the order of what is computed again."""

@@ -55,7 +55,6 @@ class LossScaling:
     """The scale never falls below; an overflow there ends the run."""
 
     def __post_init__(self) -> None:
-        """Refuse what can't work."""
         for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
             value = getattr(self, name)
             if not (0 < value <= LARGEST and 1 / value <= LARGEST and math.frexp(value)[0] == 0.5):

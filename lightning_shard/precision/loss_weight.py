@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_shard.errors import ConfigurationError, DataError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.clipping import multiply
-from lightning_shard.tensors.host import to_host_later
+from lightning_shard.tensors.full import to_host_later
 
 WEIGHT, REDUCTION = "weight", "reduction"
 """Keys of what ``training_step`` returns, beside "loss"."""

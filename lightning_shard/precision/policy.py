@@ -62,7 +62,6 @@ class PrecisionPolicy:
     """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
         known = ", ".join(DTYPES)
         for name in ("compute", "master", "reduce", "accumulate", "output"):
             dtype = getattr(self, name)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.errors import DataError
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.delegate import DelegatingLoader
+from lightning_shard.resume.iterable import DelegatingLoader
 
 _FAILED, _OUT, _HAS = -1, 0, 1
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_shard.errors import DataError
-from lightning_shard.resume.delegate import DelegatingLoader
 from lightning_shard.resume.draws import DrawingDataset
+from lightning_shard.resume.iterable import DelegatingLoader
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.samplers import States
 from lightning_shard.resume.shape import (
@@ -60,21 +60,17 @@ class ResumableLoader(DelegatingLoader):
     """A map-style DataLoader that goes on after the last batch that it gave out.
 
     Yields what `inner` would. The iterator of torch is made at the first ``next``, when the epoch of the sampler is
-    known, not at ``iter``. After :meth:`load_state_dict` the next iteration gives only what is left of the epoch
-    (the length stays the whole epoch's); the epoch is finished in the order in which it was begun, with the saved
-    seed and the sampler's epoch. Setting another epoch before that starts the other one at its beginning.
+    known, not at ``iter``. After :meth:`load_state_dict` the next iteration gives only what is left of the epoch (the
+    length stays the whole epoch's); the epoch is finished in the order in which it was begun, with the saved seed and
+    the sampler's epoch. Setting another epoch before that starts the other one at its beginning.
 
-    An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn
-    again from its state at the epoch's start, without a trace in the global ones; so are samplers with a
-    ``state_dict``, and with generators and counters of their own. Random numbers that the dataset draws in worker
-    processes are the same after a resume with `draws`, else a warning says that they are not.
+    An order that comes from a generator (torch's, numpy's or python's global one, or the loader's own) is drawn again
+    from its state at the epoch's start, without a trace in the global ones; so are samplers with a ``state_dict``, and
+    with generators and counters of their own. Random numbers that the dataset draws in worker processes are the same
+    after a resume with `draws`, else a warning says that they are not.
 
-    Args:
-        inner: the loader.
-        world_size: number of ranks that read data of their own.
-        rank: this one's number among them.
-        inner_sampler: what the loader's sampler takes its indices from.
-        draws: how random numbers of samples are seeded.
+    `world_size` and `rank` are of the ranks that read data of their own; `inner_sampler` is what the loader's sampler
+    takes its indices from.
     """
 
     _own = frozenset(

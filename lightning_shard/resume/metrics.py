@@ -47,15 +47,10 @@ def load_metric_states(
 ) -> None:
     """Give the metrics in ``module`` what :func:`metric_states` gave on each rank then (no communication).
 
-    Args:
-        module: its metrics are reset first; those without a saved state stay so.
-        by_rank: the states by old rank.
-        rank: this rank.
-        world_size: the present number of ranks. Where it is the old one, each rank gets its own state back, bitwise.
-            Else old rank ``r`` goes to rank ``r % world_size``, merged with others there; further ranks start anew.
-
-    Metrics that only the module or only the checkpoint has, that have changed, or whose states can't be merged are
-    left reset, with one warning on rank 0 that names them.
+    They are reset first. ``by_rank`` has the states by old rank; where ``world_size`` is the old one, each rank gets
+    its own state back, bitwise. Else old rank ``r`` goes to rank ``r % world_size``, merged with others there; further
+    ranks start anew. Metrics that only the module or only the checkpoint has, that have changed, or whose states can't
+    be merged are left reset, with one warning on rank 0 that names them.
     """
     if not by_rank:
         return

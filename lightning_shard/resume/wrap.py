@@ -15,21 +15,12 @@ def resumable(
 ) -> Any:
     """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
 
-    Call it on every rank for a loader whose sampler is already the one to train with. What comes back:
-
-    - map-style dataset: a :class:`ResumableLoader`, also of torchdata's ``StatefulDataLoader``, unless the dataset has
-      ``state_dict``/``load_state_dict``;
-    - IterableDataset that has ``state_dict``/``load_state_dict``, loaded in this process (``num_workers=0``), or under
-      torchdata's loader, and a DataLoader without a length that has them itself: a :class:`StatefulIterableLoader`;
-    - whatever else has a state or can't be resumed (see :func:`order_warning`): the same object.
-
-    Args:
-        dataloader: anything to iterate; only a torch DataLoader is changed.
-        world_size: number of ranks that read data of their own.
-        rank: this one's number among them.
-        inner_sampler: what the loader's sampler takes its indices from, where that is another sampler: its generator
-            is restored too.
-        draws: what random numbers of a map-style dataset's samples are seeded by; None: they are not.
+    Call it on every rank for a loader whose sampler is already the one to train with; the arguments are as for
+    :class:`ResumableLoader`. A map-style dataset's loader becomes one, also torchdata's ``StatefulDataLoader``, unless
+    the dataset has ``state_dict``/``load_state_dict``. A :class:`StatefulIterableLoader` is made of an IterableDataset
+    that has these, loaded in this process (``num_workers=0``) or under torchdata's loader, and of a DataLoader without
+    a length that has them itself. Whatever else has a state or can't be resumed (see :func:`order_warning`), or is no
+    torch DataLoader, is the same object.
     """
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader

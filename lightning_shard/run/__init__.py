@@ -17,9 +17,9 @@ from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
+from lightning_shard.run.nonfinite import Rollback
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run
-from lightning_shard.run.rollback import Rollback
 from lightning_shard.run.takeover import (
     keeps_optimizers,
     let_callbacks_wait,

@@ -67,12 +67,9 @@ class RunIdentity:
 
         ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped,
         opened, if it was. Anything else is returned as it is. ``folders`` are where the Trainer's checkpoint callbacks
-        save.
-
-        Raises:
-            ConfigurationError: ``auto`` in a run that no launcher and no setting named.
-            CheckpointNotFoundError: ``auto`` outside a fit, with nothing to find.
-            CheckpointError: a checkpoint of another job that Lightning found by itself.
+        save. ConfigurationError: ``auto`` in a run that no launcher and no setting named. CheckpointNotFoundError:
+        ``auto`` outside a fit, with nothing to find. CheckpointError: a checkpoint of another job that Lightning found
+        by itself.
         """
         own = [] if self.own_path is None else [self.own_path.parent]
         if asked is None:

@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.precision.ledger import Ledger, Recorder, contract_error, violations
@@ -72,7 +71,6 @@ class FitLedger(RunLedger):
         self._recorder = Recorder(module, stepped=lambda optimizer: engine.tensors.stepped(optimizer))
         self._recorder.tensors("loaded")
 
-    @override
     def start_of_fit(self, optimizers: Iterable[Optimizer]) -> None:
         self._recorder.groups(optimizers)
         self._recorder.tensors("prepared")
@@ -88,24 +86,19 @@ class FitLedger(RunLedger):
             self.stop()
             raise contract_error(found, when)
 
-    @override
     def start_of_training(self) -> None:
         self._recorder.start()
 
-    @override
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         return self._recorder.backward(loss) if self._recorder.recording else nullcontext()
 
-    @override
     def after_backward(self, *, accumulates: bool) -> None:
         if self._recorder.recording and accumulates:
             self._recorder.held(self._engine.tensors.unreduced_gradients())
 
-    @override
     def reduction(self) -> AbstractContextManager[None]:
         return self._recorder.collectives()
 
-    @override
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         recorder = self._recorder
         if not recorder.recording:
@@ -143,14 +136,11 @@ class FitLedger(RunLedger):
             f"dtypes, measured on {len(ledger.entries)} tensors in the first step, are as asked: {self._policy.text()}"
         )
 
-    @override
     def stop(self) -> None:
         self._recorder.stop()
 
-    @override
     def measured(self) -> Ledger | None:
         return self._recorder.ledger()
 
-    @override
     def to_json(self) -> dict[str, Any]:
         return self._recorder.ledger().to_json()

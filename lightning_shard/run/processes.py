@@ -48,7 +48,6 @@ class ProcessOptions:
     process_group_backend: str | None
 
     def __post_init__(self) -> None:
-        """Refuse what can't work."""
         for name in ("timeout_seconds", "init_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be greater than 0.")

@@ -32,8 +32,7 @@ from lightning_shard.precision.loss_scale import (
 )
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
-from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
-from lightning_shard.run.rollback import Rollback
+from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
 from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 

@@ -109,7 +109,6 @@ class CommonSettings:
     resume_hyperparameters: ResumeHyperparameters = "checkpoint"
 
     def __post_init__(self) -> None:
-        """Refuse what can't work."""
         object.__setattr__(self, "preemption", self.preemption or PreemptionConfig())
         if isinstance(self.activation_checkpointing, list):
             object.__setattr__(self, "activation_checkpointing", class_names(self.activation_checkpointing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,3 +92,23 @@ def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | No
             if value is not None:
                 return torch.as_tensor(value)
     return None
+
+
+def to_host_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a small tensor to the host; what is returned waits for that copy alone, and gives it.
+
+    What was launched on the device after this call is not waited for.
+    """
+    if tensor.device.type != "cuda":
+        copy = tensor.detach().to("cpu", copy=True)
+        return lambda: copy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor.detach(), non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return read

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.quantities import parse_bytes, parse_flops, parse_speed, show_bytes
+from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
 
 # Sizes and speeds
 
