@@ -70,11 +70,7 @@ def _signature(constructor: Callable[..., Any]) -> inspect.Signature:
 def read(
     kind: Any, value: Any, name: str, whose: str = "", error: type[ConfigurationError] = ConfigurationError
 ) -> Any:
-    """``value`` as the annotation ``kind`` has it.
-
-    Raises:
-        ConfigurationError: it can't be; an instance of ``error``.
-    """
+    """``value`` as the annotation ``kind`` has it; ``error`` is raised where it can't be."""
     kinds = _members(kind)
     try:
         return _converted(kinds, value)

@@ -204,11 +204,7 @@ def build(name: str, **more: Any) -> Any:
 
 
 def find(name: str) -> Preset:
-    """The preset of this name.
-
-    Raises:
-        ConfigurationError: there is no such name; the message has the nearest ones and the list.
-    """
+    """The preset of this name; ConfigurationError: there is none, with the nearest names and the list."""
     if name not in PRESETS:
         raise ConfigurationError(unknown_name(name))
     return PRESETS[name]

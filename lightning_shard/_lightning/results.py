@@ -47,12 +47,11 @@ def _log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwa
 def training_results_state(trainer: Trainer) -> dict[str, Any]:
     """What was logged in this epoch of a fit so far, on this rank (no communication).
 
-    Returns:
-        ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
-        schedulers Lightning steps after this point; ``entries``: the values on their way to an epoch's mean, sum,
-        minimum or maximum, and the names of the metrics that are logged as objects (their states are the metrics'
-        own); ``evaluation_metrics``: metrics that Lightning is about to reset, because an evaluation has just ended;
-        ``callback_metrics``. Copies on the CPU that ``weights_only=True`` loads.
+    ``epoch``: its index in this fit; ``ended``: whether its end was reached; ``due``: the interval whose plateau
+    schedulers Lightning steps after this point; ``entries``: the values on their way to an epoch's mean, sum, minimum
+    or maximum, and the names of the metrics that are logged as objects (their states are the metrics' own);
+    ``evaluation_metrics``: metrics that Lightning is about to reset, because an evaluation has just ended;
+    ``callback_metrics``. Copies on the CPU that ``weights_only=True`` loads.
     """
     fit_loop = trainer.fit_loop
     epochs: Any = fit_loop.epoch_progress.current

@@ -173,15 +173,9 @@ def _allow_connections(ranks: int) -> None:
 def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Path | None = None) -> list[str]:
     """Tell the others, and see that all are alike. All ranks call it; returns warnings, on rank 0.
 
-    Args:
-        store: `connect`'s.
-        place: of this rank.
-        facts: of this rank.
-        seconds: how long a rank may be late.
-        folder: where checkpoints go, which all nodes have to see; None: nothing is written.
-
-    Raises:
-        ConfigurationError: on every rank alike, the first thing that differs, with the ranks and both values.
+    ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
+    nothing is written. A ConfigurationError on every rank alike says the first thing that differs, with the ranks and
+    both values.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.

@@ -38,13 +38,10 @@ _LIBRARIES = {
 
 
 def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """End the children; after a mistake print it on one rank and exit. Returns when the error is to be raised.
+    """End the children; after a mistake print it on one rank and exit with code 2. Returns when it is to be raised.
 
     ``trainer`` is None where none was built; ``--traceback`` among the arguments asks for the frames of a mistake too;
     the launcher's environment says which rank this is.
-
-    Raises:
-        SystemExit: code 2, with the error as its cause.
     """
     children = take_children(trainer)
     if not is_mistake(error):

@@ -58,11 +58,8 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
     """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others.
 
     Without ``nodes`` and ``devices`` the configuration's numbers hold. The module is built without memory for its
-    tensors; where that fails (it reads or looks at values), for real.
-
-    Raises:
-        SystemExit: a mistake in the configuration, which was printed.
-        ConfigurationError: a strategy that is not of this package.
+    tensors; where that fails (it reads or looks at values), for real. SystemExit: a mistake in the configuration, which
+    was printed. ConfigurationError: a strategy that is not of this package.
     """
     mode = fake.fake_mode()
     reader = _parse(arguments, mode)

@@ -30,8 +30,7 @@ def remember(module: nn.Module) -> None:
 def follow(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """Let optimizers step, in the same groups, what took the place of the parameters that they were made with.
 
-    Raises:
-        ConfigurationError: an optimizer steps what the module never had, or has stepped already what was replaced.
+    ConfigurationError: an optimizer steps what the module never had, or has stepped already what was replaced.
     """
     names = _names.get(module, WeakTensorKeyDictionary())
     live = dict(module.named_parameters(remove_duplicate=False))

@@ -295,13 +295,11 @@ def shard(
 
     A rank has its shards and at most one full unit at any time, for a model on the meta device from the start, for one
     on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different ones. A tree
-    in which the user already applied ``fully_shard`` keeps its units.
+    in which the user already applied ``fully_shard`` keeps its units. WrappingError, MaterializationError and
+    PrecisionError come before anything was changed.
 
     In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over a
     part of the model, and the rest need not be gathered and reduced with it.
-
-    Raises:
-        WrappingError, MaterializationError, PrecisionError: before anything was changed.
     """
     policy = run.policy
     found = _users_units(root, policy)

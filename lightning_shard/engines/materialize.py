@@ -56,8 +56,7 @@ class Materializer:
     def fill(self, modules: Iterable[nn.Module]) -> None:
         """Give the meta tensors that ``modules`` own their values; modules without any are left alone.
 
-        Raises:
-            MaterializationError: an initializer left a tensor without values.
+        MaterializationError: an initializer left a tensor without values.
         """
         for module in modules:
             if module not in self.initializers or not (fresh := self._replace_meta_tensors(module)):

@@ -52,9 +52,9 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     """The model FLOPs of ``function`` and of a backward pass from what it returns. Any rank may call it alone.
 
     Matrix products, convolutions and attention count, as torch's formulas have them; elementwise operations do not.
-    Scaled dot product attention of queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as ``2 *
-    numel(queries) / E * S * (E + V)`` in forward, half of that where ``is_causal``, and twice its forward in backward,
-    though fused kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
+    Scaled dot product attention of queries (..., L, E), keys (..., S, E) and values (..., S, V) counts as
+    ``2 * numel(queries) / E * S * (E + V)`` in forward, half of that where ``is_causal``, and twice its forward in
+    backward, though fused kernels compute the scores again there. A mask that is given as a tensor takes nothing off.
 
     The call runs on fake tensors: real and meta tensors that it touches are taken for fakes of their shape, dtype and
     device, so that it costs no memory and changes no parameter, buffer, gradient or state of a random generator. Where

@@ -39,11 +39,7 @@ class WeightKey:
 
     @staticmethod
     def parse(text: str) -> WeightKey:
-        """The key that ``"mask"``, ``"1"`` or ``"labels != -100"`` stands for.
-
-        Raises:
-            ConfigurationError: another form.
-        """
+        """The key that ``"mask"``, ``"1"`` or ``"labels != -100"`` stands for; ConfigurationError: another form."""
         name, differs, number = (part.strip() for part in text.partition("!="))
         try:
             ignored = float(number) if differs else None
@@ -152,12 +148,9 @@ class LossWeights:
             self._unit = needed
 
     def scale(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """``loss`` as backward has to see it.
+        """``loss`` as backward has to see it: the mean over, or sum of, what its weight counts, by micro-batches.
 
-        Args:
-            loss: the mean over, or the sum of, what its weight counts, divided by the number of micro-batches.
-            ends: whether its backward ends an accumulation.
-            waiting: the gradients of the micro-batches before it.
+        ``ends``: its backward ends an accumulation; ``waiting``: the gradients of the micro-batches before it.
         """
         weight, self._weight = self._weight, None
         if weight is None:

@@ -177,21 +177,14 @@ def policy_from(
 ) -> PrecisionPolicy:
     """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
 
-    Plain ``16-true`` has no loss scale: its gradients are fp16, and dividing them by the scale in fp16 would lose
-    again what the scale has saved.
+    Plain ``16-true`` has no loss scale: its gradients are fp16, and dividing them by the scale in fp16 would lose again
+    what the scale has saved. By default ``reduce`` is fp32, and under a plain ``-true`` string the parameters' own
+    dtype; ``output`` is fp32 where masters are, so that the loss is computed in fp32 as under autocast, else the
+    compute dtype; ``loss_scale`` is ``LossScaling()`` where a scale is used. ``autocast``: steps run under
+    ``torch.autocast`` on fp32 parameters, in place of casts at modules. ``at_boundary``: accumulated gradients wait for
+    one reduction (``accumulate_sync: boundary``).
 
-    Args:
-        precision: one of `PRECISIONS`.
-        aligned: whether masters, reduction and accumulation must be fp32 whatever the string says.
-        reduce: dtype of the reduction; default: fp32, and under a plain ``-true`` string the parameters' own.
-        output: dtype of what modules return to the LightningModule's code; default: fp32 where masters are, so that
-            the loss is computed in fp32 as under autocast, else the compute dtype.
-        autocast: whether steps run under ``torch.autocast`` on fp32 parameters, in place of casts at modules.
-        loss_scale: how the loss is scaled in fp16; default: ``LossScaling()`` where a scale is used.
-        at_boundary: whether accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
-
-    Raises:
-        PrecisionError: another string, with the list of those that run; or overrides that can't be.
+    PrecisionError: another string, with the list of those that run; or overrides that can't be.
     """
     if precision not in PRECISIONS:
         raise PrecisionError(

@@ -75,17 +75,10 @@ class Data:
         self._resumed: Mapping[str, Any] | None = None
 
     def process(self, loader: Any, trainer: Trainer, *, coordinates: tuple[int, int]) -> Any:
-        """Make the training loader resumable, and see that all ranks have the same number of batches.
+        """Make the training loader resumable, and see that all ranks have the same number of batches, as `checked`.
 
-        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in.
-
-        Args:
-            loader: a dataloader of the Trainer.
-            trainer: of the run.
-            coordinates: number of data-parallel ranks, and this one's index.
-
-        Raises:
-            DataError: as `checked`.
+        Lightning calls it on all ranks for each loader, after it has put a distributed sampler in. ``coordinates``:
+        number of data-parallel ranks, and this one's index.
         """
         if trainer.training:
             world_size, rank = coordinates
@@ -101,10 +94,7 @@ class Data:
     def saved(self, trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps of the loops and of the run's state on all ranks. All ranks call it.
 
-        Args:
-            trainer: in a fit.
-            loops: the loops' part of Lightning's checkpoint.
-            rewound: parts of the state to be saved as they were before.
+        ``rewound``: parts of the state to be saved as they were before.
         """
         behind = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches
         if behind and _lightning.should_accumulate(trainer):

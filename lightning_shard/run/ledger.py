@@ -43,8 +43,7 @@ class RunLedger:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         """Step, and after the first time complete the ledger and check it. All ranks call it.
 
-        Raises:
-            PrecisionContractError: under ``aligned``, on every rank.
+        PrecisionContractError: under ``aligned``, on every rank.
         """
         return step(closure)
 

@@ -171,8 +171,7 @@ class Rollback:
     def run(self, why: str) -> None:
         """Restore weights, optimizers, schedulers, loss scale, generators and the count of steps. All ranks call it.
 
-        Raises:
-            DataError: on every rank, because there is no whole checkpoint.
+        DataError on every rank: there is no whole checkpoint.
         """
         trainer = self._trainer
         self._checkpoints.finish()

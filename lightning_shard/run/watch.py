@@ -57,11 +57,9 @@ class RunWatch:
     ) -> None:
         """Watch the other ranks until the run ends. All ranks call it.
 
-        Args:
-            met: where the ranks met, and the number of the run on their process group; None: they did so elsewhere.
-            folder: where a rank that is stuck writes its traces; None: nowhere.
-            replacements: of the run.
-            trainer: whether its main thread gets on is watched too; None: it is not.
+        ``met``: where the ranks met, and the number of the run on their process group; None: they did so elsewhere. A
+        rank that is stuck writes its traces into ``folder``. With ``trainer`` it is watched whether its main thread
+        gets on.
         """
         if self._failed is not None:
             self._failed.close()

@@ -58,13 +58,9 @@ def start(
 ) -> Running:
     """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
 
-    Args:
-        module: with plain parameters, equal on all ranks, or sharded by ``deepspeed.zero.Init``.
-        optimizer: over the module's parameters; its groups hold flat partitions afterwards. None: the one that
-            ``config`` describes, and else none, for evaluation.
-        config: DeepSpeed's, complete.
-        names: FQN of each parameter of ``module``.
-        device: where this rank computes.
+    ``module`` has plain parameters, equal on all ranks, or was sharded by ``deepspeed.zero.Init``; ``names`` has the
+    FQN of each. The groups of ``optimizer`` hold flat partitions afterwards; None: the one that ``config`` describes,
+    which is complete, and else none, for evaluation.
     """
     import deepspeed
 
