@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.resume.logged import BATCHES, Distributed, Lines, Logs, draw, epoch_line, fit, saved_in
 
@@ -93,7 +94,7 @@ class Watched(EarlyStopping):
         super().on_train_epoch_end(trainer, pl_module)
 
 
-@pytest.mark.parametrize("monitor", ["loss_epoch", "early", "start"])
+@pytest.mark.parametrize("monitor", sampled(["loss_epoch", "early", "start"], 0))
 @pytest.mark.parametrize(("when", "step"), [("batch", 8), ("validation", 12)])
 def test_early_stopping_sees_the_whole_epoch(tmp_path: Path, monitor: str, when: str, step: int) -> None:
     first, second = Watched(monitor), Watched(monitor)
@@ -109,7 +110,9 @@ def test_early_stopping_sees_the_whole_epoch(tmp_path: Path, monitor: str, when:
     assert float(first.best_score).hex() == float(second.best_score).hex()
 
 
-@pytest.mark.parametrize("plateau", ["loss_epoch/epoch", "val_loss/epoch", "val_loss/step", "loss_step/step"])
+@pytest.mark.parametrize(
+    "plateau", sampled(["loss_epoch/epoch", "val_loss/epoch", "val_loss/step", "loss_step/step"], 0, 2)
+)
 @pytest.mark.parametrize(("when", "step"), [("batch", 8), ("validation", 6), ("epoch", 6)])
 def test_plateau_schedulers_go_on(tmp_path: Path, plateau: str, when: str, step: int) -> None:
     kwargs: dict[str, Any] = {"plateau": plateau, "max_epochs": 5}
@@ -170,7 +173,7 @@ def test_two_processes_go_on_bitwise(whole_at: Callable[[int], Whole]) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize(("ckpt", "done"), [("batch/8.ckpt", 2), ("validation/12.ckpt", 6)])
+@pytest.mark.parametrize(("ckpt", "done"), sampled([("batch/8.ckpt", 2), ("validation/12.ckpt", 6)], 0))
 def test_at_another_world_size_no_batch_is_lost(
     whole_at: Callable[[int], Whole], old: int, new: int, ckpt: str, done: int
 ) -> None:

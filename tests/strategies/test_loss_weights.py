@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_shard import ConfigurationError, ShardPrecision, full_tensor
 from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.registry import build
+from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
 from tests.models import quiet_trainer
 
@@ -138,7 +139,7 @@ def _one_process(**settings: Any) -> Any:
     return run_distributed(_fit, 1, "shard_ddp_aligned", "mean", micro=8, accumulate=1, **settings)[0]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", sampled(ENGINES, 1, 3))
 def test_splits_of_a_global_batch_agree(name: str) -> None:
     wanted = _one_process()
     found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(4, 1), (2, 2)])
@@ -161,7 +162,9 @@ def test_sums_and_keys(form: str, key: str | None) -> None:
     assert _far(wanted, run_distributed(_fit, 2, "shard_fsdp", form, **settings)[0]) < ORDER
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2_offload", "deepspeed_stage_3"])
+@pytest.mark.parametrize(
+    "name", sampled(["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2_offload", "deepspeed_stage_3"], 1, 3)
+)
 def test_fp16_does_not_overflow_by_weights(name: str) -> None:
     """The gradients of a loss times its weight, 96, would at the first scales."""
     found = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "mean", [(2, 2)], scale=True)[0][0]
@@ -171,7 +174,7 @@ def test_fp16_does_not_overflow_by_weights(name: str) -> None:
     assert len(found[1]) == 4
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", sampled(ENGINES, 1, 4))
 def test_a_step_without_weight_is_skipped(name: str) -> None:
     """Weight decay would move the parameters without a gradient."""
     (three,) = run_distributed(_splits, 2, [f"shard_{name}_aligned"], "decayed", [(4, 1)], empty=0, steps=1, key=KEY)[0]

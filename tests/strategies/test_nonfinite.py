@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, DataError, ShardPrecision, full_tensor
 from lightning_shard.registry import build
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
@@ -99,7 +100,7 @@ def _skips(names: list[str], kind: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("kind", sampled(["loss", "gradient"], 1))
 def test_the_step_is_skipped(kind: str) -> None:
     expected = (True, True, True, 1.0, 4, [0.1, 0.09, 0.081, 0.081])
     assert run_distributed(_skips, 2, ENGINES, kind) == [[expected] * len(ENGINES)] * 2
@@ -114,8 +115,8 @@ def _ends(name: str, nonfinite: Any, steps: int, folder: Path, times: int = 1) -
     return None
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed_stage_3"])
-@pytest.mark.parametrize("steps", [3, 6])
+@pytest.mark.parametrize("name", sampled(["ddp", "fsdp", "deepspeed_stage_3"], 1, 2))
+@pytest.mark.parametrize("steps", sampled([3, 6], 0))
 def test_the_run_ends_before_anything_is_saved(name: str, steps: int, tmp_path: Path) -> None:
     """Also where the step is the last."""
     for text, batches, saved in run_distributed(_ends, 2, name, "raise", steps, tmp_path):
@@ -185,7 +186,9 @@ def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
     return _same(went_back.values[-1], plain.values[-1]), _same(went_back.values[3], plain.values[-1])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp_aligned", "deepspeed_stage_2", "deepspeed_stage_3_offload_aligned"])
+@pytest.mark.parametrize(
+    "name", sampled(["ddp", "fsdp_aligned", "deepspeed_stage_2", "deepspeed_stage_3_offload_aligned"], 1, 3)
+)
 def test_a_fit_that_went_back_is_one_without_that_batch(name: str, tmp_path: Path) -> None:
     """With its optimizer state, schedule and dropout."""
     assert run_distributed(_goes_on_as_if_resumed, 2, name, tmp_path) == [(True, False)] * 2

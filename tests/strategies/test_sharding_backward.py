@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import whole, whole_parameters
 from tests.strategies.regression import BATCH, STEPS, WIDTH, Layer, Regression, check_equal_on_ranks, compare, data, fit
@@ -168,7 +169,7 @@ def _check_manual(kind: type[Manual], precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("kind", [DirectLayers, OnlyItsOwn, Critics, TiedChildren])
+@pytest.mark.parametrize("kind", sampled([DirectLayers, OnlyItsOwn, Critics, TiedChildren], 2, 3))
 def test_manual_optimization(kind: type[Manual], precision: str) -> None:
     run_distributed(_check_manual, 2, kind, precision)
 
@@ -238,11 +239,11 @@ def _check_thawed(precision: str) -> None:
         torch.testing.assert_close(parameter, whole_parameters(reference)[name], rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_gradients_inside_a_step(precision: str) -> None:
     run_distributed(_check_adversarial, 2, precision)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", sampled(["32-true", "bf16-mixed"], 1))
 def test_a_unit_that_is_thawed_later(precision: str) -> None:
     run_distributed(_check_thawed, 2, precision)

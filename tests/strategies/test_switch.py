@@ -72,7 +72,11 @@ def check(tmp_path: Path, precision: str, pairs: list[tuple[str, str]]) -> None:
 
 def test_each_goes_on_with_anothers_checkpoint(tmp_path: Path) -> None:
     # One of each kind writes, and another one reads; the matrix has all pairs.
-    few = [name for name in NAMES if "hybrid" not in name and "offload" not in name and "stage_1" not in name]
+    few = [
+        name
+        for name in NAMES
+        if "hybrid" not in name and "offload" not in name and "stage_1" not in name and "grad_op" not in name
+    ]
     check(tmp_path, "bf16-mixed", list(zip(few, [*few[2:], *few[:2]], strict=True)))
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_shard import ConfigurationError
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole, whole_parameters
 from tests.strategies.everywhere import STRATEGIES, same_everywhere
@@ -155,7 +156,7 @@ class CountSteps(Indexed):
 
 
 @PRECISIONS
-@pytest.mark.parametrize("sync", ["micro_batch", "boundary"])
+@pytest.mark.parametrize("sync", sampled(["micro_batch", "boundary"], 1))
 def test_accumulation_steps_at_the_end_of_an_incomplete_window(precision: str, sync: str) -> None:
     run = same_everywhere(CountSteps, precision, options={"accumulate_sync": sync}, accumulate_grad_batches=4)
     # 6 batches in an epoch.
@@ -163,7 +164,7 @@ def test_accumulation_steps_at_the_end_of_an_incomplete_window(precision: str, s
 
 
 @PRECISIONS
-@pytest.mark.parametrize("sync", ["micro_batch", "boundary"])
+@pytest.mark.parametrize("sync", sampled(["micro_batch", "boundary"], 1))
 def test_validation_inside_an_accumulation_window(precision: str, sync: str) -> None:
     run = same_everywhere(
         CountSteps,
@@ -177,7 +178,7 @@ def test_validation_inside_an_accumulation_window(precision: str, sync: str) -> 
     assert run["notes"] == [3, 5, 3, 5]
 
 
-@pytest.mark.parametrize("sync", ["micro_batch", "boundary"])
+@pytest.mark.parametrize("sync", sampled(["micro_batch", "boundary"], 1))
 def test_accumulation_schedule(sync: str) -> None:
     run = same_everywhere(
         CountSteps,
