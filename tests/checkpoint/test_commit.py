@@ -381,7 +381,7 @@ def kill(tmp_path: Path, rounds: int, background: bool) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_killed_at_random_moments_a_whole_one_is_there(tmp_path, background):
-    kill(tmp_path, 10, background)
+    kill(tmp_path, 5, background)
 
 
 @pytest.mark.soak
