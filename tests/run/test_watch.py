@@ -22,6 +22,7 @@ from lightning_shard.cluster import watch as watching
 from lightning_shard.cluster.preflight import Place, connect
 from lightning_shard.cluster.standstill import Progress
 from lightning_shard.cluster.watch import Watch
+from tests.groups import sampled
 from tests.harness import free_port, run_distributed, until
 
 
@@ -192,7 +193,7 @@ if sys.argv[1] == "fails":
 """
 
 
-@pytest.mark.parametrize(("how", "left"), [("ends", "gone"), ("fails", "there")])
+@pytest.mark.parametrize(("how", "left"), sampled([("ends", "gone"), ("fails", "there")], 1))
 def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -> None:
     """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
     run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)

@@ -76,8 +76,8 @@ def test_manual_optimization_on_every_stage() -> None:
 
 
 def test_adapters_over_a_frozen_model() -> None:
-    ranks = check_equal(STAGES, Adapter, "bf16-mixed")
-    for engine in STAGES:
+    ranks = check_equal(["zero_2", "zero_3"], Adapter, "bf16-mixed")
+    for engine in ("zero_2", "zero_3"):
         assert {name.split(".")[0] for name in ranks[0][engine]["optimizer"]} == {"head", "shift"}
 
 
@@ -91,11 +91,13 @@ def test_models_on_the_meta_device_and_in_zero_init() -> None:
 
 @pytest.mark.parametrize("what", [pytest.param("units", marks=pytest.mark.matrix), "selective"])
 def test_activation_checkpointing_changes_no_number(what: str) -> None:
-    check_equal(STAGES, TinyLM, "bf16-mixed", strategy={"activation_checkpointing": what})
+    check_equal(
+        ["zero_3"] if what == "selective" else STAGES, TinyLM, "bf16-mixed", strategy={"activation_checkpointing": what}
+    )
 
 
 def test_low_memory_steps_bf16_parameters() -> None:
-    ranks = check_equal(STAGES, TinyLM, "bf16-true", strategy={"aligned": False})
+    ranks = check_equal(["zero_1", "zero_3"], TinyLM, "bf16-true", strategy={"aligned": False})
     values = [*ranks[0]["zero_1"]["parameters"].values(), *ranks[0]["zero_1"]["optimizer"].values()]
     assert {value.dtype for value in values} == {torch.bfloat16, torch.float32}  # fp32: Adam's step and `frozen`
     assert ranks[0]["zero_3"]["parameters"]["head.weight"].dtype == torch.bfloat16

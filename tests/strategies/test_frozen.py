@@ -146,7 +146,7 @@ def _check(kind: str, dtype: torch.dtype, names: list[str], precision: str) -> N
     ("kind", "dtype", "precision"),
     [
         ("lora", torch.bfloat16, "32-true"),
-        ("lora_low", torch.bfloat16, "bf16-mixed"),
+        pytest.param("lora_low", torch.bfloat16, "bf16-mixed", marks=pytest.mark.matrix),
         ("peft", torch.bfloat16, "bf16-mixed"),
     ],
 )

@@ -309,6 +309,7 @@ def passes(runs: Mapping[str, dict[str, Any]]) -> bool:
     return True
 
 
+@pytest.mark.matrix
 def test_accumulation_setting_changes_the_order_of_sums() -> None:
     """Or the two settings were one, and the comparisons among each of them said little."""
     each, late = (compare(2, ["full"], "32-true", trainer=TWICE, strategy=s)[0]["full"] for s in (None, BOUNDARY))

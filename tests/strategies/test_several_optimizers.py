@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, ShardDeepSpeedStrategy, full_tensor
 from lightning_shard.registry import build
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
@@ -116,7 +117,7 @@ def _different(names: list[str], kind: str, **more: Any) -> dict[str, list[str]]
     return {name: fqns for name, fqns in different.items() if fqns}
 
 
-@pytest.mark.parametrize("kind", ["toggled", "one backward", "leaks"])
+@pytest.mark.parametrize("kind", sampled(["toggled", "one backward", "leaks"], 0, 2))
 def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
 
@@ -162,7 +163,7 @@ def _resumed(saved_by: str, names: list[str], folder: Path) -> dict[str, list[st
     return {name: [f for f in wanted if not torch.equal(one[f], wanted[f])] for name, one in found.items()}
 
 
-@pytest.mark.parametrize("saved_by", [STAGES[1], FSDP])
+@pytest.mark.parametrize("saved_by", sampled([STAGES[1], FSDP], 0))
 def test_a_run_goes_on_on_another_engine(saved_by: str, tmp_path: Path) -> None:
     names = [STAGES[1], STAGES[2], FSDP]
     assert run_distributed(_resumed, 2, saved_by, names, tmp_path) == [{name: [] for name in names}] * 2

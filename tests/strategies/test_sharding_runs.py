@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardFSDPStrategy
 from lightning_shard.errors import ConfigurationError
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 from tests.strategies.regression import compare
@@ -168,6 +169,6 @@ def _check_mode(strategy: str) -> None:
         assert isinstance(module, FSDPModule)
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"])
+@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"], 1))
 def test_evaluation_is_never_in_inference_mode(strategy: str) -> None:
     run_distributed(_check_mode, 2, strategy)

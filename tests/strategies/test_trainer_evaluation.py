@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
 from tests.strategies.indexed import (
@@ -302,7 +303,7 @@ def _peeked(strategy: str, precision: str) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"])
+@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op"], 2))
 @PRECISIONS
 def test_training_goes_on_after_evaluation_in_inference_mode(strategy: str, precision: str) -> None:
     for plain, peeked in run_distributed(_peeked, 2, strategy, precision):
