@@ -101,7 +101,13 @@ def convert(
 
 
 def export(
-    path: StrPath, folder: StrPath, *, dtype: DType | None = None, module: str = "", max_shard_size: str = "5GB"
+    path: StrPath,
+    folder: StrPath,
+    *,
+    dtype: DType | None = None,
+    module: str = "",
+    ema: bool = False,
+    max_shard_size: str = "5GB",
 ) -> list[Path]:
     """Write a checkpoint's weights as safetensors files with a Hugging Face index; returns the files.
 
@@ -110,10 +116,11 @@ def export(
         folder: where to write; it is made where there is none.
         dtype: of floating-point tensors; None: as stored.
         module: FQN of a submodule to export alone, under its own names; "": all.
+        ema: write the averages of ``EMAWeightAveraging`` and its kin in the place of the weights that they are of.
         max_shard_size: bytes of tensors in a file, such as "5GB".
 
     Raises:
-        CheckpointError: nothing was written.
+        CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
         ConfigurationError: a size that is none.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", max_shard_size.strip(), re.IGNORECASE)
@@ -121,8 +128,9 @@ def export(
         raise ConfigurationError(
             f"max_shard_size is {max_shard_size!r}, but must be a number of bytes, such as 5GB or 500MB."
         )
+    stored = open_any(path, optimizers="none")
     return export_contents(
-        open_any(path, optimizers="none"),
+        stored.averaged() if ema else stored,
         folder,
         dtype=layout.torch_dtype(_DTYPES[dtype]) if dtype else None,
         module=module,

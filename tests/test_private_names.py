@@ -22,6 +22,11 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 
 # Modules, why they need them, and all the private names that they use.
 USES = {
+    "_lightning/averaging.py": (
+        "callbacks that average weights",
+        "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs _scheduler_state"
+        " _skip_backward _swap_models _use_buffers",
+    ),
     "_lightning/callbacks.py": ("what a summary counts", "_max_depth _summary"),
     "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
     "_lightning/loaders.py": (

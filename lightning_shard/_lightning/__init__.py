@@ -9,6 +9,14 @@ the run's `Replacements`, which put it back when the run ends.
 # ruff: noqa: F401
 from __future__ import annotations
 
+from lightning_shard._lightning.averaging import (
+    average_shards,
+    averaging_callbacks,
+    collects_statistics,
+    evaluates_average,
+    leave_out_copies,
+    own_averaging_hooks,
+)
 from lightning_shard._lightning.callbacks import (
     callbacks,
     count_sharded_parameters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
 from lightning.pytorch.strategies import ParallelStrategy
@@ -26,12 +26,15 @@ _REQUIRED = (
     (LightningOptimizer, "_to_lightning_optimizer"),
     (ModelCheckpoint, "file_exists _link_checkpoint"),
     (ModelSummary, "_summary _max_depth"),
+    (StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged _scheduler_state"),
+    (WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
     (ParallelStrategy, "_layer_sync"),
     (_CheckpointConnector, "resume_start"),
     (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),
     (_DatasetSamplerWrapper, "_sampler"),
     (_EvaluationLoop, "inference_mode _results"),
     (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
+    (_FitLoop, "_skip_backward"),
     (_LoggerConnector, "_callback_metrics _first_loop_iter"),
     (_Loop, "_restarting"),
     (_SignalConnector, "register_signal_handlers teardown"),

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.files.contents import Contents, in_form
-from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, TRAINER_STATE, dtype_name
+from lightning_shard.checkpoint.files.layout import (
+    AVERAGE_PREFIX,
+    MANIFEST,
+    MODEL_PREFIX,
+    OPTIMIZER_STATES,
+    TRAINER_STATE,
+    dtype_name,
+)
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
@@ -61,12 +68,13 @@ def _tensors(stored: Contents) -> list[str]:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         table.append([key, shape, dtype_name(tensor.dtype), f"{tensor.nbytes:,}"])
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
-    weights = [tensor for key, tensor in stored.tensors.items() if key not in stored.slots]
+    weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(MODEL_PREFIX)]
+    averages = [key for key in stored.tensors if key.startswith(AVERAGE_PREFIX)]
     return [
         columns(table),
         "",
         f"{len(weights)} tensors of the model with {sum(math.prod(t.shape) for t in weights):,} elements, "
-        f"{len(stored.tensors) - len(weights)} of optimizers; "
+        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}; "
         f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes",
     ]
 

@@ -21,10 +21,12 @@ from lightning_shard.checkpoint.files.boxes import StoredBoxes
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import (
+    AVERAGE_PREFIX,
     EXTRA_STATE,
     MODEL_PREFIX,
     OPTIMIZER_STATES,
     TRAINER_STATE,
+    average_key,
     model_key,
     torch_dtype,
 )
@@ -40,7 +42,7 @@ from lightning_shard.checkpoint.load_optimizers import (
     plan_optimizers,
     shared_scalars,
 )
-from lightning_shard.checkpoint.matching import LoadReport, match
+from lightning_shard.checkpoint.matching import LoadReport, Match, match
 from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.ranks import Ranks
@@ -133,14 +135,18 @@ def load_training_state(
     module: nn.Module,
     optimizers: Sequence[AnyOptimizer] = (),
     masters: Mapping[str, LiveTensor] | None = None,
+    averages: Mapping[str, Any] | None = None,
     strict: bool = True,
     configured: bool = False,
+    averaged: bool = False,
 ) -> LoadReport:
     """Load a module (wrapped or not) and its optimizers in place. All ranks call it, with any engine and mesh.
 
     Without ``optimizers`` only the module is loaded. ``masters``: FQN to what is filled in the place of the module's
-    own tensor, which stays. Each rank reads the boxes that it has, and casts where the dtype differs. With
-    ``configured``, hyperparameters of optimizers that differ from the checkpoint's stay as they are.
+    own tensor, which stays. ``averages``: FQN to what is filled with the tensor's average, if the checkpoint has
+    averages. Each rank reads the boxes that it has, and casts where the dtype differs. With ``configured``,
+    hyperparameters of optimizers that differ from the checkpoint's stay as they are. With ``averaged``, weights get
+    their averages where the checkpoint has some.
 
     Raises on every rank the same, before any tensor is changed: CheckpointMismatchError (missing, unexpected and
     reshaped keys together; with ``strict=False`` only reshaped keys, and nothing that matches at all). While tensors
@@ -156,16 +162,20 @@ def load_training_state(
         aliases = {model_key(alias): model_key(fqn) for alias, fqn in names.aliases.items()}
         stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(MODEL_PREFIX)}
         matched = match(_shapes(live), aliases, stored, found.aliases)
+        of_averages, targets = _match_averages(averages or {}, names, found)
         saved = checkpoint.trainer_state[OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
-            missing=matched.missing + plan.missing,
+            missing=matched.missing + of_averages.missing + plan.missing,
             unexpected=matched.unexpected + plan.unexpected,
+            reshaped=matched.reshaped + of_averages.reshaped,
             problems=plan.problems,
         ).judge(checkpoint.path, strict)
-        report = replace(report, overridden=tuple(plan.overridden))
-        return names, [(source, live[key]) for key, source in matched.sources.items()], plan, report
+        report = replace(report, overridden=tuple(plan.overridden), averages=bool(of_averages.sources))
+        instead = _averages_of(found) if averaged else {}
+        targets += [(instead.get(source, source), live[key]) for key, source in matched.sources.items()]
+        return names, targets, plan, report
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
 
@@ -184,6 +194,30 @@ def load_training_state(
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
+
+
+def _averages_of(found: Manifest) -> dict[str, str]:
+    """Key of each weight that has an average to the average's."""
+    return {MODEL_PREFIX + k.removeprefix(AVERAGE_PREFIX): k for k in found.tensors if k.startswith(AVERAGE_PREFIX)}
+
+
+def _match_averages(
+    averages: Mapping[str, Any], names: Names, found: Manifest
+) -> tuple[Match, list[tuple[str, LiveTensor]]]:
+    """Which stored averages go where; where there are none, nothing is missing."""
+    instead = _averages_of(found)
+    stored = {key: found.tensors[key].shape for key in instead.values()}
+    if not stored or not averages:
+        return Match(), []
+    live = {average_key(fqn): tensor for fqn, tensor in averages.items()}
+    aliases = {average_key(alias): average_key(fqn) for alias, fqn in names.aliases.items() if fqn in averages}
+    homes = {
+        AVERAGE_PREFIX + alias.removeprefix(MODEL_PREFIX): instead[key]
+        for alias, key in found.aliases.items()
+        if key in instead
+    }
+    matched = match(_shapes(live), aliases, stored, homes)
+    return matched, [(source, live[key]) for key, source in matched.sources.items()]
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,9 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     """In the checkpoint, not asked for."""
 
+    averages: bool = False
+    """Whether averages of weights were asked for, and read."""
+
     overridden: tuple[str, ...] = ()
     """Hyperparameters of optimizers that had another value here, with both, of which the first wins."""
 

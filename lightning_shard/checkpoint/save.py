@@ -17,6 +17,7 @@ from torch import nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import (
+    AVERAGE_PREFIX,
     EXTRA_STATE,
     MANIFEST,
     OPTIMIZER_PREFIX,
@@ -25,7 +26,7 @@ from lightning_shard.checkpoint.files.layout import (
     FileEntry,
     dtype_name,
 )
-from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, library_versions
+from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
@@ -46,13 +47,14 @@ def training_state(
     facts: Facts,
     leave_out: Collection[str] = (),
     masters: Mapping[str, LiveTensor] | None = None,
+    averages: Mapping[str, Any] | None = None,
 ) -> Contents:
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
     ``optimizer_states`` in ``trainer_state`` is replaced by the groups' hyperparameters, and ``module_extra_state``
     by what the module keeps beyond tensors. No ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the
     module that the checkpoint is not to have. ``masters``: FQN to what is saved in the place of the module's own
-    tensor. Buffers are the same on all ranks.
+    tensor. ``averages``: FQN to the average of the tensor. Buffers are the same on all ranks.
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
@@ -64,6 +66,7 @@ def training_state(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
         slots=states.tensors,
+        averages={fqn: average for fqn, average in (averages or {}).items() if fqn in live},
         trainer_state={**trainer_state, **own},
         facts=facts,
     )
@@ -196,6 +199,7 @@ class Begun:
             aliases=self.aliases,
             slots=plan.slots,
             files=files,
+            format_version=FORMAT_VERSION if any(key.startswith(AVERAGE_PREFIX) for key in tensors) else 3,
         )
         write_file(self.temporary / MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)

@@ -42,6 +42,7 @@ def parser() -> ShardArgumentParser:
             add("folder", type=str, help="where to write the files")
             add("--dtype", type=DType | None, default=None, help="of floating-point tensors; default: as stored")
             add("--module", type=str, default="", help="FQN of a submodule to export alone, under its own names")
+            add("--ema", type=bool, default=False, help="write averages of weights in the place of the weights")
             add("--max_shard_size", type=str, default="5GB", help="bytes of tensors in a file")
         commands.add_subcommand(name, command, help=text)
     return parser
@@ -79,7 +80,7 @@ def _convert(arguments: Mapping[str, Any]) -> str:
 def _export(arguments: Mapping[str, Any]) -> str:
     from lightning_shard.tools import export
 
-    options = {name: arguments[name] for name in ("path", "folder", "dtype", "module", "max_shard_size")}
+    options = {name: arguments[name] for name in ("path", "folder", "dtype", "module", "ema", "max_shard_size")}
     return "\n".join(str(file) for file in export(**options))
 
 

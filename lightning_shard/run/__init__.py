@@ -9,6 +9,7 @@ saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLed
 # ruff: noqa: F401
 from __future__ import annotations
 
+from lightning_shard.run.averaging import begin_averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating

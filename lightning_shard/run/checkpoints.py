@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.schedules import differing as schedules_differing
+from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.names import fqns
 
@@ -70,6 +72,7 @@ class Checkpoints(CheckpointIO):
         self._policy = policy
         self._ledger = ledger
         self._root = root
+        self.averaging: Averaging | None = None
         self.saved = []
 
     def check(self, trainer: Trainer) -> None:
@@ -127,6 +130,9 @@ class Checkpoints(CheckpointIO):
         target = Ranks.of().broadcast(os.fspath(path))
         layout.refuse_url(target)
         self.synchronize()
+        averaging = self.averaging
+        if averaging is not None:
+            checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
         with_optimizers = OPTIMIZER_STATES in checkpoint
@@ -145,6 +151,7 @@ class Checkpoints(CheckpointIO):
                 module=self._module,
                 optimizers=optimizers,
                 masters=tensors.masters(),
+                averages=None if averaging is None else averaging.tensors(),
                 trainer_state=checkpoint,
                 facts=Facts(
                     engine=self._engine.name,
@@ -158,7 +165,8 @@ class Checkpoints(CheckpointIO):
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
-        self.saver.save(target, collect, background=background and self._training)
+        with nullcontext() if averaging is None else averaging.out_of_module():
+            self.saver.save(target, collect, background=background and self._training)
 
     def synchronize(self) -> None:
         """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
@@ -271,7 +279,13 @@ class Checkpoints(CheckpointIO):
             self.remove_checkpoint(converted)
 
     def load_tensors(
-        self, *, optimizers: bool, strict: bool, schedules: Sequence[Any] = (), begins: bool = True
+        self,
+        *,
+        optimizers: bool,
+        strict: bool,
+        schedules: Sequence[Any] = (),
+        begins: bool = True,
+        averaged: bool = False,
     ) -> None:
         """Read the tensors into the live parameters, buffers and optimizer slots. All ranks call it.
 
@@ -280,6 +294,7 @@ class Checkpoints(CheckpointIO):
             strict: refuse missing and unexpected tensors.
             schedules: Lightning's configurations of schedulers, which get their state after this.
             begins: a run begins with it: of hyperparameters that differ it is said whose win.
+            averaged: weights get their averages, where the checkpoint has some.
 
         Raises:
             CheckpointError: on every rank, before anything was changed.
@@ -293,8 +308,10 @@ class Checkpoints(CheckpointIO):
                 module=self._module,
                 optimizers=tensors.optimizers() if optimizers else [],
                 masters=tensors.masters(),
+                averages=None if self.averaging is None else self.averaging.tensors(),
                 strict=strict,
                 configured=configured,
+                averaged=averaged,
             )
         finally:
             self._loading = None
@@ -319,5 +336,7 @@ class Checkpoints(CheckpointIO):
                 "resume_hyperparameters: configuration on the strategy for those."
             )
         self._engine.publish()
+        if self.averaging is not None:
+            self.averaging.loaded(state, averages=report.averages)
         if optimizers:
             self._engine.resumed()

@@ -74,7 +74,7 @@ class Data:
         self._sample_seeds = sample_seeds
         self._resumed: Mapping[str, Any] | None = None
 
-    def process(self, loader: Any, trainer: Trainer, *, coordinates: tuple[int, int]) -> Any:
+    def process(self, loader: Any, trainer: Trainer, coordinates: tuple[int, int]) -> Any:
         """Make the training loader resumable, and see that all ranks have the same number of batches, as `checked`.
 
         Lightning calls it on all ranks for each loader, after it has put a distributed sampler in. ``coordinates``:

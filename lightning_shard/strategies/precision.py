@@ -252,6 +252,8 @@ class ShardPrecision(Precision):
         It is skipped after an overflow on any rank, where the weights of all losses are 0, and as ``nonfinite`` says.
         Hooks run, and ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
+        if _lightning.collects_statistics(model.trainer):
+            return closure()  # there is nothing to step with
         engine, weights = self._now.engine, self._now.weights
 
         def closure_with_reduction() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -59,19 +59,30 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, run: str) -> None:
     """
     saving = bool(trainer.checkpoint_callbacks)
     for callback in _lightning.callbacks(trainer):
-        name = type(callback).__name__
-        # They mix DTensors with copies that were made before the module was sharded, or look for single elements.
-        if not full and isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+        if not isinstance(callback, ModelPruning):
+            continue
+        # It looks for single elements.
+        if not full:
             raise ConfigurationError(
-                f"{name} works on whole parameters, which {run} does not have. Use shard_ddp with precision "
-                "'32-true'; or, to average weights, keep clones of self.parameters() in your module and update them in "
-                "on_train_batch_end, since clones are sharded as the parameters are."
+                f"ModelPruning works on whole parameters, which {run} does not have. Use shard_ddp with precision "
+                "'32-true'."
             )
-        if saving and isinstance(callback, WeightAveraging | ModelPruning):
+        if saving:
             raise ConfigurationError(
-                f"{name} writes other tensors than the module's own into the checkpoint, which the portable checkpoint "
-                "has no place for. Set enable_checkpointing: false and save the result after the fit, or remove the "
-                "callback."
+                "ModelPruning writes other tensors than the module's own into the checkpoint, which the portable "
+                "checkpoint has no place for. Set enable_checkpointing: false and save the result after the fit, or "
+                "remove the callback."
+            )
+    averaging = _lightning.averaging_callbacks(trainer)
+    if len(averaging) > 1:
+        names = " and ".join(type(callback).__name__ for callback in averaging)
+        raise ConfigurationError(f"{names} average the same weights, but a checkpoint has one average. Keep one.")
+    for callback in averaging:
+        if own := _lightning.own_averaging_hooks(callback):
+            raise ConfigurationError(
+                f"{type(callback).__name__} has its own {' and '.join(own)}, which would not be called: Lightning's "
+                "copies the whole module, and averages lie in shards here. Put it into another hook, such as "
+                "on_fit_start."
             )
 
 

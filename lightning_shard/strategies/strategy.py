@@ -193,6 +193,7 @@ class ShardStrategy(ParallelStrategy):
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
         _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
         _lightning.keep_order(self._replacements, trainer)
+        _lightning.leave_out_copies(self._replacements, trainer)
         parts.take_over_resuming(self._replacements, trainer, self._identity, self.checkpoints)
         parts.take_over_signals(self._replacements, trainer, self._preemption)
         super().setup_environment()
@@ -261,6 +262,7 @@ class ShardStrategy(ParallelStrategy):
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
         self.checkpoints.check(trainer)
+        self.checkpoints.averaging = parts.begin_averaging(self._replacements, trainer, engine)
         self._ledger.start_of_fit(self.optimizers)
         warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
@@ -284,8 +286,7 @@ class ShardStrategy(ParallelStrategy):
         """The engines move the module, one unit at a time."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        coordinates = self._processes.data_parallel_coordinates
-        return self._data.process(dataloader, self._module.trainer, coordinates=coordinates)
+        return self._data.process(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
 
     # Steps
 
@@ -435,7 +436,8 @@ class ShardStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         resuming = self._fits and OPTIMIZER_STATES in checkpoint
-        self.checkpoints.load_tensors(optimizers=resuming, strict=strict, schedules=self.lr_scheduler_configs)
+        schedules, averaged = self.lr_scheduler_configs, _lightning.evaluates_average(self._module.trainer)
+        self.checkpoints.load_tensors(optimizers=resuming, strict=strict, schedules=schedules, averaged=averaged)
         if resuming:
             self._data.resume(checkpoint)
 

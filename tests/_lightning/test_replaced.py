@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -65,7 +65,8 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     fit = trainer.fit_loop
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    yield from (c for c in trainer.callbacks if isinstance(c, ModelCheckpoint | ModelSummary))
+    kinds = ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
+    yield from (c for c in trainer.callbacks if isinstance(c, kinds))
     yield grad_norm
     yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
@@ -130,14 +131,14 @@ class Interrupted(TinyLM):
         super().validation_step(batch, batch_idx)
 
 
-def _run(strategy: Any, module: TinyLM, ckpt_path: str | None = None, **settings: Any) -> dict[str, Any]:
+def _run(strategy: Any, module: TinyLM, ckpt_path: str | None = None, *more: Any, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     saves = ModelCheckpoint("saves", "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
     looks = Looks()
     trainer = quiet_trainer(
         strategy=strategy,
         default_root_dir="runs",
-        callbacks=[looks, saves, ModelSummary(), ThroughputCallback(every_n_steps=1)],
+        callbacks=[looks, saves, ModelSummary(), ThroughputCallback(every_n_steps=1), *more],
         enable_checkpointing=True,
         enable_model_summary=True,
         num_sanity_val_steps=1,
@@ -164,11 +165,17 @@ def _runs() -> list[dict[str, Any]]:
     return [
         _run(ddp(), Interrupted(fails_at=3), limit_val_batches=0),
         # In mid-epoch, and where only the epoch's end is left.
-        _run(ddp(), Interrupted(), "saves/step=1.ckpt"),
+        _run(ddp(), Interrupted(), "saves/step=1.ckpt", WeightAveraging()),
         _run(ddp(), Interrupted(), "saves/step=2.ckpt", limit_val_batches=0),
         _run(ddp(), Interrupted(told_in_validation=2), **last_validation),
         _run(ddp(), Interrupted(), **last_validation),
-        _run(ShardDeepSpeedStrategy(stage=3), Interrupted(), val_check_interval={"hours": 1}),
+        _run(
+            ShardDeepSpeedStrategy(stage=3),
+            Interrupted(),
+            None,
+            StochasticWeightAveraging(0.1, swa_epoch_start=1),
+            val_check_interval={"hours": 1},
+        ),
     ]
 
 

@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
     ModelPruning,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     TQDMProgressBar,
     WeightAveraging,
 )
@@ -309,61 +309,60 @@ def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
     assert moved == [{"head"}, {"backbone", "head"}, {"backbone"} if kind == "refreeze" else {"backbone", "head"}]
 
 
-# What keeps or changes whole parameters
+# What changes single elements
 
 
-def _averaged(strategy: str, precision: str, kind: str, **flags: Any) -> dict[str, Tensor]:
+def _pruned(strategy: str, precision: str, **flags: Any) -> dict[str, Tensor]:
     module = build()
     pruned = [(module.body[0], "weight"), (module.body[2], "weight")]
-    callbacks = {
-        "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1),
-        "averaging": lambda: WeightAveraging(),
-        "pruning": lambda: ModelPruning("l1_unstructured", pruned, amount=0.5, use_lottery_ticket_hypothesis=False),
-    }
-    trainer = quiet_trainer(
-        strategy=strategy, precision=precision, max_epochs=3, callbacks=[callbacks[kind]()], **flags
-    )
+    callback = ModelPruning("l1_unstructured", pruned, amount=0.5, use_lottery_ticket_hypothesis=False)
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_epochs=3, callbacks=[callback], **flags)
     trainer.fit(module, data(), data())
     return whole_parameters(module)
 
 
-KINDS = pytest.mark.parametrize("kind", ["swa", "averaging", "pruning"])
-
-
-@KINDS
-def test_callbacks_on_whole_parameters_work_where_parameters_are_whole(kind: str) -> None:
-    one, other = run_distributed(_averaged, 2, "shard_ddp", "32-true", kind)
-    plain, _ = run_distributed(_fit_plainly, 2)
+def test_pruning_works_where_parameters_are_whole() -> None:
+    one, other = run_distributed(_pruned, 2, "shard_ddp", "32-true")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    if kind == "pruning":
-        zeros = sum(int((one[f"body.{i}.weight"] == 0).sum()) for i in (0, 2))
-        # Half of what is left, in each of three epochs.
-        assert zeros == (24 + 64) * (1 - 0.5**3)
-    else:
-        assert all(not torch.equal(one[name], plain[name]) for name in one)
+    zeros = sum(int((one[f"body.{i}.weight"] == 0).sum()) for i in (0, 2))
+    # Half of what is left, in each of three epochs.
+    assert zeros == (24 + 64) * (1 - 0.5**3)
 
 
-def _fit_plainly() -> dict[str, Tensor]:
-    module = build()
-    quiet_trainer(strategy="shard_ddp", max_epochs=3).fit(module, data(), data())
-    return whole_parameters(module)
-
-
-@KINDS
-def test_callbacks_on_whole_parameters_are_refused_where_parameters_are_cut(kind: str) -> None:
+def test_pruning_is_refused_where_parameters_are_cut() -> None:
     for strategy, precision in (("shard_fsdp", "32-true"), ("shard_ddp", "bf16-mixed")):
-        for error, message in run_distributed(refusal, 2, _averaged, strategy, precision, kind):
+        for error, message in run_distributed(refusal, 2, _pruned, strategy, precision):
             assert error == "ConfigurationError"
             assert "works on whole parameters, which Shard" in message
 
 
-@pytest.mark.parametrize("kind", ["averaging", "pruning"])
-def test_callbacks_that_rewrite_checkpoints_are_refused(kind: str) -> None:
-    for error, message in run_distributed(
-        refusal, 2, _averaged, "shard_ddp", "32-true", kind, enable_checkpointing=True
-    ):
+def test_pruning_is_refused_where_it_rewrites_checkpoints() -> None:
+    for error, message in run_distributed(refusal, 2, _pruned, "shard_ddp", "32-true", enable_checkpointing=True):
         assert error == "ConfigurationError"
         assert "writes other tensors than the module's own into the checkpoint" in message
+
+
+class Loading(EMAWeightAveraging):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+
+
+def _averaged(kind: str) -> None:
+    callbacks = {"two": [EMAWeightAveraging(), WeightAveraging()], "own": [Loading()]}[kind]
+    quiet_trainer(strategy="shard_fsdp", callbacks=callbacks, max_epochs=1).fit(build(), data())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("two", "EMAWeightAveraging and WeightAveraging average the same weights"),
+        ("own", "Loading has its own setup, which would not be called"),
+    ],
+)
+def test_averages_that_cannot_be_had_are_refused(kind: str, said: str) -> None:
+    for error, message in run_distributed(refusal, 2, _averaged, kind):
+        assert error == "ConfigurationError"
+        assert said in message
 
 
 class Thawed(Refreezing):

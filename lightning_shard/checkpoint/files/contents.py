@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from lightning_shard.checkpoint.files.layout import SlotName, model_key
+from lightning_shard.checkpoint.files.layout import (
+    AVERAGE_PREFIX,
+    AVERAGING_STATE,
+    MODEL_PREFIX,
+    SlotName,
+    average_key,
+    model_key,
+)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
@@ -71,12 +78,36 @@ class Contents:
     slots: Mapping[str, SlotName] = field(default_factory=dict)  # Key of each tensor of optimizer state to what it is.
     form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
 
+    def averaged(self) -> Contents:
+        """The same with averages in the place of the weights that they are of.
+
+        Raises CheckpointError where there are none, or no update is in them yet.
+        """
+        averages = {key: tensor for key, tensor in self.tensors.items() if key.startswith(AVERAGE_PREFIX)}
+        if not averages or not int(self.trainer_state.get(AVERAGING_STATE, {}).get("n_averaged", 1)):
+            raise CheckpointError(
+                "the checkpoint has no averages of weights"
+                + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")
+            )
+        tensors = {
+            k: averages.get(f"{AVERAGE_PREFIX}{k.removeprefix(MODEL_PREFIX)}", t) for k, t in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
+
     @staticmethod
     def of(
-        weights: Mapping[str, Any], aliases: Mapping[str, str], slots: Mapping[SlotName, Any], **rest: Any
+        weights: Mapping[str, Any],
+        aliases: Mapping[str, str],
+        slots: Mapping[SlotName, Any],
+        averages: Mapping[str, Any] | None = None,
+        **rest: Any,
     ) -> Contents:
-        """From weights by FQN, FQNs of tied names to those in ``weights``, and optimizer state; ``rest``: as here."""
+        """From weights and averages by FQN, FQNs of tied names to those in ``weights``, and optimizer state.
+
+        ``rest``: as here.
+        """
         tensors = {model_key(fqn): tensor for fqn, tensor in weights.items()}
+        tensors |= {average_key(fqn): tensor for fqn, tensor in (averages or {}).items()}
         return Contents(
             tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}},
             aliases={model_key(alias): model_key(fqn) for alias, fqn in aliases.items()},

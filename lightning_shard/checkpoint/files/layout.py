@@ -5,8 +5,8 @@
 ``weights_only=True``) and ``manifest.json``. The manifest is written last: a directory without a valid one is not a
 checkpoint.
 
-Tensor keys are ``model.<fqn>`` and ``optimizer.<i>.<fqn>.<slot>``. FQNs and slots have dots: what a key of the second
-kind stands for is in the manifest (`SlotName`) and is not read from the key.
+Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages of weights, ``average.<fqn>``. FQNs and
+slots have dots: what a key of the second kind stands for is in the manifest (`SlotName`) and is not read from the key.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ DATA_SUFFIX = ".distcp"
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
+AVERAGE_PREFIX = "average."
 
 OPTIMIZER_STATES = "optimizer_states"
 """Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""
 
 EXTRA_STATE = "module_extra_state"
 """Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers."""
+
+AVERAGING_STATE = "averaging_state"
+"""Key in ``trainer.pt``, Lightning's own, of how many updates (``n_averaged``) are in the averages of weights."""
 
 _TEMPORARY, _ASIDE = "tmp", "old"
 
@@ -66,6 +70,11 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
 def model_key(fqn: str) -> str:
     """Key of a parameter or persistent buffer."""
     return f"{MODEL_PREFIX}{fqn}"
+
+
+def average_key(fqn: str) -> str:
+    """Key of the average of a parameter or persistent buffer."""
+    return f"{AVERAGE_PREFIX}{fqn}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from lightning_shard.checkpoint.files.layout import (
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 FORMAT = "lightning_shard.checkpoint"
-FORMAT_VERSION = 3
-"""Version 1 had no ``slots``, version 2 no ``boxes.bin``."""
+FORMAT_VERSION = 4
+"""Version 1 had no ``slots``, version 2 no ``boxes.bin``, version 3 no averages; without them it is still written."""
 
 _MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor, in_form
-from lightning_shard.checkpoint.files.layout import EXTRA_STATE, MODEL_PREFIX, OPTIMIZER_STATES, SlotName
+from lightning_shard.checkpoint.files.layout import (
+    AVERAGE_PREFIX,
+    AVERAGING_STATE,
+    EXTRA_STATE,
+    MODEL_PREFIX,
+    OPTIMIZER_STATES,
+    SlotName,
+)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
@@ -64,7 +71,8 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     state = dict(stored.trainer_state)
     extra = state.pop(EXTRA_STATE, {})
     saved = state.pop(OPTIMIZER_STATES, None)
-    weights = {key.removeprefix(MODEL_PREFIX): t for key, t in stored.tensors.items() if key not in stored.slots}
+    weights = {k.removeprefix(MODEL_PREFIX): t for k, t in stored.tensors.items() if k.startswith(MODEL_PREFIX)}
+    averages = {k.removeprefix(AVERAGE_PREFIX): t for k, t in stored.tensors.items() if k.startswith(AVERAGE_PREFIX)}
     tied = {alias.removeprefix(MODEL_PREFIX): stored.tensors[key] for alias, key in stored.aliases.items()}
     facts = asdict(stored.facts)
     facts.pop("run")
@@ -81,7 +89,28 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
         state[OPTIMIZER_STATES] = [_stock_optimizer(part, slots, index) for index, part in enumerate(saved)]
     if "fit_loop" in state.get("loops", {}):
         state["loops"] = _without_loader_positions(state["loops"])
-    return {**state, "state_dict": {**weights, **tied, **extra}, NOTES: notes}
+    own = {**weights, **tied, **extra}
+    if averages:
+        names = {fqn: key.removeprefix(MODEL_PREFIX) for fqn, key in zip(tied, stored.aliases.values(), strict=True)}
+        state, own = _with_averages(state, own, {fqn: averages.get(names.get(fqn, fqn), t) for fqn, t in own.items()})
+    return {**state, "state_dict": own, NOTES: notes}
+
+
+def _with_averages(
+    state: dict[str, Any], own: dict[str, Any], averaged: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state and the state dict of the module, with averages where the callback that took them looks for them."""
+    callbacks = dict(state.get("callbacks", {}))
+    for name, saved in callbacks.items():
+        if _is_stochastic(saved):
+            callbacks[name] = {**saved, "average_model_state": averaged}
+            return {**state, "callbacks": callbacks}, own
+    return {**state, "current_model_state": own}, averaged
+
+
+def _is_stochastic(saved: Any) -> bool:
+    """Whether a callback's state is that of ``StochasticWeightAveraging``, which has averages in it."""
+    return isinstance(saved, Mapping) and isinstance(saved.get("average_model_state"), Mapping)
 
 
 def _without_loader_positions(loops: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +175,13 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
     notes = materialize(tree.pop(NOTES, {}))
     if notes:
         names = ModuleNames(tensors=set(notes["tensors"]), optimizers=notes["optimizers"])
-    weights, aliases, extra = _module_tensors(tree.pop("state_dict"), names)
+    own, averaged = tree.pop("state_dict"), {}
+    if "current_model_state" in tree and AVERAGING_STATE in tree:
+        own, averaged = tree.pop("current_model_state"), own
+    for saved in filter(_is_stochastic, tree.get("callbacks", {}).values()):
+        averaged, saved["average_model_state"] = saved["average_model_state"], {}
+    weights, aliases, extra = _module_tensors(own, names)
+    averages = {fqn: average for fqn, average in averaged.items() if fqn in weights}
     states = tree.pop(OPTIMIZER_STATES, None)
     state = materialize(tree)
     state[EXTRA_STATE] = materialize(extra)
@@ -164,7 +199,7 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
         world_size=notes.get("world_size", 1),
         versions=notes.get("versions", {"lightning": str(tree.get("pytorch-lightning_version", "unknown"))}),
     )
-    return Contents.of(form=FULL, facts=facts, weights=weights, aliases=aliases, slots=slots, trainer_state=state)
+    return Contents.of(weights, aliases, slots, averages, form=FULL, facts=facts, trainer_state=state)
 
 
 def _module_tensors(

@@ -1,0 +1,271 @@
+"""Averages of weights: on every engine bit by bit those of Lightning's callbacks under its own DDP."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_shard import full_tensor
+from lightning_shard.checkpoint.inspect import describe
+from lightning_shard.checkpoint.load import open_portable
+from lightning_shard.errors import CheckpointError
+from lightning_shard.strategies.strategy import ShardStrategy
+from lightning_shard.tools import convert, export
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+
+DECAY = 0.7
+ENGINES = [
+    "shard_fsdp",
+    "shard_deepspeed_stage_2",
+    *(
+        pytest.param(name, marks=pytest.mark.matrix)
+        for name in (
+            *("shard_ddp", "shard_fsdp_grad_op", "shard_fsdp_offload", "shard_fsdp_hybrid", "shard_fsdp_aligned"),
+            *("shard_deepspeed_stage_0", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"),
+            *("shard_deepspeed_stage_2_offload", "shard_deepspeed_stage_3_offload"),
+        )
+    ),
+]
+
+
+class Net(pl.LightningModule):
+    """Odd sizes, running statistics, a frozen parameter, a tied one, a buffer that is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 7))
+        self.head = nn.Linear(7, 1)
+        self.body.append(nn.Linear(7, 7))
+        self.body[4].bias = self.body[3].bias
+        self.frozen = nn.Parameter(torch.full((3,), 0.3), requires_grad=False)
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+        self.seen: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        (x,) = batch
+        return (self.head(self.body(x * self.frozen)).float() - x.sum(-1, keepdim=True)).square().mean()
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        self.passing += 1
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.loss(batch))
+        self.seen.append(self.passing.clone())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+class Watched(pl.Callback):
+    """The full parameters, and the buffers, in each validation and at the end; what rank 0's validation logged."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+        self.logged: list[float] = []
+
+    def _note(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        ours = isinstance(trainer.strategy, ShardStrategy)
+        parameters = {n: full_tensor(trainer, n) if ours else p.clone() for n, p in module.named_parameters()}
+        self.states.append({**parameters, **{n: b.clone() for n, b in module.named_buffers()}})
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self._note(trainer, module)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.logged.append(trainer.callback_metrics["val"].item())
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._note(trainer, module)
+
+
+def averaging(kind: str) -> pl.Callback:
+    if kind.startswith("ema"):
+        return EMAWeightAveraging(decay=0.9 if kind == "ema_0.9" else DECAY)
+    if kind == "stochastic":
+        return StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)
+    options = {"mean": {}, "multi": {"multi_avg_fn": get_ema_multi_avg_fn(DECAY), "use_buffers": False}}
+    return WeightAveraging(device="cpu", **options[kind])
+
+
+def fit(strategy: str, kind: str = "ema", path: str | None = None, save: str | None = None, **flags: Any) -> Any:
+    pl.seed_everything(1, verbose=False)
+    module, watched = Net(), Watched()
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    # Lightning's own sampler would shuffle.
+    loader = DataLoader(TensorDataset(x), batch_size=4, sampler=DistributedSampler(x, shuffle=False))
+    saver = ModelCheckpoint(
+        dirpath=Path(save or ".").parent,
+        filename=Path(save or "").name + "-{step}",
+        every_n_train_steps=3,
+        save_top_k=-1,
+    )
+    callbacks = [*([averaging(kind)] if kind != "none" else []), watched, *([saver] if save else [])]
+    flags = {"num_sanity_val_steps": 0, "limit_val_batches": 1, "max_epochs": 2, **flags}
+    trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, enable_checkpointing=bool(save), **flags)
+    trainer.fit(module, loader, loader, ckpt_path=path)
+    return watched.states, watched.logged, trainer
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def _both(strategy: str, kind: str, **flags: Any) -> Any:
+    return [fit(name, kind, **flags)[:2] for name in ("ddp", strategy)]
+
+
+@pytest.mark.parametrize("strategy", ENGINES)
+def test_an_average_is_that_of_stock_ddp(strategy: str) -> None:
+    for kind in ("ema", "mean", "multi"):
+        ((stock, logged), (ours, seen)), (_, (other, _)) = run_distributed(_both, 2, strategy, kind)
+        assert logged == seen
+        # Two validations, and the end of the fit.
+        assert [differing(*pair) for pair in zip(stock, ours, strict=True)] == [[]] * 3
+        assert [differing(*pair) for pair in zip(ours, other, strict=True)] == [[]] * 3
+
+
+def _others(strategies: list[str], kinds: list[str], precision: str) -> Any:
+    return [fit(name, kind, precision=precision)[0] for name in strategies for kind in kinds]
+
+
+def _stochastic(strategies: list[str], folder: str) -> Any:
+    """Fits of three epochs and one that collects running statistics; with the second last, from after two."""
+    found = [fit(name, "stochastic", save=f"{folder}/{name}", max_epochs=3)[0] for name in strategies]
+    path = f"{folder}/{strategies[-1]}-step=6.ckpt"
+    return found, [fit(name, "stochastic", path=path, max_epochs=3)[0] for name in strategies[1:]]
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ["ddp", "shard_deepspeed_stage_2", "shard_fsdp"],
+        pytest.param(["ddp", "shard_fsdp_grad_op", "shard_ddp"], marks=pytest.mark.matrix),
+        pytest.param(["ddp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"], marks=pytest.mark.matrix),
+    ],
+)
+def test_stochastic_weight_averaging_is_that_of_stock_ddp(strategies: list[str], tmp_path: Path) -> None:
+    (((stock, *ours), resumed), _) = run_distributed(_stochastic, 2, strategies, str(tmp_path))
+    for states in ours:
+        assert [differing(*pair) for pair in zip(stock, states, strict=True)] == [[]] * 5
+    # A buffer that is in no checkpoint begins anew.
+    assert [differing(stock[-1], states[-1]) for states in resumed] == [["passing"]] * 2
+
+
+def test_another_decay_gives_another_average() -> None:
+    ((one, other), _) = run_distributed(_others, 2, ["shard_fsdp"], ["ema", "ema_0.9"], "32-true")
+    trained = [name for name, _ in Net().named_parameters() if name != "frozen"]
+    assert all(set(trained) <= set(differing(*pair)) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "shard_deepspeed_stage_2_aligned",
+        *(
+            pytest.param(f"{name}_aligned", marks=pytest.mark.matrix)
+            for name in ("shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3", "shard_fsdp_offload")
+        ),
+    ],
+)
+def test_averages_are_of_masters_in_bf16(strategy: str) -> None:
+    ((one, other), _) = run_distributed(_others, 2, ["shard_ddp_aligned", strategy], ["ema"], "bf16-mixed")
+    assert [differing(*pair) for pair in zip(one, other, strict=True)] == [[]] * 3
+    assert one[0]["body.0.weight"].dtype == torch.float32
+    assert not torch.equal(one[0]["body.0.weight"], one[0]["body.0.weight"].bfloat16().float())
+
+
+# Checkpoints
+
+
+def _saved(folder: str) -> Any:
+    """The last states of fits that save after three of six steps; how much of the averages this rank has."""
+    stock = fit("ddp", save=f"{folder}/stock")[0]
+    ours, _, trainer = fit("shard_fsdp", save=f"{folder}/ours")
+    averages = trainer.strategy.checkpoints.averaging.tensors()
+    own = sum(box.numel() for name, average in averages.items() if "running" not in name for box in average.values)
+    fit("shard_deepspeed_stage_2", "none", save=f"{folder}/without")
+    return stock[1:], ours[1:], own
+
+
+def _resumed(runs: list[tuple[str, str, str]]) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [fit(strategy, kind, path=path)[0][-2:] for strategy, kind, path in runs]
+    return found, [str(warning.message) for warning in caught]
+
+
+def _validated(runs: list[tuple[str, str, str]]) -> Any:
+    found = []
+    for strategy, kind, path in runs:
+        watched = Watched()
+        callbacks = [watched, *([averaging(kind)] if kind != "none" else [])]
+        trainer = quiet_trainer(strategy=strategy, callbacks=callbacks)
+        trainer.validate(
+            Net(), DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2), ckpt_path=path, verbose=False
+        )
+        found.append(watched.states[0])
+    return found
+
+
+def test_an_average_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    (stock, ours, one), (_, _, other) = run_distributed(_saved, 2, str(tmp_path))
+    assert [differing(*pair) for pair in zip(stock, ours, strict=True)] == [[]] * 2
+    # Each rank has its half; rows are not cut.
+    sizes = [p.numel() for p in Net().parameters()]
+    assert max(one, other) < sum(sizes)
+    assert one + other < sum(sizes) + 20
+    files = {name: str(tmp_path / f"{name}-step=3.ckpt") for name in ("stock", "ours", "without", "full")}
+    assert convert(files["ours"], files["full"]).form == "full"
+    average = torch.load(files["stock"], weights_only=False)["state_dict"]
+    del average["body.4.bias"]  # tied
+
+    # On another engine, from stock Lightning's file, and by stock Lightning from ours.
+    runs = [
+        ("shard_deepspeed_stage_2", "ema", files["ours"]),
+        ("shard_ddp", "ema", files["stock"]),
+        ("ddp", "ema", files["full"]),
+    ]
+    (found, _), _ = run_distributed(_resumed, 2, runs)
+    # A buffer that is in no checkpoint begins anew.
+    assert [differing(stock[-1], states[-1]) for states in found] == [["passing"]] * 3
+    # At another world size.
+    runs = [("shard_ddp", "ema", files["ours"]), ("shard_fsdp", "ema", files["ours"])]
+    (((one_by_ddp, one_by_fsdp), _),) = run_distributed(_resumed, 1, runs)
+    assert [differing(*pair) for pair in zip(one_by_ddp, one_by_fsdp, strict=True)] == [[]] * 2
+    assert "head.weight" in differing(one_by_ddp[-1], stock[-1])
+
+    # Without the callback it is the weights that go on, and without averages these begin with the weights.
+    (((weights, begun), said), _) = run_distributed(
+        _resumed, 2, [("shard_fsdp", "none", files["ours"]), ("shard_fsdp", "ema", files["without"])]
+    )
+    assert "head.weight" in differing(weights[-1], stock[-1])
+    assert "head.weight" in differing(begun[-1], weights[-1])
+    assert len([text for text in said if "has no averages of weights: they begin with its weights" in text]) == 1
+
+    # What is evaluated and exported.
+    runs = [(name, kind, files["ours"]) for name, kind in (("shard_fsdp", "ema"), ("shard_ddp", "none"))]
+    ((averaged, plain), _) = run_distributed(_validated, 2, runs)
+    assert not [name for name in average if not torch.equal(averaged[name], average[name])]
+    assert "head.weight" in differing(averaged, plain)
+    export(files["ours"], tmp_path / "average", ema=True)
+    export(files["ours"], tmp_path / "weights")
+    exported = load_file(tmp_path / "average" / "model.safetensors")
+    assert differing(exported, average) == []
+    assert "head.weight" in differing(load_file(tmp_path / "weights" / "model.safetensors"), average)
+    with pytest.raises(CheckpointError, match="has no averages of weights; callbacks such as EMAWeightAveraging"):
+        export(files["without"], tmp_path / "none", ema=True)
+    assert "13 tensors of the model with" in (text := describe(files["ours"], open_portable(files["ours"])))
+    assert ", 13 averages;" in text
