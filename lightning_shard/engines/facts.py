@@ -19,7 +19,6 @@ class _Replicated:
     # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
     sharded: ClassVar[frozenset[str]] = frozenset()
     shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
-    offloaded: ClassVar[frozenset[str]] = frozenset()  # Kinds that are resident in host memory or on NVMe.
     # Whether the same engine can shard inside each node and replicate across nodes.
     can_become_hybrid: ClassVar[bool] = False
 
@@ -67,11 +66,6 @@ class FSDPFacts:
         return self.shard
 
     @property
-    def offloaded(self) -> frozenset[str]:
-        """Kinds that are resident in host memory."""
-        return self.sharded if self.cpu_offload else frozenset()
-
-    @property
     def can_become_hybrid(self) -> bool:
         """Whether this is full sharding, over all ranks."""
         return self.replicate == 1
@@ -117,12 +111,6 @@ class DeepSpeedFacts:
     def shards(self) -> int:
         """Over how many ranks `sharded` kinds are sharded."""
         return self.ranks
-
-    @property
-    def offloaded(self) -> frozenset[str]:
-        """Kinds that are resident in host memory or on NVMe."""
-        stepped = {"masters", "optimizer", "gradients"} if self.optimizer_device != "none" else set()
-        return frozenset(stepped | ({"parameters"} if self.param_device != "none" else set()))
 
     @property
     def forward_uses_shards(self) -> bool:

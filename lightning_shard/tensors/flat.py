@@ -25,7 +25,6 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
     start: int  # Where it begins in the slice that it is a part of, in elements.
 
     @property
@@ -145,7 +144,6 @@ class FlatMember:
     """Which slice of a parameter lies where in this rank's flat tensor."""
 
     fqn: str
-
     shape: Sequence[int]  # The full parameter's shape.
     offset: int = 0  # Where the slice begins in the flat tensor, in elements.
     start: int = 0  # Where the slice begins in the parameter's row-major order, in elements.
@@ -196,7 +194,6 @@ class FlatOptimizer:
     """An optimizer that steps flat tensors. Its ``param_groups[i]["params"]`` is never looked at."""
 
     optimizer: Optimizer
-
     groups: Sequence[FlatGroup]  # In the order of the parameter groups.
 
 

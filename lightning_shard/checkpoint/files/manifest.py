@@ -62,7 +62,6 @@ class Manifest:
     """The contents of ``manifest.json``."""
 
     facts: Facts
-
     tensors: Mapping[str, TensorEntry]  # Key to global shape and dtype; each tensor once.
     aliases: Mapping[str, str]  # Key of a tied name to the key under which its tensor is stored.
     slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state to what it is.

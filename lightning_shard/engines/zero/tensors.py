@@ -108,11 +108,10 @@ def zero_tensors(
     module needs from then on. ``frozen``: loaded values on the host, beside the module's parameters as masters are.
     """
     stage_3 = layout.kind(zero) == layout.STAGE_3
-    offloaded = bool(getattr(zero, "offload_optimizer" if stage_3 else "cpu_offload", False))
     parameters = list(module.parameters()) if parameters is None else parameters
     for parameter in parameters:
         yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
-    stepping = "host" if offloaded else "device"
+    stepping = "host" if layout.is_offloaded(zero) else "device"
     flats = list(layout.flats(zero))
     memories = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
     yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)

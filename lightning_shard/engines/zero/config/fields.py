@@ -175,7 +175,6 @@ class RunFacts(PlannedRun):
     """What the configuration of a run may ask for; ``optimizer`` has a ``type`` where an optimizer exists."""
 
     trainer: TrainerFacts = field(default_factory=TrainerFacts)
-
     total_steps: int | None = None  # Optimizer steps of the whole fit, where they are known.
     hidden_size: int | None = None  # The model's hidden size, the largest of several, where its configuration says it.
     number_of_parameters: int | None = None  # Elements of all parameters, unsharded.
