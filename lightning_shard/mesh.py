@@ -101,6 +101,19 @@ def build_mesh(shape: tuple[int, int], *, device_type: str, timeout: timedelta =
     return mesh
 
 
+def shard_group_of_its_own(mesh: DeviceMesh, purpose: str) -> dist.ProcessGroup:
+    """Another group over the ranks of this rank's ``shard`` group, one for all runs. All ranks call it."""
+
+    def make() -> dist.ProcessGroup:
+        groups = [dist.new_group(row) for row in mesh.mesh.tolist()]
+        return groups[mesh[REPLICATE].get_local_rank()]
+
+    group: dist.ProcessGroup = beside_default((purpose, tuple(mesh.shape)), make)
+    if (timeout := beside_default("timeout", lambda: None)) is not None:
+        distributed_c10d._set_pg_timeout(timeout, group)
+    return group
+
+
 def data_parallel_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     """``(number of data-parallel ranks, this rank's index among them)``: each rank reads its own data."""
     replicate, shard = mesh[REPLICATE], mesh[SHARD]

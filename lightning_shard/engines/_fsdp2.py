@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -59,6 +60,16 @@ def expect_gradients(root: nn.Module) -> None:
         if len(dtypes) == 1:
             group._orig_dtype = dtypes.pop()
             group._reduce_dtype = group.mp_policy.reduce_dtype
+
+
+def reduce_over(root: nn.Module, group: ProcessGroup) -> None:
+    """Reduce the gradients of all units below ``root`` over ``group``, of their ranks, and not over the gathers'.
+
+    As ``set_separate_reduce_scatter_group``, which makes a group in each run that waits for torch's own timeout.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and (unit := _group_of(module)) is not None:
+            unit.mesh_info.reduce_scatter_process_group = group
 
 
 def leave_inputs_alone(module: FSDPModule) -> None:

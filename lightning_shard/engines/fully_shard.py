@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from lightning_shard.engines._fsdp2 import reduce_over
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import FORWARD_METHODS, ApplyUnit, FSDP2Engine, UnitOptions
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.errors import MeshError
-from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh
+from lightning_shard.errors import ConfigurationError, MeshError
+from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
+
+_OF_NEWER_TORCH = {
+    "separate_reduce_scatter": "set_separate_reduce_scatter_group",
+    "symmetric_memory": "set_symm_mem_for_comm",
+}
 
 
 class FullyShard(FSDP2Engine):
@@ -32,13 +39,24 @@ class FullyShard(FSDP2Engine):
         cpu_offload: bool,
         at_boundary: bool,
         methods: Sequence[str] = FORWARD_METHODS,
+        separate_reduce_scatter: bool = False,
+        symmetric_memory: bool = False,
     ) -> None:
         """With ``cpu_offload`` parameters, gradients and optimizer state are on the host, and stepped there."""
         super().__init__(units, forward, at_boundary=at_boundary, methods=methods)
         self._mesh = mesh
         self._cpu_offload = cpu_offload
+        self._separate_reduce_scatter = separate_reduce_scatter
+        self._symmetric_memory = symmetric_memory
 
     def check(self, run: PlannedRun) -> None:
+        for option, method in _OF_NEWER_TORCH.items():
+            if getattr(self, f"_{option}") and not hasattr(FSDPModule, method):
+                raise ConfigurationError(f"{option} is true, but torch {torch.__version__} has no {method} yet.")
+        if self._symmetric_memory and run.device_type != "cuda":
+            raise ConfigurationError(
+                f"symmetric_memory is true, but it is NCCL's, and this run is on {run.device_type}. Set it to false."
+            )
         size = self._shape(run)[1]
         ranks = self._units.reshard_after_forward
         if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
@@ -70,7 +88,19 @@ class FullyShard(FSDP2Engine):
             cpu_offload=self._cpu_offload,
             at_boundary=self._at_boundary,
             forward_methods=self._methods,
+            separate_reduce_scatter=self._separate_reduce_scatter,
+            symmetric_memory=self._symmetric_memory,
         )
+
+    def prepare(self, module: nn.Module, run: Run) -> nn.Module:
+        prepared = super().prepare(module, run)
+        if self._separate_reduce_scatter:
+            reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))
+        if self._symmetric_memory:
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_symm_mem_for_comm()
+        return prepared
 
     def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
         mesh = run.mesh

@@ -101,6 +101,11 @@ _PREFETCH = _fsdp_only(
         effect="speed",
     ),
 )
+_FSDP2_COMMUNICATION = _fsdp_only(
+    "bool",
+    Holds(note="the communication of FSDP2 alone", values=(False,)),
+    Unsupported(reason="it is FSDP2's own communication", nearest="nothing is lost but some speed", effect="speed"),
+)
 _PINNED = _zero_only(
     "bool", "memory", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
 )
@@ -138,6 +143,8 @@ TABLE: Mapping[str, Row] = {
     ),
     "forward_prefetch": _PREFETCH,
     "backward_prefetch": _PREFETCH,
+    "separate_reduce_scatter": _FSDP2_COMMUNICATION,
+    "symmetric_memory": _FSDP2_COMMUNICATION,
     "activation_checkpointing": _everywhere("any"),
     "compile": _everywhere("bool"),
     "ignored_modules": _fsdp_only(

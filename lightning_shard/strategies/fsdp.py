@@ -33,6 +33,8 @@ class ShardFSDPStrategy(ShardStrategy):
         ignored_modules: ClassNames | None = None,
         forward_methods: list[str] | None = None,
         find_unused_parameters: bool = False,
+        separate_reduce_scatter: bool = False,
+        symmetric_memory: bool = False,
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set up FSDP2.
@@ -55,6 +57,9 @@ class ShardFSDPStrategy(ShardStrategy):
             find_unused_parameters: let ranks tell each other in every step which parameters they used, and not only in
                 the first three and where those differ: for branches that are rare. A parameter that no rank used is
                 not stepped, as under DDP.
+            separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they go
+                beside the gathers (torch's ``set_separate_reduce_scatter_group``, from 2.13 on).
+            symmetric_memory: gather through NCCL's symmetric memory (torch's ``set_symm_mem_for_comm``). CUDA only.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -72,6 +77,7 @@ class ShardFSDPStrategy(ShardStrategy):
             find_unused_parameters=find_unused_parameters,
         )
         self._cpu_offload = cpu_offload
+        self._separate_reduce_scatter, self._symmetric_memory = separate_reduce_scatter, symmetric_memory
         self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS
 
     def engine_for(self, module: nn.Module | None = None) -> Engine:
@@ -83,4 +89,6 @@ class ShardFSDPStrategy(ShardStrategy):
             cpu_offload=self._cpu_offload,
             at_boundary=self._settings.at_boundary,
             methods=self._methods,
+            separate_reduce_scatter=self._separate_reduce_scatter,
+            symmetric_memory=self._symmetric_memory,
         )

@@ -104,11 +104,11 @@ def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [torch.device("cuda", 2)]
 
 
-def timeouts(name: str) -> dict[str, float]:
+def timeouts(name: str, options: dict[str, Any]) -> dict[str, float]:
     """Seconds that the groups wait which a run made beside the default one, by their description."""
     known = set(_world.pg_map)
     trainer = quiet_trainer(
-        strategy=ENGINES[name](timeout_seconds=77.0, async_save=True),
+        strategy=ENGINES[name](timeout_seconds=77.0, async_save=True, **options),
         max_steps=1,
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(dirpath=".", every_n_train_steps=1)],
@@ -118,8 +118,8 @@ def timeouts(name: str) -> dict[str, float]:
     return {g.group_name: g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in made}
 
 
-@pytest.mark.parametrize("name", ["hybrid_1x2", "zero_2"])
-def test_all_groups_of_a_run_wait_as_long_as_the_default_one(name: str) -> None:
-    for found in run_distributed(timeouts, 2, name):
-        assert len(found) > 0
+@pytest.mark.parametrize(("name", "options"), [("hybrid_1x2", {"separate_reduce_scatter": True}), ("zero_2", {})])
+def test_all_groups_of_a_run_wait_as_long_as_the_default_one(name: str, options: dict[str, Any]) -> None:
+    for found in run_distributed(timeouts, 2, name, options):
+        assert len(found) > len(options)
         assert set(found.values()) == {77.0}
