@@ -80,7 +80,7 @@ USES = {
     "engines/after_backward.py": ("a named tuple's documented method", "_make"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
-    "engines/selective.py": ("whether an operator is traced; its arguments", "_guards _schema"),
+    "engines/transforms.py": ("whether an operator is traced; its arguments", "_guards _schema"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": ("gradients on their way to the host", "_wait_for_offload_copies"),

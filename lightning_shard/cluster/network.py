@@ -1,11 +1,23 @@
-"""The network that gloo uses, which every run on GPUs needs beside NCCL: for objects, saves and stops."""
+"""The network that gloo uses, which every run on GPUs needs beside NCCL, and forks beside its threads.
+
+Before Python 3.12 a forked child, such as a worker of a DataLoader, waits forever if another thread is about to enter
+the interpreter at that moment: it holds a lock of the runtime, and memory that it asks for is not given before the fork
+is done, so that the child begins with the lock taken (seen in ``_PyThreadState_DeleteExcept``, out of
+``PyOS_AfterFork_Child``). gloo's threads enter the interpreter when they let go of a tensor whose Python object has
+gone, right after a collective, which is where loaders are started.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
+import sys
+import time
 from collections.abc import MutableMapping
+
+import torch.distributed as dist
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 _ELSEWHERE = "198.51.100.1"  # RFC 5737: of no host, but routed as any other
@@ -56,3 +68,20 @@ def _address(interface: str) -> str | None:
         except OSError:
             return None
         return socket.inet_ntoa(found[20:24])
+
+
+_SECONDS = 0.01  # far more than a thread needs to let go of a tensor
+_registered = False
+
+
+def let_threads_finish_before_forks() -> None:
+    """Have each later fork of this process wait a moment, without the interpreter's lock, where it is needed."""
+    global _registered
+    if not _registered and sys.version_info < (3, 12):
+        _registered = True
+        os.register_at_fork(before=_let_threads_finish)
+
+
+def _let_threads_finish() -> None:
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(_SECONDS)

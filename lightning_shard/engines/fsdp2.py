@@ -105,8 +105,6 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
         """How the modules of one unit become FSDP modules."""
 
-    # Before a run
-
     def units(self, module: nn.Module) -> list[Unit]:
         return find_units(module, self._units.units, with_children=False)
 
@@ -115,8 +113,6 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     @abstractmethod
     def settings(self) -> Mapping[str, Any]: ...
-
-    # A run
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._run = run

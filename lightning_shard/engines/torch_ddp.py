@@ -73,8 +73,6 @@ class TorchDDP(StepsOwnParameters):
         self._sums: SetAsideGradients | None = None
         self._delayed_static_graph = False
 
-    # Before a run
-
     def check(self, run: PlannedRun) -> None:
         """Everything works on every number of processes."""
 
@@ -90,8 +88,6 @@ class TorchDDP(StepsOwnParameters):
 
     def settings(self) -> Mapping[str, Any]:
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
-
-    # A run
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")

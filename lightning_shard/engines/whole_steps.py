@@ -133,8 +133,6 @@ class WholeSteps:
     def _own_of(self, bucket: Iterable[int]) -> list[int]:
         return [index for index in bucket if self._owners[index] == self._rank]
 
-    # A step
-
     @torch.no_grad()
     def step(self, **kwargs: Any) -> None:
         """Step, with ``kwargs`` of the optimizer's own step."""
@@ -222,8 +220,6 @@ class WholeSteps:
         finally:
             for group, given in before:
                 group["params"] = given
-
-    # What checkpoints and the ledger see
 
     def stepped(self) -> Iterator[tuple[str, Tensor]]:
         """FQN and the owned parameter, or on other ranks the shard."""

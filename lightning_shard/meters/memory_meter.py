@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_shard.engines import selective
 from lightning_shard.engines.resident import Resident, is_sharded, unsharded
+from lightning_shard.engines.transforms import SAVED_OBSERVERS
 from lightning_shard.memory import KINDS, KindBytes, MemoryAccount, most
 from lightning_shard.tensors.tracing import tree_leaves
 
@@ -111,7 +111,7 @@ class StepMeter:
         for part in _gathering(self._module):
             # Its parameters are gathered by a hook of its engine's, which was there before.
             self._hooks.append(part.register_forward_pre_hook(lambda *_: self._note_gathered()))
-        selective.OBSERVERS.append(self._keep)
+        SAVED_OBSERVERS.append(self._keep)
         self._saving = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         self._saving.__enter__()
 
@@ -171,8 +171,8 @@ class StepMeter:
     def _stop_watching(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if self._keep in selective.OBSERVERS:
-            selective.OBSERVERS.remove(self._keep)
+        if self._keep in SAVED_OBSERVERS:
+            SAVED_OBSERVERS.remove(self._keep)
         self._kept = []
         if self._saving is not None:
             saving, self._saving = self._saving, None

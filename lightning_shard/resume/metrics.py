@@ -87,9 +87,6 @@ def load_metric_states(
         warnings.warn(f"Metrics that start again after resuming: {'; '.join(notes)}.", stacklevel=2)
 
 
-# One metric's state
-
-
 def _read(metric: nn.Module) -> dict[str, Any]:
     if isinstance(metric, MetricTracker):
         return {"steps": metric.n_steps}
@@ -129,9 +126,6 @@ def _grown(default: Tensor, value: Tensor) -> bool:
         return torch.broadcast_shapes(default.shape, value.shape) == value.shape
     except RuntimeError:
         return False
-
-
-# Several ranks' states
 
 
 def _merge(metric: Metric, parts: list[dict[str, Any]]) -> None:
@@ -193,9 +187,6 @@ def _merged_extra(metric: Metric, one: Mapping[str, Any], other: Mapping[str, An
         low, high = (x["min"].cpu() for x in (one, other)), (x["max"].cpu() for x in (one, other))
         return {"min": torch.minimum(*low), "max": torch.maximum(*high)}
     return {}
-
-
-# Values
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

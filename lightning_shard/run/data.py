@@ -89,8 +89,6 @@ class Data:
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
         return checked(loader, stage)
 
-    # Resuming
-
     def saved(self, trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps of the loops and of the run's state on all ranks. All ranks call it.
 

@@ -138,8 +138,6 @@ class Processes:
             rank_zero_warn(warning)
         return store, place
 
-    # Collectives
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_shard import _lightning
 from lightning_shard import run as parts
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
-from lightning_shard.cluster.forking import let_threads_finish_before_forks
+from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings

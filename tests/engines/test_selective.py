@@ -17,10 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.engines import selective
+from lightning_shard.engines import transforms
 from lightning_shard.engines.resident import module_tensors
-from lightning_shard.engines.selective import is_kept
-from lightning_shard.engines.transforms import Checkpointing, Transforms, checkpoint_forward
+from lightning_shard.engines.transforms import Checkpointing, Transforms, checkpoint_forward, is_kept
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.run.compiling import Compiled, complaint
@@ -69,7 +68,7 @@ def run(spec: Checkpointing, block: nn.Module | None = None) -> tuple[list[Tenso
     with Operators() as operators:
         loss.backward()
     undo()
-    assert selective.OBSERVERS == []
+    assert transforms.SAVED_OBSERVERS == []
     return [x.grad, *(p.grad for p in block.parameters())], operators.ran, meter.stepped().device.activations  # type: ignore[list-item]
 
 
@@ -138,7 +137,7 @@ def test_a_result_that_was_overwritten_is_an_error() -> None:
         return layer(x).mul_(2).tanh()
 
     with pytest.raises(RuntimeError, match="has been mutated"):
-        checkpoint(overwrite, x, use_reentrant=False, context_fn=selective.contexts).sum().backward()
+        checkpoint(overwrite, x, use_reentrant=False, context_fn=transforms.selective_contexts).sum().backward()
 
 
 class Graphs:

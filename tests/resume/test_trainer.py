@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard.cluster import forking
-from lightning_shard.cluster.forking import let_threads_finish_before_forks
+from lightning_shard.cluster import network
+from lightning_shard.cluster.network import let_threads_finish_before_forks
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.resume.trainer import SAMPLES, check_resumed, fit
@@ -157,7 +157,7 @@ def _fork() -> list[float]:
     slept: list[float] = []
     let_threads_finish_before_forks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forking.time, "sleep", slept.append)
+        patch.setattr(network.time, "sleep", slept.append)
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
@@ -166,5 +166,5 @@ def _fork() -> list[float]:
 
 def test_threads_of_the_backend_may_finish_before_a_fork() -> None:
     """Else workers hang now and then: most often in the tests of persistent workers above."""
-    once = [forking._SECONDS] if sys.version_info < (3, 12) else []
+    once = [network._SECONDS] if sys.version_info < (3, 12) else []
     assert run_distributed(_fork, 2) == [once, once]

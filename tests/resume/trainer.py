@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import _lightning
-from lightning_shard.cluster.forking import let_threads_finish_before_forks
+from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths
 from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state, states_of_rank

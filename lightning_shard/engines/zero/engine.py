@@ -90,8 +90,6 @@ class Zero:
         self._failed = False
         self._closing = ExitStack()
 
-    # Before a run
-
     def check(self, run: PlannedRun) -> None:
         replicas, _ = resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
         if replicas > 1:
@@ -129,8 +127,6 @@ class Zero:
 
     def settings(self) -> Mapping[str, Any]:
         return plain_settings(self._fields, self._forward_options, mesh=self._mesh)
-
-    # The beginning of a run
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
@@ -300,8 +296,6 @@ class Zero:
 
     def upcast(self) -> Mapping[str, torch.dtype]:
         return self._upcast
-
-    # Steps
 
     @property
     def tensors(self) -> EngineTensors:

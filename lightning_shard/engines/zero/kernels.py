@@ -146,9 +146,6 @@ def _links_libaio(compiler: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-# Locks
-
-
 class LockState(enum.Enum):
     """What is known of the lock in a kernel's build folder."""
 

@@ -185,9 +185,6 @@ def flats(zero: Any) -> Sequence[Tensor]:
     return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
 
 
-# Gradients
-
-
 def unreduced(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
     """FQN and the tensor that accumulates a parameter's gradients over micro-batches, of each in ``names``.
 

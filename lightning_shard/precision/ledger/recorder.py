@@ -57,8 +57,6 @@ class Recorder:
         self._optimizers: list[Optimizer] = []
         self._stepped: list[Optimizer] = []
 
-    # What is there
-
     def tensors(self, stage: str) -> None:
         """Note the dtype of every parameter, buffer and metric state."""
         for name, kind, tensor in _named_tensors(self._root):
@@ -97,8 +95,6 @@ class Recorder:
 
     def _add(self, name: str, stage: str, tensor: Tensor) -> None:
         self._entries.setdefault(name, Entry(kind="not in the module")).add(stage, tensor.dtype)
-
-    # The first step
 
     @property
     def recording(self) -> bool:

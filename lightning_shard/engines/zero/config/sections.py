@@ -41,8 +41,6 @@ KINDS = {
 }
 """Kinds of hyperparameters; the others pass as they are."""
 
-# Reading
-
 
 def read_sections(config: dict[str, Any], problems: list[str]) -> None:
     """Check the types and hyperparameters of both sections and put their values right, in place."""
@@ -119,9 +117,6 @@ def _read_betas(value: Any, where: str, problems: list[str]) -> list[float]:
         problems.append(f"{where} is {value!r}, but must be 'auto' or a list of numbers")
         return []
     return [understood(beta, "float", f"{where}[{i}]", problems) for i, beta in enumerate(value)]
-
-
-# Filling in
 
 
 def differ(config: dict[str, Any], path: str, value: Any, whose: str, problems: list[str]) -> None:
