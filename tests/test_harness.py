@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import pytest_make_parametrize_id
+from tests.groups import sampled
 from tests.harness import ROOT, DistributedError, run_distributed, until
 
 # Well below the 60 s and more that a hang would take; a busy machine needs seconds to notice a dead peer.
@@ -154,6 +155,7 @@ def _report_pid_and_sleep(path: str) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.matrix
 def test_workers_die_with_the_session(tmp_path: Path) -> None:
     script = (
         "from tests.harness import run_distributed\n"
@@ -211,6 +213,7 @@ def test_marked_groups_are_left_out_aloud(tmp_path: Path) -> None:
     assert "1 tests of `slurm` not selected: run `pytest -m slurm`" in run.stdout
 
 
+@pytest.mark.matrix
 def test_a_named_group_runs(tmp_path: Path) -> None:
     run = _pytest(tmp_path, "-m", "matrix")
     assert "1 passed, 3 deselected" in run.stdout
@@ -219,7 +222,7 @@ def test_a_named_group_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "required", "status"), [("matrix", "matrix", 0), ("", "matrix", 1), ("slurm", "slurm", 1)]
+    ("marks", "required", "status"), sampled([("matrix", "matrix", 0), ("", "matrix", 1), ("slurm", "slurm", 1)], 1)
 )
 def test_a_required_group_must_run(tmp_path: Path, marks: str, required: str, status: int) -> None:
     run = _pytest(tmp_path, "-m", marks, f"--require-groups={required}")

@@ -201,6 +201,7 @@ def test_the_program(tmp_path: Path) -> None:
     assert (tmp_path / "slurm-logs").is_dir()
 
 
+@pytest.mark.matrix
 def test_the_program_is_the_script_that_the_command_came_from(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from lightning_shard import ShardCLI\nShardCLI()\n")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -83,7 +83,7 @@ def test_every_command_says_how_it_is_used(name: str, capsys: pytest.CaptureFixt
     assert re.match(rf"usage: lightning-shard .*\b{name}\s", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("code", [PROGRAM, SCRIPT], ids=["program", "script"])
+@pytest.mark.parametrize("code", [PROGRAM, pytest.param(SCRIPT, marks=pytest.mark.matrix)], ids=["program", "script"])
 def test_a_command_of_the_table_runs(code: str, tmp_path: Path) -> None:
     ended = _run(code, "doctor", "--backend", "gloo", "--output", str(tmp_path / "links.json"))
     assert ended.returncode == 0, ended.stderr

@@ -263,6 +263,8 @@ def _trial(name: str, work: Workload, mebibytes: int) -> Any:
     return max_batch.trial(_place(), name, work, mebibytes * MEBIBYTE, 1)
 
 
+# What a process takes again of its own freed memory is no growth: it depends on the tests before.
+@pytest.mark.matrix
 def test_a_trial_tells_what_fits_from_what_does_not() -> None:
     pytest.importorskip("greenlet")
     # 64 sequences of 64 tokens: logits alone are 4 MiB, and their gradients and softmax as much again.

@@ -154,7 +154,7 @@ def assert_equal_numbers(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "precision", "options"),
     [
-        ("tiny", "32-true", {"gradient_clip_val": 0.05}),
+        pytest.param("tiny", "32-true", {"gradient_clip_val": 0.05}, marks=pytest.mark.matrix),
         ("tiny", "bf16-mixed", {"accumulate_grad_batches": 2, "strategy": {"accumulate_sync": "boundary"}}),
         ("zoo", "bf16-mixed", {}),
     ],
