@@ -68,6 +68,11 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
+class SavesInValidation(pl.Callback):
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+
 class Watched(pl.Callback):
     """The full parameters, and the buffers, in each validation and at the end; what rank 0's validation logged."""
 
@@ -99,7 +104,9 @@ def averaging(kind: str) -> pl.Callback:
     return WeightAveraging(device="cpu", **options[kind])
 
 
-def fit(strategy: str, kind: str = "ema", path: str | None = None, save: str | None = None, **flags: Any) -> Any:
+def fit(
+    strategy: str, kind: str = "ema", path: str | None = None, save: str | None = None, *more: pl.Callback, **flags: Any
+) -> Any:
     pl.seed_everything(1, verbose=False)
     module, watched = Net(), Watched()
     x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
@@ -111,7 +118,7 @@ def fit(strategy: str, kind: str = "ema", path: str | None = None, save: str | N
         every_n_train_steps=3,
         save_top_k=-1,
     )
-    callbacks = [*([averaging(kind)] if kind != "none" else []), watched, *([saver] if save else [])]
+    callbacks = [*([averaging(kind)] if kind != "none" else []), watched, *([saver] if save else []), *more]
     flags = {"num_sanity_val_steps": 0, "limit_val_batches": 1, "max_epochs": 2, **flags}
     trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, enable_checkpointing=bool(save), **flags)
     trainer.fit(module, loader, loader, ckpt_path=path)
@@ -198,6 +205,25 @@ def _saved(folder: str) -> Any:
     own = sum(box.numel() for name, average in averages.items() if "running" not in name for box in average.values)
     fit("shard_deepspeed_stage_2", "none", save=f"{folder}/without")
     return stock[1:], ours[1:], own
+
+
+def _saved_in_validation(strategy: str) -> Any:
+    usual = fit(strategy)[0]
+    states = fit(strategy, "ema", None, None, SavesInValidation())[0]
+    stored = open_portable("3.ckpt")
+    weights = {k.removeprefix("model."): t.read() for k, t in stored.tensors.items() if k.startswith("model.")}
+    averages = {k.removeprefix("model."): t.read() for k, t in stored.averaged().tensors.items() if "model." in k}
+    return usual, states, weights, averages
+
+
+@pytest.mark.parametrize(
+    "strategy", ["shard_fsdp", pytest.param("shard_deepspeed_stage_3_aligned", marks=pytest.mark.matrix)]
+)
+def test_a_save_in_validation_has_the_weights_and_leaves_the_average(strategy: str) -> None:
+    (usual, states, weights, averages), _ = run_distributed(_saved_in_validation, 2, strategy)
+    assert [differing(*pair) for pair in zip(usual, states, strict=True)] == [[]] * 3
+    assert not [name for name in averages if not torch.equal(averages[name], states[0][name])]
+    assert {"head.weight", "body.1.running_mean"} <= set(differing(weights, averages))
 
 
 def _resumed(runs: list[tuple[str, str, str]]) -> Any:
