@@ -12,6 +12,7 @@ KINDS: dict[str, str] = {
     "gradients": "gradients at the optimizer step, in their own dtype and sharding",
     "optimizer": "the optimizer's state",
     "buffers": "the module's buffers and its metrics' states",
+    "averages": "averages of weights and buffers that a callback takes",
     "activations": "what forward saves for backward, and what backward makes on its way",
     "communication": "buckets and staging buffers of collectives and of offload",
 }
@@ -27,6 +28,7 @@ class KindBytes:
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    averages: int = 0
     activations: int = 0
     communication: int = 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from lightning_shard._lightning.averaging import (
     average_shards,
+    averages_place,
     averaging_callbacks,
     collects_statistics,
     evaluates_average,

@@ -51,6 +51,18 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
     return [c for c in callbacks(trainer) if isinstance(c, tuple(_HOOKS))]
 
 
+def averages_place(callbacks: Any) -> str | None:
+    """Where those of these callbacks that average weights keep the averages; None: there are no such callbacks.
+
+    "beside" what is averaged, or on the "host".
+    """
+    given = callbacks if isinstance(callbacks, list) else [callbacks]
+    for callback in given:
+        if isinstance(callback, tuple(_HOOKS)):
+            return "host" if str(vars(callback)["_device"]).startswith("cpu") else "beside"
+    return None
+
+
 def evaluates_average(trainer: Trainer) -> bool:
     """Whether a checkpoint's averages are evaluated, as those of Lightning's are, and not its weights."""
     fitting = trainer.state.fn == TrainerFn.FITTING

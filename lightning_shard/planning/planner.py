@@ -17,7 +17,7 @@ from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, resized, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.step_memory import POINTS, Point
+from lightning_shard.planning.step_memory import POINTS, Point, with_averages
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime, step_time
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors import fake
@@ -55,6 +55,9 @@ class Planner:
     groups: Sequence[Mapping[str, Any]] = ()  # The optimizer's parameter groups.
     # ``(batch) -> loss``, or to a mapping with ``loss``; None: nothing is traced, and activations are not known.
     training_step: Callable[[Any], Any] | None = None
+    averages: str | None = (
+        None  # "beside" what is stepped, or on the "host": where a callback keeps averages of weights.
+    )
     batch: Any = None  # The first batch of the data: tensors on the CPU in any nesting.
     notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
     _traces: dict[str, Traces | ConfigurationError] = field(default_factory=dict)
@@ -71,6 +74,7 @@ class Planner:
             optimizer=self.optimizer,
             traces=traces,
             micro_batches=candidate.run.accumulate_grad_batches,
+            averages=self.averages,
         )
 
         def engine_on(nodes: Nodes) -> EngineFacts | None:
@@ -225,9 +229,14 @@ class Run:
     optimizer: OptimizerFacts
     traces: Traces | None  # None: activations are not known.
     micro_batches: int = 1
+    averages: str | None = None
 
     def points(self, engine: EngineFacts, batch: int | None = None) -> list[Point]:
         """The moments of a step; without a trace, the three of the arithmetic."""
+        points = self._without_averages(engine, batch)
+        return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
+
+    def _without_averages(self, engine: EngineFacts, batch: int | None) -> list[Point]:
         if self.traces is None:
             moments = predict(self.model, engine, self.policy, self.optimizer, micro_batches=self.micro_batches)
             return [Point(name=name, account=getattr(moments, name)) for name in POINTS]

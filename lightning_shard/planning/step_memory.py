@@ -42,6 +42,18 @@ class StepMemory:
         return most(*(getattr(self, point) for point in POINTS))
 
 
+def with_averages(account: MemoryAccount, place: str | None) -> MemoryAccount:
+    """``account`` with averages of what is stepped and of buffers; ``place`` as for `Planner`."""
+    if place is None:
+        return account
+    places = {"device": account.device, "host": account.host, "nvme": account.nvme}
+    stepped = "masters" if any(kinds.masters for kinds in places.values()) else "parameters"
+    averaged = {name: getattr(kinds, stepped) + kinds.buffers for name, kinds in places.items()}
+    beside = {"device": averaged["device"], "host": averaged["host"] + averaged["nvme"]}
+    found = {"host": sum(averaged.values())} if place == "host" else beside
+    return account + MemoryAccount(**{name: KindBytes(averages=size) for name, size in found.items()})
+
+
 def on_device(resident: KindBytes, **kinds: int) -> MemoryAccount:
     """``resident`` on the device, with other bytes of some kinds."""
     return MemoryAccount(device=replace(resident, **kinds))

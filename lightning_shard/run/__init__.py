@@ -9,7 +9,6 @@ saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLed
 # ruff: noqa: F401
 from __future__ import annotations
 
-from lightning_shard.run.averaging import begin_averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
@@ -22,6 +21,7 @@ from lightning_shard.run.nonfinite import Rollback
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run
 from lightning_shard.run.takeover import (
+    begin_averaging,
     keeps_optimizers,
     let_callbacks_wait,
     settle_fit,

@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.files.tensor_files import chunks_of
 from lightning_shard.checkpoint.module_state import live_tensors
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
+from lightning_shard.engines.resident import Resident
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import Names, fqns
 
@@ -85,6 +86,7 @@ class Averaging:
     def begin(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
         """Let the Trainer's callback average, from the values of now on."""
         self._average = _lightning.average_shards(replacements, trainer, self)
+        self.place = _lightning.averages_place(_lightning.callbacks(trainer))
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
         self._engine.before_reading()
@@ -130,6 +132,11 @@ class Averaging:
             yield
             self.write(swap, swaps=True)
 
+    def resident(self, beside: str) -> Iterator[Resident]:
+        """The average; ``beside``: the memory of what is averaged."""
+        for tensor in chain(self._average.shards.parameters(), self._average.shards.buffers()):
+            yield Resident("averages", "host" if self.place == "host" else beside, tensor)
+
     # Checkpoints
 
     def tensors(self) -> dict[str, Boxes]:
@@ -161,12 +168,3 @@ class Averaging:
         for ours, live in zip(average, current, strict=True):
             ours.copy_(live)
         self._average.set_count(0)
-
-
-def begin_averaging(replacements: _lightning.Replacements, trainer: Trainer, engine: Engine) -> Averaging | None:
-    """The average of a fit whose optimizers ``engine`` has engaged; None without such a callback. All ranks call it."""
-    if not _lightning.averaging_callbacks(trainer):
-        return None
-    averaging = Averaging(trainer.lightning_module, engine, device=trainer.strategy.root_device)
-    averaging.begin(replacements, trainer)
-    return averaging

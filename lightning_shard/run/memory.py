@@ -15,6 +15,8 @@ from lightning_shard.meters.memory_meter import StepMeter, account
 from lightning_shard.meters.memory_table import advice
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of, optimizer_facts
 from lightning_shard.planning.predict import predict
+from lightning_shard.planning.step_memory import with_averages
+from lightning_shard.run.averaging import Averaging
 
 
 class Memory:
@@ -30,10 +32,16 @@ class Memory:
         self._run = run
         self._device = device
         self._facts: ModelFacts | None = None
+        self.averaging: Averaging | None = None
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
-        return self._engine.tensors.resident()
+        found = list(self._engine.tensors.resident())
+        if self.averaging is not None:
+            kinds = ("masters", "parameters")
+            beside = next((r.memory for kind in kinds for r in found if r.kind == kind), "device")
+            found += self.averaging.resident("host" if beside == "nvme" else beside)
+        return found
 
     def account(self) -> MemoryAccount:
         """The bytes that are resident on this rank now, without activations. No communication."""
@@ -41,8 +49,7 @@ class Memory:
 
     def step_meter(self) -> StepMeter:
         """A meter for one optimizer step of this rank."""
-        tensors = self._engine.tensors
-        return StepMeter(self._module, tensors.resident, tensors.unsharded, device=self._device)
+        return StepMeter(self._module, self.resident, self._engine.tensors.unsharded, device=self._device)
 
     def note_module(self) -> None:
         """Before sharding: keep what `predicted` is to start from."""
@@ -59,13 +66,14 @@ class Memory:
             return None
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
-        return predict(
+        predicted = predict(
             self._facts,
             self._engine.facts(self._module, self._run),
             self._run.policy,
             known or OptimizerFacts(slots=(), fixed_bytes=0),
             micro_batches=self._run.accumulate_grad_batches,
         ).largest
+        return with_averages(predicted, None if self.averaging is None else self.averaging.place)
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""

@@ -16,9 +16,11 @@ from lightning_shard import _lightning
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
 from lightning_shard.run.identity import RunIdentity
+from lightning_shard.run.memory import Memory
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.full import gather_full, optimizer_slot, scatter_full
@@ -110,6 +112,21 @@ def settle_fit(
     _lightning.save_between_steps(replacements, trainer)
     _lightning.log_full_values(replacements, module)
     _lightning.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
+
+
+def begin_averaging(
+    replacements: _lightning.Replacements,
+    trainer: Trainer,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    memory: Memory | None,
+) -> None:
+    """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it."""
+    if _lightning.averaging_callbacks(trainer):
+        assert memory is not None, "it is made before the engine engages"
+        averaging = Averaging(trainer.lightning_module, engine, device=trainer.strategy.root_device)
+        averaging.begin(replacements, trainer)
+        checkpoints.averaging = memory.averaging = averaging
 
 
 def keeps_optimizers(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> bool:

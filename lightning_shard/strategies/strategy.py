@@ -262,7 +262,7 @@ class ShardStrategy(ParallelStrategy):
         if engaged.scheduler is not None:
             self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
         self.checkpoints.check(trainer)
-        self.checkpoints.averaging = parts.begin_averaging(self._replacements, trainer, engine)
+        parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
         warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)

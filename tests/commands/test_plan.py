@@ -55,6 +55,18 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     check_yaml(out, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "on_device"), [("null", True), ("cpu", False)])
+def test_averages_of_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str, *, on_device: bool
+) -> None:
+    ema = tmp_path / "ema.yaml"
+    path = "lightning.pytorch.callbacks.EMAWeightAveraging"
+    ema.write_text(f"trainer: {{callbacks: [{{class_path: {path}, init_args: {{device: {device}}}}}]}}")
+    out = plan(capsys, *GPT, "--config", str(ema), "--no-trace")
+    assert ("\naverages " in out) == on_device
+    assert ("\nhost memory, per device " in out) != on_device
+
+
 def check_yaml(out: str, folder: Path) -> None:
     """What is recommended is what the package's parser takes."""
     text = out[out.index("\ntrainer:\n") :].partition("\n\n")[0]
