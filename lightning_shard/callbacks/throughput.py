@@ -20,19 +20,9 @@ from lightning_shard._lightning import Replacements, follow_actions
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters import throughput
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
-from lightning_shard.meters.throughput import (
-    RankWindow,
-    Window,
-    batch_size,
-    combine,
-    gather_rows,
-    peak_bytes,
-    summary_table,
-    window_line,
-    write_csv,
-)
 from lightning_shard.precision.policy import BITS
 from lightning_shard.tensors.fake import meta_copy, put_on_device
 
@@ -95,7 +85,7 @@ class ThroughputCallback(Callback):
         self.mfu = mfu
         self.summary = summary
         self.csv = csv
-        self.windows: list[Window] = []
+        self.windows: list[throughput.Window] = []
         self.flops = StepFlops()
         self._actions: ActionClock | None = None
         self._peak: float | None = None
@@ -142,7 +132,7 @@ class ThroughputCallback(Callback):
     def _begin(self, trainer: Trainer) -> None:
         assert self._actions is not None
         self._first_step = trainer.global_step
-        self._window = RankWindow()
+        self._window = throughput.RankWindow()
         self._padding: list[Tensor] = []
         self._before = dict(self._actions.seconds)
 
@@ -171,10 +161,10 @@ class ThroughputCallback(Callback):
             if trainer.is_global_zero and not (sys.stderr.isatty() or hasattr(sys, "ps1")):
                 # A batch job's log, which has no use for a bar that is drawn again and again.
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-                rank_zero_info(window_line(window, None if loss is None else float(loss)))
+                rank_zero_info(throughput.window_line(window, None if loss is None else float(loss)))
 
     def _add(self, batch: Any) -> None:
-        size = batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
+        size = throughput.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
         self._window.samples += size.samples
         items = size.samples if size.tokens is None else size.tokens
         if size.tokens is not None:
@@ -194,7 +184,7 @@ class ThroughputCallback(Callback):
             self._window.seconds += now - self._mark
         self._mark = now
 
-    def _finish(self, trainer: Trainer) -> Window | None:
+    def _finish(self, trainer: Trainer) -> throughput.Window | None:
         """Exchange the window over all ranks, which all call it, and begin the next one."""
         assert self._actions is not None
         device = trainer.strategy.root_device
@@ -206,11 +196,11 @@ class ThroughputCallback(Callback):
         self._tick()
         spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
         self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
-        self._window.allocated, self._window.reserved = peak_bytes(device)
-        rows = gather_rows(astuple(self._window), dtype=torch.float64, device=device)
+        self._window.allocated, self._window.reserved = throughput.peak_bytes(device)
+        rows = throughput.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
         norm = trainer.callback_metrics.get("grad_norm")
-        window = combine(
-            [RankWindow(*row) for row in rows],
+        window = throughput.combine(
+            [throughput.RankWindow(*row) for row in rows],
             step=trainer.global_step,
             steps=trainer.global_step - self._first_step,
             peak=self._peak,
@@ -241,11 +231,11 @@ class ThroughputCallback(Callback):
         if not self.windows or not trainer.is_global_zero:
             return
         if self._path is not None:
-            write_csv(self.windows, self._path)
+            throughput.write_csv(self.windows, self._path)
         if self.summary:
             on_cpu = trainer.strategy.root_device.type == "cpu"
             where = f"\nwindows: {self._path}" if self._path is not None else ""
-            rank_zero_info(summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
+            rank_zero_info(throughput.summary_table(self.windows, blocked=blocked, on_cpu=on_cpu) + where)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._detach()
@@ -286,7 +276,7 @@ def _action(name: str) -> str | None:
     return next((action for action in (CHECKPOINT, DATA) if name.endswith(action)), None)
 
 
-def log_window(module: LightningModule, window: Window, *, on_cpu: bool) -> None:
+def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bool) -> None:
     """Log a window's values; on all ranks, which have the same."""
     tokens = window.tokens_per_second
     if tokens is not None:

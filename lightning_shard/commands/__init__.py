@@ -88,11 +88,8 @@ def overview(program: str) -> str:
     lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
     for name, text in {**FIT, **COMMANDS}.items():
         lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {_EXAMPLES[name]}"]
-    lines += [
-        "",
-        f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the frames",
-    ]
-    return "\n".join([*lines, "of a mistake too; --version prints the versions."])
+    lines += ["", f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the"]
+    return "\n".join([*lines, "frames of a mistake too; --version prints the versions."])
 
 
 def versions() -> str:

@@ -25,15 +25,8 @@ _LAST_WORDS_SECONDS = 4.0
 
 # Packages whose frames are not the user's code.
 _LIBRARIES = {
-    "deepspeed",
-    "jsonargparse",
-    "lightning",
-    "lightning_shard",
-    "lightning_utilities",
-    "torch",
-    "torchmetrics",
-    "transformers",
-    *sys.stdlib_module_names,
+    *("deepspeed", "jsonargparse", "lightning", "lightning_shard", "lightning_utilities", "torch", "torchmetrics"),
+    *("transformers", *sys.stdlib_module_names),
 } - {"__main__"}
 
 

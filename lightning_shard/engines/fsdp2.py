@@ -33,13 +33,7 @@ from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_pa
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.mesh import SHARD
-from lightning_shard.precision.casting import (
-    cast_trainable_parameters,
-    compute_in,
-    install_casts,
-    round_scalars,
-    scalars_rounded,
-)
+from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
 
 FORWARD_METHODS = ("encode", "generate")
@@ -189,7 +183,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with scalars_rounded(self._sharded.root, self._run.policy.compute):
+            with casting.scalars_rounded(self._sharded.root, self._run.policy.compute):
                 output = step(*args, **kwargs)
             self._written.take_over()
             if self._usage is not None:
@@ -307,11 +301,11 @@ def shard(
 
     # First, so that what checkpointing runs again in backward has the casts in it.
     if policy.compute != torch.float32:
-        install_casts(root, policy.compute, whole=ignored_modules, output=policy.output)
-        round_scalars(root, policy.compute)
+        casting.install_casts(root, policy.compute, whole=ignored_modules, output=policy.output)
+        casting.round_scalars(root, policy.compute)
     else:
         for module in ignored_modules:
-            compute_in(module, torch.float32)
+            casting.compute_in(module, torch.float32)
     transforms.apply()
 
     prepare = _preparation(materializer, device=run.device)
@@ -327,7 +321,7 @@ def shard(
         # None: torch keeps the root gathered between forward and backward, whatever the units do.
         apply((root,), reshard=None, ignored=ignored())
     # Read after it, because it replaces parameters.
-    upcast = cast_trainable_parameters(root, policy.master)
+    upcast = casting.cast_trainable_parameters(root, policy.master)
     forward.gather_on_read(root)
     below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
     for below_root in below:

@@ -22,15 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations
-from lightning_shard.tensors.tracing import (
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    READ_NUMBER,
-    RECURRENT,
-    RECURRENT_BACKWARD,
-    TorchDispatchMode,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +199,11 @@ def _leaves(outputs: list[Tensor]) -> list[Tensor]:
 _attention = functional.scaled_dot_product_attention
 
 
-class NumbersReadAsOne(TorchDispatchMode):
+class NumbersReadAsOne(tracing.TorchDispatchMode):
     """A number that is read off a floating tensor is 1.0: it is only logged or added up, and decides no shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ_NUMBER and args[0].is_floating_point():
+        if func is tracing.READ_NUMBER and args[0].is_floating_point():
             return 1.0
         return func(*args, **(kwargs or {}))
 
@@ -253,7 +246,7 @@ def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value:
     return 2 * attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 
-_CPU_ATTENTION = {CPU_ATTENTION: _cpu_attention, CPU_ATTENTION_BACKWARD: _cpu_attention_backward}
+_CPU_ATTENTION = {tracing.CPU_ATTENTION: _cpu_attention, tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward}
 
 
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
@@ -266,7 +259,9 @@ def _recurrent_backward(*args: Any, **more: Any) -> int:
     return 2 * _recurrent(*args, **more)
 
 
-_RECURRENT = dict.fromkeys(RECURRENT, _recurrent) | dict.fromkeys(RECURRENT_BACKWARD, _recurrent_backward)
+_RECURRENT = dict.fromkeys(tracing.RECURRENT, _recurrent) | dict.fromkeys(
+    tracing.RECURRENT_BACKWARD, _recurrent_backward
+)
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:

@@ -138,11 +138,8 @@ def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False
 
 # c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp, the CUDA runtime, cuBLAS.
 _WORDS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "cudaErrorMemoryAllocation",
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    *("out of memory", "can't allocate memory", "not enough memory"),
+    *("cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED"),
 )
 
 

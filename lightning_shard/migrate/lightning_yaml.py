@@ -97,13 +97,8 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
 
 
 _SHOWN = (
-    "accelerator",
-    "num_nodes",
-    "devices",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "accumulate_grad_batches",
-)
+    "accelerator", "num_nodes", "devices", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches",
+)  # fmt: skip
 """Keys of the Trainer's that stand in the table."""
 
 _CLIP = "one formula on every engine: the norm is summed in fp64 over all shards, then torch's"

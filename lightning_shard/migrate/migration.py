@@ -181,11 +181,8 @@ _FIRST = (
 
 
 def _by_table(target: Target, asked: Asked) -> None:
-    if (
-        asked.name in _ONLY_FP32
-        and target.engine == "ddp"
-        and target.reading.value("precision", "32-true") != "32-true"
-    ):
+    in_fp32 = target.reading.value("precision", "32-true") == "32-true"
+    if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
         reason = "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate"
         return target.lose(asked, reason, "precision: 32-true")
     answer = find(asked.name).answer(target.engine, asked.value)

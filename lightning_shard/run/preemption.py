@@ -16,18 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.newest import find_checkpoints
-from lightning_shard.cluster import slurm
-from lightning_shard.cluster.preemption import (
-    TIME_LIMIT,
-    Agreement,
-    Preempted,
-    PreemptionConfig,
-    SignalFlag,
-    TimeLimit,
-    describe,
-    release_signals,
-    torchrun_seconds,
-)
+from lightning_shard.cluster import preemption, slurm
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
@@ -39,14 +28,14 @@ from lightning_shard.run.identity import RunIdentity
 class Preemption:
     """Notes signals and the time limit, and saves and ends the run once all ranks know of one."""
 
-    def __init__(self, config: PreemptionConfig, checkpoints: Checkpoints) -> None:
+    def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
         """Nothing is taken over before `take_over_signals`."""
         self._config = config
         self._checkpoints = checkpoints
         self._identity = RunIdentity()
-        self._flag: SignalFlag | None = None
-        self._limit: TimeLimit | None = None
-        self._agreement: Agreement | None = None
+        self._flag: preemption.SignalFlag | None = None
+        self._limit: preemption.TimeLimit | None = None
+        self._agreement: preemption.Agreement | None = None
         self._agreed = 0
         self._looks = 0
         self._last_look: float | None = None
@@ -69,9 +58,9 @@ class Preemption:
     def take_over_signals(self) -> None:
         """Note the signals from here on."""
         self._agreement = None
-        self._flag = SignalFlag()
+        self._flag = preemption.SignalFlag()
         self._flag.take_over(self.signals)
-        release_signals()
+        preemption.release_signals()
 
     def give_signals_back(self) -> None:
         """Put back the handlers that were there; may be called again."""
@@ -87,10 +76,10 @@ class Preemption:
         self._last_look = None
         self._stoppable = False
         ranks = Ranks.of()
-        self._agreement = Agreement(ranks.group)
+        self._agreement = preemption.Agreement(ranks.group)
         # It is asked how much time the job has.
         self._limit = self._read_limit() if ranks.is_first else None
-        self._killed_after = torchrun_seconds(os.environ)
+        self._killed_after = preemption.torchrun_seconds(os.environ)
 
     def finish(self) -> None:
         """At the end of training: leave no reduction running, and no checkpoint of a run that has ended."""
@@ -101,11 +90,11 @@ class Preemption:
         if Ranks.of().is_first and path is not None and path.exists():
             commit.remove(path)
 
-    def _read_limit(self) -> TimeLimit | None:
+    def _read_limit(self) -> preemption.TimeLimit | None:
         job, before = self._identity.job, self._config.seconds_before_limit
         if job is None or before is None or shutil.which("squeue") is None:
             return None
-        limit = TimeLimit(lambda: slurm.time_left(job), before)
+        limit = preemption.TimeLimit(lambda: slurm.time_left(job), before)
         if limit.seconds_left is not None:
             rank_zero_info(
                 f"SLURM job {job.label} has {limit.seconds_left:.0f} s left; the run is saved a step, a save and "
@@ -161,7 +150,7 @@ class Preemption:
                 )
                 self._killed_after = None
             if not own and self._limit is not None and self._limit.is_near(reserve):
-                own = TIME_LIMIT
+                own = preemption.TIME_LIMIT
             self._agreed = self._agreement(own)
         return bool(self._agreed)
 
@@ -173,7 +162,7 @@ class Preemption:
 
     def _save_and_leave(self, fit: Fit) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
-        reason = describe(self._agreed)
+        reason = preemption.describe(self._agreed)
         fit.leave_processes()
         watchdog = threading.Timer(self._config.save_seconds, self._give_up)
         watchdog.daemon = True
@@ -200,7 +189,7 @@ class Preemption:
         if ranks.is_first:
             self._requeue()
         watchdog.cancel()
-        raise Preempted(self._config.exit_code)
+        raise preemption.Preempted(self._config.exit_code)
 
     def _save_failed(self) -> None:
         """Where the save before a stop has failed: the job is requeued all the same, if it has a whole checkpoint."""

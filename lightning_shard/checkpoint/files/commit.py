@@ -17,16 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.directory import try_lock
-from lightning_shard.checkpoint.files.layout import (
-    aside_sibling,
-    current,
-    foreign_entries,
-    leftovers,
-    leftovers_in,
-    new_token,
-    temporary_sibling,
-)
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.errors import CheckpointError
 
@@ -39,7 +31,7 @@ def check_replaceable(path: Path) -> None:
 
     A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
     """
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and foreign_entries(path):
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and layout.foreign_entries(path):
         raise CheckpointError(
             f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
             "another path"
@@ -50,7 +42,7 @@ def begin(path: Path, token: str) -> Path:
     """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(path, token)
+    temporary = layout.temporary_sibling(path, token)
     while True:
         temporary.mkdir()
         with contextlib.suppress(FileNotFoundError):
@@ -79,14 +71,14 @@ def _replace(temporary: Path, path: Path, token: str) -> None:
     """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
     check_replaceable(path)
     while not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
-        aside, token = aside_sibling(path, token), new_token()
+        aside, token = layout.aside_sibling(path, token), layout.new_token()
         try:
             os.rename(path, aside)
         except FileNotFoundError:
             continue  # another job that saves there was faster
         try:
             if _rename_to_free_name(temporary, path):
-                os.rename(aside, temporary_sibling(path, token))
+                os.rename(aside, layout.temporary_sibling(path, token))
                 break
         except OSError:
             os.rename(aside, path)
@@ -116,7 +108,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     check_replaceable(path)
     with contextlib.suppress(FileNotFoundError):  # two jobs that save in one folder may remove the same
-        os.rename(path, temporary_sibling(path, new_token()))
+        os.rename(path, layout.temporary_sibling(path, layout.new_token()))
     _delete_leftovers(path)
 
 
@@ -125,8 +117,8 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
     Raises CheckpointError where a directory that is no checkpoint is at ``name``.
     """
-    name, token = Path(name), new_token()
-    temporary = temporary_sibling(name, token)
+    name, token = Path(name), layout.new_token()
+    temporary = layout.temporary_sibling(name, token)
     os.symlink(os.path.relpath(path, name.parent), temporary)
     try:
         _replace(temporary, name, token)
@@ -141,7 +133,7 @@ def _delete_leftovers(path: Path) -> None:
 
     Files that a user put into a checkpoint stay at the path.
     """
-    for leftover in leftovers(path):
+    for leftover in layout.leftovers(path):
         _delete_unless_locked(leftover, path)
 
 
@@ -152,13 +144,17 @@ def clean(folder: str | os.PathLike[str], *, remove: bool, idle_seconds: float =
     filesystem without locks nobody may be saving there.
     """
     found = []
-    for leftover in leftovers_in(Path(folder)):
+    for leftover in layout.leftovers_in(Path(folder)):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
         try:
             idle = time.time() - os.lstat(leftover).st_mtime
         except FileNotFoundError:
             continue  # another job's save was faster
-        if idle >= idle_seconds and current(path) != leftover and _delete_unless_locked(leftover, path, really=remove):
+        if (
+            idle >= idle_seconds
+            and layout.current(path) != leftover
+            and _delete_unless_locked(leftover, path, really=remove)
+        ):
             found.append(leftover)
     return found
 
@@ -173,7 +169,7 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
         if descriptor is not None and not try_lock(descriptor, fcntl.LOCK_EX):
             return False
         if really:
-            foreign = foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
+            foreign = layout.foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
             if foreign and path.is_file():
                 return False  # they have no place there
             for entry in foreign:

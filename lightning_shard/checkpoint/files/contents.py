@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from lightning_shard.checkpoint.files.layout import (
-    AVERAGE_PREFIX,
-    AVERAGING_STATE,
-    MODEL_PREFIX,
-    SlotName,
-    average_key,
-    model_key,
-)
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
@@ -75,7 +68,9 @@ class Contents:
     trainer_state: Mapping[str, Any]  # What ``trainer.pt`` has. In a save rank 0's counts.
     facts: Facts  # In a save rank 0's count.
     aliases: Mapping[str, str] = field(default_factory=dict)  # Key of a tied name to the key of its tensor.
-    slots: Mapping[str, SlotName] = field(default_factory=dict)  # Key of each tensor of optimizer state to what it is.
+    slots: Mapping[str, layout.SlotName] = field(
+        default_factory=dict
+    )  # Key of each tensor of optimizer state to what it is.
     form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
 
     def averaged(self) -> Contents:
@@ -83,14 +78,15 @@ class Contents:
 
         Raises CheckpointError where there are none, or no update is in them yet.
         """
-        averages = {key: tensor for key, tensor in self.tensors.items() if key.startswith(AVERAGE_PREFIX)}
-        if not averages or not int(self.trainer_state.get(AVERAGING_STATE, {}).get("n_averaged", 1)):
+        averages = {key: tensor for key, tensor in self.tensors.items() if key.startswith(layout.AVERAGE_PREFIX)}
+        if not averages or not int(self.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)):
             raise CheckpointError(
                 "the checkpoint has no averages of weights"
                 + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")
             )
         tensors = {
-            k: averages.get(f"{AVERAGE_PREFIX}{k.removeprefix(MODEL_PREFIX)}", t) for k, t in self.tensors.items()
+            k: averages.get(f"{layout.AVERAGE_PREFIX}{k.removeprefix(layout.MODEL_PREFIX)}", t)
+            for k, t in self.tensors.items()
         }
         return replace(self, tensors=tensors)
 
@@ -98,7 +94,7 @@ class Contents:
     def of(
         weights: Mapping[str, Any],
         aliases: Mapping[str, str],
-        slots: Mapping[SlotName, Any],
+        slots: Mapping[layout.SlotName, Any],
         averages: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> Contents:
@@ -106,11 +102,11 @@ class Contents:
 
         ``rest``: as here.
         """
-        tensors = {model_key(fqn): tensor for fqn, tensor in weights.items()}
-        tensors |= {average_key(fqn): tensor for fqn, tensor in (averages or {}).items()}
+        tensors = {layout.model_key(fqn): tensor for fqn, tensor in weights.items()}
+        tensors |= {layout.average_key(fqn): tensor for fqn, tensor in (averages or {}).items()}
         return Contents(
             tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}},
-            aliases={model_key(alias): model_key(fqn) for alias, fqn in aliases.items()},
+            aliases={layout.model_key(alias): layout.model_key(fqn) for alias, fqn in aliases.items()},
             slots={name.key: name for name in slots},
             **rest,
         )

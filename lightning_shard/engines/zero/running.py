@@ -266,16 +266,8 @@ def replay_cpu_adam(optimizer: Optimizer, groups: Sequence[FlatGroup]) -> None:
         for group, end in zip(stepped, last, strict=True):
             if step <= end:
                 settings = group.group
-                kernel.adam_update(
-                    number,
-                    step,
-                    settings["lr"],
-                    *settings["betas"],
-                    settings["eps"],
-                    settings["weight_decay"],
-                    settings["bias_correction"],
-                    *nothing,
-                )
+                rest = [settings[name] for name in ("eps", "weight_decay", "bias_correction")]
+                kernel.adam_update(number, step, settings["lr"], *settings["betas"], *rest, *nothing)
 
 
 def replace_hooks(offload: Any, device: torch.device) -> None:

@@ -90,11 +90,8 @@ class Ledger:
             }
             for names in self._groups()
         ]
-        return {
-            "tensors": rows,
-            "loss": sorted(map(_name, self.loss)),
-            "reduction": sorted(map(_name, self.reduced_in)),
-        }
+        loss, reduction = (sorted(map(_name, dtypes)) for dtypes in (self.loss, self.reduced_in))
+        return {"tensors": rows, "loss": loss, "reduction": reduction}
 
     def table(self) -> str:
         """One line per distinct combination of dtypes, with the number of tensors that have it."""
