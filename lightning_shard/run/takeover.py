@@ -121,8 +121,17 @@ def begin_averaging(
     checkpoints: Checkpoints,
     memory: Memory | None,
 ) -> None:
-    """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it."""
+    """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it.
+
+    Raises:
+        ConfigurationError: what is stepped lies in files.
+    """
     if _lightning.averaging_callbacks(trainer):
+        if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
+            raise ConfigurationError(
+                f"{type(_lightning.averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
+                "but with the optimizer offloaded to NVMe that lies in files. Use offload_optimizer with device: cpu."
+            )
         assert memory is not None, "it is made before the engine engages"
         averaging = Averaging(trainer.lightning_module, engine, device=trainer.strategy.root_device)
         averaging.begin(replacements, trainer)
