@@ -1,7 +1,5 @@
 """``lightning-shard`` and ``python -m lightning_shard``."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Strings and mappings become what the annotation names, and what does not fit is refused when the object is made.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -19,8 +19,6 @@ A message says the value that was found, the rule it breaks and what to do. Erro
 every rank.
 """
 
-from __future__ import annotations
-
 
 class ShardError(Exception):
     """Base of every error that this package raises on purpose."""

@@ -3,8 +3,6 @@
 Full sharding, hybrid sharding and pure replication are shapes of this mesh, nothing else.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal

@@ -1,7 +1,5 @@
 """That the private names of other libraries which a module uses are still there, asked when it is imported."""
 
-from __future__ import annotations
-
 import dis
 import inspect
 from types import ModuleType

@@ -4,8 +4,6 @@ A name is a class and a few of its constructor arguments, nothing more; ``lightn
 equal YAML.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Text for people: tables in columns, what is nearest to a word that is not known, sizes and speeds with units."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Sequence

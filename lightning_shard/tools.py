@@ -1,7 +1,5 @@
 """The commands as functions: plan a run, migrate a configuration, verify, convert and export checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

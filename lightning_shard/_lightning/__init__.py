@@ -7,7 +7,6 @@ the run's `Replacements`, which put it back when the run ends.
 
 # The imports are the contents.
 # ruff: noqa: F401
-from __future__ import annotations
 
 from lightning_shard._lightning.averaging import (
     average_shards,

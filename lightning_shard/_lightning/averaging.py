@@ -1,7 +1,5 @@
 """Lightning's callbacks that average weights, given this rank's shards where they would look at the whole module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A Trainer's callbacks: which there are, which watch gradients being dropped, and what a summary counts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When ``ModelCheckpoint`` saves and sees a checkpoint, and which one a run resumes from."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """LightningCLI without what it takes from checkpoints. Tested with Lightning 2.6.4 to 2.6.6."""
 
-from __future__ import annotations
-
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_shard.private_names import require

@@ -1,7 +1,5 @@
 """The training dataloaders that Lightning was given and made, and what they resume from."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

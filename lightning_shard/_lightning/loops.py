@@ -1,7 +1,5 @@
 """Where a run is in Lightning's loops, what is called between two batches and at its end, and its signal handlers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What Lightning says of a run that is not so. Tested with Lightning 2.6.4 to 2.6.6."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import warnings

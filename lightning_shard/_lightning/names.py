@@ -1,7 +1,5 @@
 """The private classes and attributes of Lightning that this package uses, required when it is imported."""
 
-from __future__ import annotations
-
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging

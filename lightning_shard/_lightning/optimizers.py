@@ -1,7 +1,5 @@
 """Optimizers and schedulers as Lightning wraps and steps them, and the norms of gradients, which may be sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any

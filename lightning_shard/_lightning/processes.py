@@ -2,7 +2,6 @@
 
 # Some of the imports are for others.
 # ruff: noqa: F401
-from __future__ import annotations
 
 from typing import Any
 

@@ -10,8 +10,6 @@ states that it loads do not mean where the data goes on, because it saves before
   would be taken from the next epoch's order.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 REPLACED = {

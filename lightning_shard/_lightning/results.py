@@ -5,8 +5,6 @@ batches after the resume. An entry is created by the first ``log`` call of its k
 gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Where each rank's memory goes: a table at the start of a fit, one after its first step, one in the error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

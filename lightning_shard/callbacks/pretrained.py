@@ -1,7 +1,5 @@
 """Pretrained weights for a module that knows nothing of them, from YAML."""
 
-from __future__ import annotations
-
 from weakref import WeakSet
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,7 +1,5 @@
 """The profiler of torch on chosen steps, a trace for each rank, switched on in YAML."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """How fast a run is, over all ranks: in the progress bar, in the loggers, as a table at the end and as a CSV."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ the write did as well (0.8 s). A process costs a second interpreter with torch i
 which is not pinned.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """What is in a checkpoint, and whether it is whole."""
 
-from __future__ import annotations
-
 import math
 import os
 import zipfile

@@ -4,8 +4,6 @@ A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and `
 is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
 """
 
-from __future__ import annotations
-
 import heapq
 import os
 from collections.abc import Mapping, Sequence

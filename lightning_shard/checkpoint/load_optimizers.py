@@ -1,7 +1,5 @@
 """Loading optimizer state: how what was saved fits live optimizers, by parameter name, and giving it to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce

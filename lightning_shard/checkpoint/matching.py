@@ -1,7 +1,5 @@
 """Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

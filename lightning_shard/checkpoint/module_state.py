@@ -1,7 +1,5 @@
 """A module's tensors and extra state under the names that a checkpoint knows them by."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

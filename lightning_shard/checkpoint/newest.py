@@ -1,7 +1,5 @@
 """Finding the checkpoint that a run goes on from: its own, and the newest."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ A torch optimizer over a module's parameters (plain, or DTensors) says itself wh
 over flat tensors its owner says it with a `FlatOptimizer`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ that the bytes are evened out, and tells every rank its boxes by their numbers. 
 boxes of all ranks do. A plan holds as long as no rank's tensors are sharded in another way, and is kept until then.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

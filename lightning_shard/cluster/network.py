@@ -7,8 +7,6 @@ is done, so that the child begins with the lock taken (seen in ``_PyThreadState_
 gone, right after a collective, which is where loaders are started.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

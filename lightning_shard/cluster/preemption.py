@@ -1,7 +1,5 @@
 """Being told to stop: signals that only set a flag, a time limit, and the ranks' agreement upon both."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

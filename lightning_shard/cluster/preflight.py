@@ -4,8 +4,6 @@ They meet at the store over which the process group is made next, with a timeout
 (`Facts`), rank 0 reads all and writes one verdict, which every rank raises alike.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

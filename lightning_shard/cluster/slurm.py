@@ -3,8 +3,6 @@
 Nothing is read but the mapping that is passed in, and what SLURM's own commands print.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A run in which nothing moves any more: which rank the others wait for, and where each of them is."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

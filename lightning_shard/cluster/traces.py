@@ -1,7 +1,5 @@
 """What can still be written of a rank that is stuck in a collective: its last collectives, and its stacks."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

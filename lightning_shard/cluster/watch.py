@@ -9,8 +9,6 @@ One rank *owns* a failure, the first to say it. The others print one line each a
 and the cause come last.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -6,8 +6,6 @@ say, prints, and returns the exit code; what it raises, ``ShardCLI`` reports. Wh
 answered by `quick`, within the time of a shell's prompt.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

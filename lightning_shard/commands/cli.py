@@ -1,7 +1,5 @@
 """`ShardCLI`: LightningCLI with this package's strategies, commands and messages."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

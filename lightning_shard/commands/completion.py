@@ -1,7 +1,5 @@
 """``lightning-shard completion SHELL``: a script that makes bash or zsh complete commands, options and names."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

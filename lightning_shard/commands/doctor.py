@@ -1,7 +1,5 @@
 """``lightning-shard doctor``: look at the processes of a job before a run does, and say what is odd."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -1,7 +1,5 @@
 """How a command ends after an error: one rank says what a user's mistake is, a bug is raised, no child stays."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """What ``fit``, ``validate``, ``test`` and ``predict`` check and change in their configuration, and say at the end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

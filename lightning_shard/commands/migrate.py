@@ -1,7 +1,5 @@
 """``lightning-shard migrate``: write the YAML for this package from what people have."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

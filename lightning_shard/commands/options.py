@@ -1,7 +1,5 @@
 """The parser of commands with options alone, which imports nothing that takes time."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``lightning-shard plan``: what a run will need per device, and what it will send, before it is queued."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``lightning-shard slurm``: write the batch script of a run, and submit it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

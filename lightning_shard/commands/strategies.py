@@ -1,7 +1,5 @@
 """``lightning-shard strategies [NAME]``: the table of strategy names, and the YAML that equals one of them."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Backward from inside a step (manual optimization) starts before DDP's forward ends, which is where it prepares for one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

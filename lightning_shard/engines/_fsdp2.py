@@ -4,8 +4,6 @@
 ``fully_shard`` does; torch's DistributedDataParallel has neither master weights nor a reduction dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

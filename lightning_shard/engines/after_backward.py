@@ -8,8 +8,6 @@ nothing. Of the nodes that are ready autograd runs the one that was made last, a
 module's; so it runs after them and the accumulation of their gradients, and before those of earlier modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields, is_dataclass

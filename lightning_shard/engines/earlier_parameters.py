@@ -3,8 +3,6 @@
 Optimizers step the new ones, and lists that modules keep of their parameters show them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ prepare the module of a run, in a fit lets it engage the optimizers, and closes 
 knows Lightning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

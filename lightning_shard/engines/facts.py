@@ -1,7 +1,5 @@
 """Engines as plain numbers: what bytes, traffic and advice are computed from, before a run and in it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

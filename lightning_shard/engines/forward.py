@@ -1,7 +1,5 @@
 """Running methods other than ``forward`` with FSDP's hooks around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any

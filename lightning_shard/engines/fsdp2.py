@@ -5,8 +5,6 @@ forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered 
 no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

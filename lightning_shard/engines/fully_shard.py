@@ -1,7 +1,5 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ FQN, so the values depend on nothing else: not on the order, the mesh or the num
 before it asks for the next unit's, so that a rank never has more than its shards and one full unit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping

@@ -5,8 +5,6 @@ looks at a whole tensor (a norm of it, rows and columns, blocks of a quantised s
 several parameters can't be divided over ranks at all.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum

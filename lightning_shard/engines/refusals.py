@@ -1,7 +1,5 @@
 """Refusing modules that another engine has sharded, and kinds of parameters that can't be."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Generator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """FSDP2's machinery over a mesh that replicates: DDP in every precision, which torch's own can't."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

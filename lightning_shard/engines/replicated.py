@@ -1,7 +1,5 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

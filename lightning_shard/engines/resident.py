@@ -3,8 +3,6 @@
 Where tensors share memory, the one that is given first says what the memory is for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

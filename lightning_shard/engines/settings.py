@@ -1,7 +1,5 @@
 """Settings in plain values, that ranks, manifests and later runs compare."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

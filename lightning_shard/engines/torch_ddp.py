@@ -1,7 +1,5 @@
 """torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence

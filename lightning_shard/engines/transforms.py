@@ -6,8 +6,6 @@ costs little but memory (norms, activation functions, dropout, casts, additions)
 selective activation checkpointing, with the operators that its FLOP counter knows as those to save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper

@@ -1,7 +1,5 @@
 """Which modules become shard units: pure functions over a module tree, nothing is changed here."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

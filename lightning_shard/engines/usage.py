@@ -5,8 +5,6 @@ some ranks used has the average with zeros of the others. Engines that gather or
 the wrong ones where ranks use different ones, without an error as long as the sizes fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
 from typing import Any

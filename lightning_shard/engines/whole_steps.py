@@ -6,8 +6,6 @@ The optimizer's state lives with the owner, in whatever shape it has; the shards
 The full values lie on the owner during a step alone.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

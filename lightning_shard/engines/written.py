@@ -4,8 +4,6 @@ torch loses them without a word: setting ``parameter.data`` changes nothing of a
 gathered parameter is freed with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

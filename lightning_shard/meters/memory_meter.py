@@ -1,7 +1,5 @@
 """Bytes counted on live tensors: what a rank holds now, and the most that it holds of each kind in one step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass

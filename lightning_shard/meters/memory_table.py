@@ -1,7 +1,5 @@
 """Memory accounts as tables to read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What devices can compute at best, and which part of it a run does."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

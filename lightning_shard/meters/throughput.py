@@ -1,7 +1,5 @@
 """What a batch holds, and what all ranks did in a window of steps: counted on each rank, added up once for all."""
 
-from __future__ import annotations
-
 import csv
 import resource
 import statistics

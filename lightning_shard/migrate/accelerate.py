@@ -1,7 +1,5 @@
 """Accelerate config files, read into the neutral form."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path

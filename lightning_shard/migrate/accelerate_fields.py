@@ -4,8 +4,6 @@ After ``accelerate/commands/config`` and ``commands/launch.py`` of Accelerate 1.
 Fields that are read elsewhere are read in ``accelerate.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ engine's answer is `Same`, `Holds` or `Unsupported`, or several, of which the fi
 that depend on each other (what is sharded, offload, the mesh, precision) are in ``dependent_settings.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

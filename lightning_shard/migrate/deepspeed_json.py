@@ -1,7 +1,5 @@
 """DeepSpeed files, read into the neutral form; what a key means is ``engines/zero/config``'s."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any

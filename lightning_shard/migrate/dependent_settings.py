@@ -1,7 +1,5 @@
 """What is written for one engine, and settings that depend on each other: sharding, mesh, offload, precision, saves."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ After ``lightning/pytorch/strategies`` of Lightning 2.6. Arguments that are read
 ``lightning_strategies.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

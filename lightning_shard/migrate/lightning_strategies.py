@@ -1,7 +1,5 @@
 """Arguments of stock Lightning's strategies, read into the neutral form."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning YAML, stock or with a strategy of this package, read into the neutral form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

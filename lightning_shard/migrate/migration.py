@@ -1,7 +1,5 @@
 """Files in, one configuration out, with what a migration says of it: a table, a refusal, and the YAML itself."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

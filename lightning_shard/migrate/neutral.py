@@ -1,7 +1,5 @@
 """What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is known of a model and an optimizer before a run: the plain data that memory and traffic are computed from."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Sources: torch's ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (a shard is pa
 ``_fsdp_param_group.py`` and ``_fsdp_collectives.py`` (which buffers live how long).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod

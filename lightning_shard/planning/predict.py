@@ -5,8 +5,6 @@ Only the rank that needs most is looked at, and no cost grows with the number of
 torch's and DeepSpeed's sources, which its module names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan as text: tables of bytes by kind, of engines, of what crosses the network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

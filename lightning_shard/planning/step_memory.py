@@ -1,7 +1,5 @@
 """The memory of one rank at the three points of a step where it may peak, without activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Bytes of a rank under torch's DistributedDataParallel, and what it sends (``nn/parallel/distributed.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

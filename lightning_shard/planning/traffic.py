@@ -7,8 +7,6 @@ nodes leaves each node once, so that between nodes one group sends that much per
 side by side (hybrid sharding has one for each device of a node) each send their own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Sources: DeepSpeed 0.19.8, in the modules of the stages.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

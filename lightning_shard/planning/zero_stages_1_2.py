@@ -4,8 +4,6 @@ Sources, of DeepSpeed 0.19.8: ``runtime/zero/stage_1_and_2.py``, and ``runtime/b
 becomes with bf16 parameters and fp32 sums.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence

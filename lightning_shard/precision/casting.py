@@ -6,8 +6,6 @@ boolean inputs, targets, losses and metric inputs are never touched: they do not
 unless the user's own code sends them there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy

@@ -7,8 +7,6 @@ of any rank is inf or NaN, every rank skips the step and the scale falls; after 
 The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the minimum of Megatron-LM and DeepSpeed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace

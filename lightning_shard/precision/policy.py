@@ -1,7 +1,5 @@
 """The precision policy: which dtype is used where. Plain data, the same for every engine."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The random numbers that a dataset draws for a sample: seeded by the sample, or seen to be drawn."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

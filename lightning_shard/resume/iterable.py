@@ -1,7 +1,5 @@
 """A DataLoader whose state is that of its IterableDataset, or its own."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks with different amounts of data: found out together, ended together, never hung."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A DataLoader over a map-style dataset that knows how far it is and can go on from there."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

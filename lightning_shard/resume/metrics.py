@@ -5,8 +5,6 @@ computed. So every rank's is kept. At another world size the old ranks' states a
 them across ranks when it computes.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any

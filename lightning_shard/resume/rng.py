@@ -1,7 +1,5 @@
 """Random number generators of a rank, as values that ``torch.load(weights_only=True)`` accepts."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

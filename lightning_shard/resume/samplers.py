@@ -1,7 +1,5 @@
 """What samplers of users keep between epochs: a ``state_dict`` of their own, or generators and values as attributes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Settings of learning rate schedulers in which a checkpoint and the configuration differ."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ w processes sees every w-th sample from its own on, as ``DistributedSampler`` do
 are the first k * w of the global order.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Sequence

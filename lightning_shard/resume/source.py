@@ -1,7 +1,5 @@
 """The stand-in for a loader's sampler that can yield the rest of an epoch once, and the generators it draws from."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which loaders can be resumed, by what, and what is said of the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset

@@ -7,7 +7,6 @@ saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLed
 
 # The imports are the contents.
 # ruff: noqa: F401
-from __future__ import annotations
 
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch

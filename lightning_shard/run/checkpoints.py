@@ -1,7 +1,5 @@
 """The checkpoints of a run, written and read in the portable directory, whatever the engine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What torch.compile makes of a run's first step: it falls back to Python without an error."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

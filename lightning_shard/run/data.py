@@ -1,7 +1,5 @@
 """The data of a run: the same loaders on all ranks, evaluation of uneven shares, and where a resumed run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from math import prod

@@ -1,7 +1,5 @@
 """What the parts of a run ask of a fit."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Parameters that are frozen and thawed in the course of a fit, as ``BackboneFinetuning`` does between epochs."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

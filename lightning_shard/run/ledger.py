@@ -1,7 +1,5 @@
 """Measuring a fit's dtypes in its first step, and holding the aligned contract against them, on every engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

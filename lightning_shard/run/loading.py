@@ -1,7 +1,5 @@
 """A LightningModule from a checkpoint directory, on one process."""
 
-from __future__ import annotations
-
 import io
 import os
 import warnings

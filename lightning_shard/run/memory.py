@@ -1,7 +1,5 @@
 """What a run's meters ask of its engine: the tensors that are resident on this rank, and what they are to be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Losses and gradients of inf or NaN: seen by all ranks together, and answered as the user asked."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A fit that is told to stop: all ranks save together at a step's end, and the job goes back into the queue."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

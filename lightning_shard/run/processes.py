@@ -1,7 +1,5 @@
 """The processes of a run: who started them, where they meet, their process group and mesh, and what they exchange."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import re

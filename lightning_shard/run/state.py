@@ -5,8 +5,6 @@ positions of the dataloaders. One process' share of it is gathered into the chec
 goes on, at the latest moment at which nothing else draws from or resets it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

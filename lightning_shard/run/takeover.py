@@ -1,7 +1,5 @@
 """What a run does in place of Lightning: choose what it resumes from, take signals, let errors through; full values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

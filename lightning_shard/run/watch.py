@@ -1,7 +1,5 @@
 """A run whose ranks watch each other: what one of them fails of is said by all, and ends all."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

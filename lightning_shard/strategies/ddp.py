@@ -1,7 +1,5 @@
 """Lightning's adapter of data parallelism with full replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Lightning's adapter of DeepSpeed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Lightning's adapter of FSDP2."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import nn

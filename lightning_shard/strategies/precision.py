@@ -1,7 +1,5 @@
 """The Lightning side of the precision policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What of a Trainer can't work here, refused with what to use in its place."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

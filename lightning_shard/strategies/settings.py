@@ -1,7 +1,5 @@
 """The constructor arguments that all strategies have."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

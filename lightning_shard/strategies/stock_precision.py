@@ -1,7 +1,5 @@
 """Stock precision plugins, as Lightning makes them from the Trainer's flag."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What the strategies of all engines share: Lightning's hooks, each a list of calls to the parts of a run in order."""
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping

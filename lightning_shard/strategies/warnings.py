@@ -1,7 +1,5 @@
 """What a fit is told at its start about the dtypes of its parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

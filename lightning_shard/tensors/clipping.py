@@ -6,8 +6,6 @@ sum, and so the way the gradients are sharded, changes the result by less than a
 every rank gets the same fp32 number and so the same coefficient.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ Fake tensors are documented (https://docs.pytorch.org/docs/stable/torch.compiler
 private module, as the fake process group and the dispatch mode do; torch 2.11 to 2.13 have them there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext

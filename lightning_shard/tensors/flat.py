@@ -6,8 +6,6 @@ torch.distributed.checkpoint stores; each box is contiguous in the slice, so tha
 tensor: checkpoints read and write it in place, without gathering or copying.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

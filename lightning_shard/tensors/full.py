@@ -1,7 +1,5 @@
 """Full tensors gathered from what each rank has of them, and scattered back, whichever way an engine shards them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Code that has nothing but a part of a module (pretrained weights for an encoder)
 steps, and then lets the module see the new values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The names of a module's tensors: FQNs in the unwrapped module, as its author wrote it, whatever wraps it now."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Documented in part (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), but below private modules.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch, _pytree

@@ -5,8 +5,6 @@ and ``data/<number>`` with the storage's bytes (torch's notes on serialization: 
 torch.save"). ``torch.save`` needs all tensors at once; `write_archive` asks for one after the other.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -5,8 +5,6 @@ filesystem can exchange two names in one step, the path names a complete checkpo
 one is moved to ``.NAME.old-TOKEN`` for a moment, in which readers find the new one (`layout.current`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

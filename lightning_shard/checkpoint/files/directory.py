@@ -1,7 +1,5 @@
 """A checkpoint directory that is open for reading: its files are those of one save, whatever replaces its path."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -9,8 +9,6 @@ Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages
 slots have dots: what a key of the second kind stands for is in the manifest (`SlotName`) and is not read from the key.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -5,8 +5,6 @@ call. This reader maps the names that torch's own metadata has to inert records 
 is refused. The records are then checked against the manifest.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -5,8 +5,6 @@ as the key of a dictionary), the end of the stack (tuples a million deep) and gi
 in the memo beyond all objects).
 """
 
-from __future__ import annotations
-
 import math
 import pickletools
 from typing import Any

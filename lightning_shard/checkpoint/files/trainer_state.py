@@ -4,8 +4,6 @@ It is written with ``torch.save`` and must load with ``weights_only=True``, so t
 would not is found when it is written, not when it is needed.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import zipfile

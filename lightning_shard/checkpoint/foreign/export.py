@@ -4,8 +4,6 @@ A safetensors file is 8 bytes of header length, a JSON header, and the tensors' 
 (https://github.com/huggingface/safetensors#format); the library's own writer wants a file's tensors all at once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

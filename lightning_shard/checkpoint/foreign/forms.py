@@ -1,7 +1,5 @@
 """Telling the forms of checkpoints apart, and opening any of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

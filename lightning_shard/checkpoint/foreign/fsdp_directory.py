@@ -4,8 +4,6 @@ torch.distributed.checkpoint files with the module under ``model`` (or ``state_d
 ``optimizer_<i>`` with parameters by name, and ``meta.pt`` with the rest of Lightning's checkpoint.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable, Iterator

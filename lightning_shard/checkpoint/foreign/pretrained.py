@@ -4,8 +4,6 @@ Every rank reads the parts that it has and nothing else, one box at a time, so t
 let alone once per rank.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

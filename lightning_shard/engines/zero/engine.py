@@ -1,7 +1,5 @@
 """DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

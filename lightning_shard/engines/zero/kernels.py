@@ -5,8 +5,6 @@ between the optimizer's constructor and the first step. What is missing shows up
 wait; here it is known before.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 import shlex

@@ -4,8 +4,6 @@ Stages 1 and 2 concatenate a group's parameters and divide the result into equal
 parameter and concatenates a rank's shards, in sub-groups. These are the only functions that know it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

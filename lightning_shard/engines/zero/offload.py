@@ -1,7 +1,5 @@
 """Around DeepSpeed's offload: kernels, and the folder in which a run offloads to NVMe."""
 
-from __future__ import annotations
-
 import copy
 import mmap
 import os

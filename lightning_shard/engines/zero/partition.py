@@ -5,8 +5,6 @@ values that the masters are to begin with. Here each parameter is full for a mom
 the rank copies its shard of that, casts the parameter and lets DeepSpeed shard it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Gradients are unscaled and clipped in place by the caller, between the end of an
 own clipping, loss scale and norms have nothing left to do.
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -9,8 +9,6 @@ DeepSpeed's own way, ``memory_efficient_linear``, replaces ``torch.nn.functional
 other kernels, and leaves out whatever is no linear layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple

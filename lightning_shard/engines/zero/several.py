@@ -5,8 +5,6 @@ accumulation boundary and kept by parameter, as ``parameter.grad`` is; the user'
 their owners (`WholeSteps`), and DeepSpeed then casts and gathers what they wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -12,8 +12,6 @@ files; here the step takes them from that memory, where they were unscaled and c
 These are the only functions that know DeepSpeed's swappers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any

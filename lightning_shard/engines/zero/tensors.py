@@ -1,7 +1,5 @@
 """The live tensors of a run whose optimizer steps flat partitions, stages 1 to 3 in a fit, and those of its engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

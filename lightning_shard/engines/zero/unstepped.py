@@ -1,7 +1,5 @@
 """Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace

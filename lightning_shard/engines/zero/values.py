@@ -4,8 +4,6 @@ DeepSpeed casts every parameter to the compute dtype, then clones its masters fr
 rounded. A parameter's own memory outlives the cast here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ stage 3 a released parameter has no elements: its norm is 0, and a write to it c
 gathered one is freed with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

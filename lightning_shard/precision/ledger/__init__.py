@@ -3,8 +3,6 @@
 Nothing in it comes from the configuration. `Recorder` fills it, `violations` holds it against the contract.
 """
 
-from __future__ import annotations
-
 from lightning_shard.precision.ledger.record import Entry, Ledger, Reduction, Violation, contract_error, violations
 from lightning_shard.precision.ledger.recorder import Recorder
 

@@ -1,7 +1,5 @@
 """What was measured, as plain data, a table and JSON, and held against the aligned contract."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

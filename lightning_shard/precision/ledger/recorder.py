@@ -6,8 +6,6 @@ autograd engine hands the mode on to its threads. What does not pass it is not s
 itself, and DTensor's own collectives, which run below a DTensor's operator.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The final configuration: typed fields over ``config``, "auto" resolved by the run, and this package's own pins."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

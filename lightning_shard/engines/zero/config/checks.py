@@ -1,7 +1,5 @@
 """What can be refused when a strategy is built, before any process is started."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

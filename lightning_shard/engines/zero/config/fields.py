@@ -3,8 +3,6 @@
 A field that is None is not set: then ``config`` says it, and else DeepSpeed's own default holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

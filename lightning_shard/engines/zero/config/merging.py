@@ -1,7 +1,5 @@
 """Typed fields laid over ``config``: one mapping, and what the two say differently."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Nothing is guessed. What can't be understood becomes a problem, a line of text w
 all of them at once.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The ``optimizer`` and ``scheduler`` sections: hyperparameters by their type, "auto" ones from what the run knows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any
