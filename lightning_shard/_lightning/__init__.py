@@ -16,6 +16,7 @@ from lightning_shard._lightning.averaging import (
     evaluates_average,
     leave_out_copies,
     own_averaging_hooks,
+    recount_averages,
 )
 from lightning_shard._lightning.callbacks import (
     callbacks,

@@ -1,6 +1,6 @@
 """Lightning's callbacks that average weights, given this rank's shards where they would look at the whole module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,6 +76,17 @@ def own_averaging_hooks(callback: Callback) -> list[str]:
     """Names of the replaced hooks that a subclass has its own of, which would not be called."""
     stock = [(cls, name) for cls, names in _HOOKS.items() if isinstance(callback, cls) for name in names]
     return [name for cls, name in stock if getattr(type(callback), name) is not getattr(cls, name)]
+
+
+def recount_averages(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """In a fit that goes back to ``checkpoint``, count updates of averages from there on."""
+    for callback in averaging_callbacks(trainer):
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if state is not None and isinstance(callback, WeightAveraging):
+            callback.load_state_dict(state)
+        elif state is not None and callback.n_averaged is not None:
+            callback.n_averaged.fill_(state["n_averaged"])
+            callback._latest_update_epoch = state["latest_update_epoch"]
 
 
 def leave_out_copies(replacements: Replacements, trainer: Trainer) -> None:

@@ -40,7 +40,7 @@ def parser() -> ShardArgumentParser:
             add("folder", type=str, help="where to write the files")
             add("--dtype", type=DType | None, default=None, help="of floating-point tensors; default: as stored")
             add("--module", type=str, default="", help="FQN of a submodule to export alone, under its own names")
-            add("--ema", type=bool, default=False, help="write averages of weights in the place of the weights")
+            add("--ema", action="store_true", help="write averages of weights in the place of the weights")
             add("--max_shard_size", type=str, default="5GB", help="bytes of tensors in a file")
         commands.add_subcommand(name, command, help=text)
     return parser

@@ -176,6 +176,7 @@ class Rollback:
         path, checkpoint = self._open(why)
         self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
         _lightning.restore_steps(trainer, checkpoint)
+        _lightning.recount_averages(trainer, checkpoint)
         states = checkpoint[RUN_STATE]["ranks"]
         if trainer.global_rank < len(states):
             set_rng_state(states[trainer.global_rank]["rng"])

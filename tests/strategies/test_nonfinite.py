@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -69,10 +69,21 @@ class Model(pl.LightningModule):
         self.values[-1] = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
 
 
-def _fit(name: str, module: Model, nonfinite: Any, *, steps: int, folder: Path | None = None, every: int = 2) -> Any:
+def _fit(
+    name: str,
+    module: Model,
+    nonfinite: Any,
+    *,
+    steps: int,
+    folder: Path | None = None,
+    every: int = 2,
+    averages: bool = False,
+) -> Any:
     pl.seed_everything(3, verbose=False)
     data = torch.randn(64, 4)
-    callbacks = [ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)] if folder is not None else []
+    callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.5)] if averages else []
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1))
     trainer = quiet_trainer(
         strategy=build(f"shard_{name}", nonfinite=nonfinite),
         max_steps=steps,
@@ -163,9 +174,10 @@ def test_the_fit_goes_back(tmp_path: Path) -> None:
 def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
     """What a fit that went back does next is what a fit does that resumes from that checkpoint with that batch."""
     went_back = Model(2)
-    _fit(name, went_back, "rollback", steps=4, folder=folder)
+    _fit(name, went_back, "rollback", steps=4, folder=folder, averages=True)
     plain = Model(None)
-    trainer = quiet_trainer(strategy=build(f"shard_{name}"), max_steps=4)
+    # The module has the averages at the end of the fit.
+    trainer = quiet_trainer(strategy=build(f"shard_{name}"), max_steps=4, callbacks=[EMAWeightAveraging(decay=0.5)])
     data = torch.Generator().manual_seed(0)
     pl.seed_everything(3, verbose=False)
     data = torch.randn(64, 4)
@@ -190,7 +202,7 @@ def _goes_on_as_if_resumed(name: str, folder: Path) -> tuple[bool, bool]:
     "name", sampled(["ddp", "fsdp_aligned", "deepspeed_stage_2", "deepspeed_stage_3_offload_aligned"], 1, 3)
 )
 def test_a_fit_that_went_back_is_one_without_that_batch(name: str, tmp_path: Path) -> None:
-    """With its optimizer state, schedule and dropout."""
+    """With its optimizer state, schedule, dropout and average of weights."""
     assert run_distributed(_goes_on_as_if_resumed, 2, name, tmp_path) == [(True, False)] * 2
 
 
