@@ -24,8 +24,8 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 USES = {
     "_lightning/averaging.py": (
         "callbacks that average weights",
-        "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs _scheduler_state"
-        " _skip_backward _swap_models _use_buffers",
+        "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs"
+        " _latest_update_epoch _scheduler_state _skip_backward _swap_models _use_buffers",
     ),
     "_lightning/callbacks.py": ("what a summary counts", "_max_depth _summary"),
     "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
