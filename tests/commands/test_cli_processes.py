@@ -190,6 +190,7 @@ def test_fit_then_validate_as_it_says(folder: Path) -> None:
 
 
 @needs_proc
+@pytest.mark.matrix
 def test_a_mistake_on_one_rank_ends_all(folder: Path) -> None:
     # Rank 1 alone: rank 0 only sees that its peer is gone.
     run = _run([sys.executable, "-m", "lightning_shard", "fit", "--config", "base.yaml", "--model.fails", "1"], folder)

@@ -90,6 +90,7 @@ def test_a_command_of_the_table_runs(code: str, tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-1] == f"links: {tmp_path / 'links.json'}"
 
 
+@pytest.mark.matrix
 def test_a_command_that_is_not_first(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}")
     ended = _run(PROGRAM, "--config", str(tmp_path / "empty.yaml"), "strategies")

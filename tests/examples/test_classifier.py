@@ -12,6 +12,7 @@ from torch import Tensor
 from examples import snippets
 from examples.classifier import TextClassifier, folder_of
 from examples.python_corpus import source_files, standard_library
+from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import whole
 
@@ -57,7 +58,7 @@ def _fit(encoder: str, folder: str, strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("strategy", ["shard_fsdp_aligned", "shard_ddp"])
+@pytest.mark.parametrize("strategy", sampled(["shard_fsdp_aligned", "shard_ddp"], 0))
 def test_it_trains_from_the_folders_weights(encoder: Path, tmp_path: Path, strategy: str) -> None:
     from safetensors.torch import load_file
 

@@ -198,6 +198,7 @@ def _quickstart(folder: str) -> dict[str, float]:
     return trained | {"reloaded": float(reloaded)}
 
 
+@pytest.mark.matrix
 def test_the_quickstart_trains_saves_and_validates_to_the_same_perplexity(tmp_path: Path) -> None:
     first, second = run_distributed(_quickstart, 2, str(tmp_path), timeout=300)
     assert first["val_perplexity"] == second["val_perplexity"] == first["reloaded"] == second["reloaded"]
