@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
 from lightning_shard.engines.zero import swapping
@@ -351,3 +351,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
     first, second = run_distributed(unwritable, 2)
     assert first == second
     assert "a_file', but files can't be written there" in first
+
+
+def averaged() -> str:
+    trainer = quiet_trainer(strategy=strategy_of("state"), max_steps=1, callbacks=[EMAWeightAveraging()])
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(TinyLM(**DEEP), loader())
+    return str(caught.value)
+
+
+def test_averages_of_what_lies_in_files_are_refused() -> None:
+    assert all("EMAWeightAveraging averages what is stepped" in told for told in run_distributed(averaged, 2))
