@@ -172,7 +172,7 @@ def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Pa
     """Tell the others, and see that all are alike. All ranks call it; returns warnings, on rank 0.
 
     ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
-    nothing is written. A ConfigurationError on every rank alike says the first thing that differs, with the ranks and
+    nothing is written. The same ConfigurationError on every rank says the first thing that differs, with the ranks and
     both values.
     """
     store = PrefixStore("preflight", store)

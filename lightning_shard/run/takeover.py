@@ -1,13 +1,12 @@
-"""What a run does in place of Lightning: choose what it resumes from, take signals, let errors through; full values."""
+"""What a run does in place of Lightning: choose what it resumes from, take signals, let errors through."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard import _lightning
@@ -17,54 +16,10 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
+from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.preemption import Preemption
-from lightning_shard.tensors.flat import LiveTensor
-from lightning_shard.tensors.full import gather_full, optimizer_slot, scatter_full
-from lightning_shard.tensors.names import fqns
-
-
-class FullTensors:
-    """Gathers and scatters the tensors of a run. All ranks call each method."""
-
-    def __init__(self, module: nn.Module, engine: Engine, checkpoints: Checkpoints, *, device: torch.device) -> None:
-        """Look at the tensors of ``module`` under ``engine``; collectives run on ``device``."""
-        self._module = module
-        self._engine = engine
-        self._checkpoints = checkpoints
-        self._device = device
-
-    def read(self, fqn: str, kind: str = "parameter") -> Tensor | None:
-        """See `lightning_shard.full_tensor`."""
-        live = self._live(fqn, kind)
-        return None if live is None else gather_full(live, device=self._device)
-
-    def write(self, fqn: str, value: Tensor, kind: str = "parameter") -> None:
-        """See `lightning_shard.set_full_tensor`."""
-        live = self._live(fqn, kind)
-        if live is None:
-            raise ConfigurationError(f"{fqn} has no {kind} now: look with full_tensor, which gives None then.")
-        if tuple(live.shape) != tuple(value.shape):
-            raise ConfigurationError(
-                f"the new {kind} of {fqn} has shape {tuple(value.shape)}, but must have {tuple(live.shape)}: all ranks "
-                "give the whole tensor."
-            )
-        scatter_full(value, live)
-        if kind == "parameter":
-            self._engine.publish()
-
-    def _live(self, fqn: str, kind: str) -> LiveTensor | None:
-        if kind == "parameter":
-            self._checkpoints.synchronize()
-        names, tensors = fqns(self._module), self._engine.tensors
-        name = names.canonical(fqn)
-        if kind == "parameter":
-            return tensors.masters().get(name, names.tensors[name])
-        if kind == "gradient":
-            return tensors.gradient(name, names.tensors[name])
-        self._engine.before_saving()
-        return optimizer_slot(tensors.optimizers(), names.tensors[name], name, kind)
 
 
 def take_over_resuming(

@@ -11,7 +11,7 @@ from lightning_shard.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_shard.run.takeover import FullTensors
+    from lightning_shard.run.full_tensors import FullTensors
 
 
 def full_tensor(trainer: Trainer, fqn: str, kind: str = "parameter") -> Tensor | None:
@@ -49,7 +49,7 @@ def set_full_tensor(trainer: Trainer, fqn: str, value: Tensor, kind: str = "para
 
 
 def _tensors(trainer: Trainer) -> FullTensors:
-    from lightning_shard.run.takeover import FullTensors
+    from lightning_shard.run.full_tensors import FullTensors
     from lightning_shard.strategies.strategy import ShardStrategy
 
     strategy = trainer.strategy

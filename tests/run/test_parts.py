@@ -43,8 +43,8 @@ from lightning_shard.run import (
     RunWatch,
 )
 from lightning_shard.run.data import checked
+from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.processes import ProcessOptions, launch_of
-from lightning_shard.run.takeover import FullTensors
 from tests.harness import free_port, run_distributed
 
 CPU = torch.device("cpu")

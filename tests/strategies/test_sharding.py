@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
@@ -132,6 +133,10 @@ def _check_settings(cases: list[dict[str, Any]], model: dict[str, Any], precisio
         # 37 rows over two ranks; with no units the root has all, and keeps it.
         whole = not case.get("reshard_after_forward", True) or case.get("units") == [] or "mesh" in case
         assert found.kept in ({37} if whole else {18, 19}), case
+        for unit in (m for m in found.modules() if isinstance(m, FSDPModule)):
+            if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+                apart = group._reduce_scatter_process_group is not group.mesh_info.shard_process_group
+                assert apart == case.get("separate_reduce_scatter", False), case
 
 
 def check_runs(found: Counting, setting: Any, what: object) -> None:

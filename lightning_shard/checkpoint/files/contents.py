@@ -68,9 +68,8 @@ class Contents:
     trainer_state: Mapping[str, Any]  # What ``trainer.pt`` has. In a save rank 0's counts.
     facts: Facts  # In a save rank 0's count.
     aliases: Mapping[str, str] = field(default_factory=dict)  # Key of a tied name to the key of its tensor.
-    slots: Mapping[str, layout.SlotName] = field(
-        default_factory=dict
-    )  # Key of each tensor of optimizer state to what it is.
+    # Key of each tensor of optimizer state to what it is.
+    slots: Mapping[str, layout.SlotName] = field(default_factory=dict)
     form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
 
     def averaged(self) -> Contents:
