@@ -35,6 +35,7 @@ from lightning_shard.meters.memory_table import (
 )
 from lightning_shard.meters.throughput import RankWindow, combine
 from lightning_shard.planning.facts import optimizer_facts
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
@@ -240,7 +241,7 @@ def _step_flops() -> int:
     return 2 * 4 * 8 * weights
 
 
-@pytest.mark.parametrize("strategy", ["shard_fsdp", "shard_deepspeed_stage_3_aligned"])
+@pytest.mark.parametrize("strategy", sampled(["shard_fsdp", "shard_deepspeed_stage_3_aligned"], 0))
 def test_all_meters_in_one_run(strategy: str) -> None:
     results = run_distributed(_metered, 2, strategy, timeout=200)
     for rank, found in enumerate(results):

@@ -102,6 +102,7 @@ def check_families(names: dict[str, str], folder: Path) -> None:
             _assert_continues([whole_run], [resumed], 2)
 
 
+@pytest.mark.matrix
 def test_resuming_from_a_save_beside_training_is_bitwise_going_on(tmp_path: Path) -> None:
     """Steps were taken, and tensors changed, while it was written."""
     check_families(FAMILIES, tmp_path)

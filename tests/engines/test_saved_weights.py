@@ -149,6 +149,7 @@ class _RichByHand(_Rich, Manual):
     """Backward runs inside of the step."""
 
 
+@pytest.mark.matrix
 def test_gradients_are_those_of_weights_that_are_kept() -> None:
     """DeepSpeed's default keeps weights of this size whole."""
     cases: list[tuple[type[TinyLM], str, list[str]]] = [

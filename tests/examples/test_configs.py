@@ -102,6 +102,7 @@ def test_the_hugging_face_model_runs(weights: Path) -> None:
     assert (results[0]["steps"], results[0]["compute"], results[0]["checkpoint"]) == (2, "bf16", True)
 
 
+@pytest.mark.matrix
 def test_a_project_elsewhere_runs(tmp_path: Path) -> None:
     shutil.copytree(PROJECT, tmp_path / "project")
     changes = [f"{key}={value}" for key, value in SHORT.items()]

@@ -140,6 +140,7 @@ def test_ranks_end_in_time_when_rank_0_is_gone(how: signal.Signals, capfd: pytes
     assert "] ends: rank 0 was lost, or the network to it: " in printed
 
 
+@pytest.mark.matrix
 def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
     zero, one, _ = run_distributed(_watched, 3, "connection")
     for told in (zero, one):
@@ -193,7 +194,8 @@ if sys.argv[1] == "fails":
 """
 
 
-@pytest.mark.parametrize(("how", "left"), sampled([("ends", "gone"), ("fails", "there")], 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize(("how", "left"), [("ends", "gone"), ("fails", "there")])
 def test_a_process_group_does_not_outlive_the_interpreter(how: str, left: str) -> None:
     """Its threads abort the process there; after a failure it could wait for a rank that does not come any more."""
     run = subprocess.run([sys.executable, "-c", LEAVING, how], capture_output=True, text=True, timeout=120, check=False)

@@ -111,6 +111,7 @@ growth(lambda: torch.load("full.ckpt", weights_only=True))
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """32 tensors of 4 MiB: each conversion holds a stored box, the tensor made of it and its copy at most."""

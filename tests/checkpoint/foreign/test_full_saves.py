@@ -16,6 +16,7 @@ from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.stock import fit, state_of
+from tests.groups import sampled
 from tests.harness import run_distributed
 
 # Saving one file from training
@@ -32,7 +33,7 @@ def save_full(strategy: str, folder: str) -> tuple[dict[str, Tensor], dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp"])
+@pytest.mark.parametrize("strategy", sampled(["shard_ddp", "shard_fsdp"], 1))
 def test_a_path_that_ends_in_full_becomes_one_file(tmp_path: Path, strategy: str) -> None:
     for resumed, whole_run, names in run_distributed(save_full, 2, strategy, str(tmp_path)):
         assert names == ["epoch=1.full.ckpt", "portable.ckpt"]

@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointMismatchError
 from tests.checkpoint.compare import assert_equal
 from tests.checkpoint.foreign.stock import ROWS, Model, fit, fit_stock, save_stock, state_of
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole
 
@@ -35,7 +36,7 @@ def go_on(strategy: str, path: str) -> tuple[dict[str, Tensor], int, float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", sampled(["ddp", "fsdp"], 1))
 def test_a_stock_checkpoint_goes_on_as_under_stock_lightning(tmp_path: Path, kind: str) -> None:
     """Bitwise: at two processes a sum has one order on every engine."""
     path = str(tmp_path / "stock.ckpt")
