@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "strategies": "Print the strategy names, or the YAML that equals one of them.",
     "slurm": "Write a SLURM batch script of a run, or submit it.",
     "doctor": "Check the processes of a job: versions, devices, collectives, links between them.",
+    "env": "Print what a report of a bug needs: versions, devices, variables, kernels.",
     "migrate": "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration.",
     "plan": "Say what a run will need: memory per device, what fits, traffic, step time.",
     "checkpoint": "Look into a checkpoint, check it, convert it, or export its weights.",
@@ -41,13 +42,14 @@ _EXAMPLES: Mapping[str, str] = {
     "strategies": "strategies shard_fsdp_hybrid",
     "slurm": "slurm --nodes 2 --devices 8 --config run.yaml --submit",
     "doctor": "doctor",
+    "env": "env --json",
     "migrate": "migrate accelerate.yaml --to shard_fsdp --output run.yaml",
     "plan": "plan --devices 8 --device-memory 80GB --compare --config run.yaml",
     "checkpoint": "checkpoint inspect last.ckpt",
     "completion": "completion bash >> ~/.bashrc",
 }
 
-_QUICK = ("strategies", "slurm")
+_QUICK = ("strategies", "slurm", "env")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:

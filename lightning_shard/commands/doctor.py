@@ -254,7 +254,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     found = [*warnings, *odd(ranks)]
     if place.rank == 0:
         print(table(ranks))
-        print("\n".join(f"odd: {line}" for line in found) or "nothing is odd")
+        alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"
+        print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if place.world_size > 1 else alone))
         if options.output is not None:
             write_links(slowest(ranks), options.output)
             print(f"links: {options.output}")

@@ -30,6 +30,7 @@ QUICK: dict[str, tuple[int, str]] = {
     "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
     "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),
     "slurm --nodes 2": (0, "#SBATCH --nodes=2"),
+    "env --help": (0, "usage: lightning-shard env"),
     "slurm --confg run.yaml": (2, "error: --confg is no option of slurm, nor of fit. Did you mean config"),
 }
 
@@ -88,6 +89,8 @@ def test_a_command_of_the_table_runs(code: str, tmp_path: Path) -> None:
     ended = _run(code, "doctor", "--backend", "gloo", "--output", str(tmp_path / "links.json"))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"links: {tmp_path / 'links.json'}"
+    assert "one process alone" in ended.stdout
+    assert "nothing is odd" not in ended.stdout
 
 
 @pytest.mark.matrix
