@@ -281,7 +281,9 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             for shape in part.shapes.values()
         }
         for is_sharded, ndim in sorted(kinds):
-            small, state = _tried(live, ndim)
+            # DeepSpeed's kernels have known state, and making one allocates.
+            own = not type(live).__module__.startswith("deepspeed")
+            small, state = (own and state_of_small(live, tuple(range(2, 2 + ndim)))) or (torch.empty(0), {})
             try:
                 for slot, value in state.items():
                     name = SlotName(index, "parameter", slot)
@@ -293,25 +295,30 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
                 raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
 
 
-def _tried(optimizer: Optimizer, ndim: int) -> tuple[Tensor, Mapping[str, Any]]:
-    """A small parameter, and the state that a new optimizer of the same class has of it after a step; {} if unknown."""
-    small = nn.Parameter(torch.full(tuple(range(2, 2 + ndim)), 0.5))
+# Settings of how a step is computed, which go with some devices alone.
+_IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def state_of_small(optimizer: Optimizer, shape: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]] | None:
+    """A parameter of this shape, and its state after a step of a new optimizer of the same class and defaults.
+
+    None: a user's own class, that is made or stepped in another way.
+    """
+    small = nn.Parameter(torch.full(tuple(shape), 0.5))
 
     def closure() -> float:
         small.grad = torch.ones_like(small)
         return float(small.detach().sum())
 
-    if type(optimizer).__module__.startswith("deepspeed"):
-        return small, {}  # its kernels' state is known, and making one allocates
+    known = inspect.signature(type(optimizer)).parameters.keys() - _IMPLEMENTATIONS
     try:
-        accepted = inspect.signature(type(optimizer)).parameters
         with torch.random.fork_rng(devices=[]):
-            new = type(optimizer)([small], **{k: v for k, v in optimizer.defaults.items() if k in accepted})
+            new = type(optimizer)([small], **{k: v for k, v in optimizer.defaults.items() if k in known})
             closure()
             new.step(closure)
-        return small, new.state.get(small, {})
-    except Exception:  # a user's own class, that is made or stepped in another way
-        return small, {}
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+    return small, new.state.get(small, {})
 
 
 def kind_of(optimizer: Optimizer) -> str:

@@ -1,6 +1,5 @@
 """What is known of a model and an optimizer before a run: the plain data that memory and traffic are computed from."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_shard.checkpoint.optimizer_state import state_of_small
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
+from lightning_shard.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +129,23 @@ class OptimizerFacts:
         return self.unsharded_bytes + sum(count * slots + self.fixed_bytes for count in elements)
 
 
-# Settings of how a step is computed, which go with some devices alone.
-_IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the memory of a rank and what it sends follow from, beside its engine."""
+
+    model: ModelFacts
+    policy: PrecisionPolicy
+    optimizer: OptimizerFacts = OptimizerFacts()
+    micro_batches: int = 1  # That are summed for a step.
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
     """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
-    known = inspect.signature(type(optimizer)).parameters.keys() - _IMPLEMENTATIONS
-    parameter = nn.Parameter(torch.zeros(3, 5))
-    parameter.grad = torch.zeros(3, 5)
-    try:
-        small = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
-        small.step()
-    except Exception:
+    found = state_of_small(optimizer, (3, 5))
+    if found is None:
         return None
-    tensors = [value for value in small.state[parameter].values() if isinstance(value, Tensor)]
+    parameter, state = found
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
     return OptimizerFacts(
         slots=tuple(_slot_dtype(tensor, parameter) for tensor in tensors if tensor.shape == parameter.shape),
         fixed_bytes=sum(tensor.nbytes for tensor in tensors if tensor.shape != parameter.shape),

@@ -12,18 +12,10 @@ import torch
 
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
-from lightning_shard.planning.step_memory import (
-    Point,
-    StepMemory,
-    gradient_elements,
-    on_device,
-    segment_name,
-    with_segment,
-)
+from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device, with_segment
 from lightning_shard.planning.traffic import Collective
-from lightning_shard.precision.policy import PrecisionPolicy
 
 
 def _shard_elements(p: ParameterFacts, shards: int) -> int:
@@ -50,20 +42,19 @@ def _is_reduced(parameter: ParameterFacts) -> bool:
     return parameter.trainable and parameter.dtype.is_floating_point and not parameter.unsharded
 
 
-def step_memory(
-    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
+def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     """See `lightning_shard.planning.predict.predict`.
 
     In forward a unit's all-gather buffer outlives the copies out of it until the next unit's; in backward one unit is
     gathered ahead, and the buffer that gradients are reduced from outlives the reduction until the next unit's.
     """
-    master, compute, shards = policy.master, policy.compute, engine.shard
+    model, policy, shards = training.model, training.policy, engine.shard
+    master, compute = policy.master, policy.compute
     elements = [_shard_elements(p, shards) for p in model.trainable]
     gradients = sum(elements) * master.itemsize
     resident = KindBytes(
         parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
-        optimizer=optimizer.state_bytes(elements, master),
+        optimizer=training.optimizer.state_bytes(elements, master),
         buffers=model.buffer_bytes,
     )
     root, units = model.units[""], [members for name, members in model.units.items() if name]
@@ -80,10 +71,9 @@ def step_memory(
     in_backward = 0 if shards == 1 or stays else _of_neighbours(of_units, max(1, engine.backward_prefetch))
     reduced = max(_reduced_bytes(members, shards, policy.reduce) for members in [root, *units])
     unreduced = max(_unsharded_gradient_bytes(members, compute) for members in [root, *units])
-    waiting = 0
-    if micro_batches > 1:
-        at_boundary = engine.reduce_at_boundary
-        waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
+    at_boundary = engine.reduce_at_boundary
+    waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
+    waiting = waiting if training.micro_batches > 1 else 0
     computing = replace(resident, gathered=of_root + gathered)
     memory = StepMemory(
         # The strategy drops the last step's gradients ahead of forward.
@@ -124,11 +114,9 @@ def _offloaded(memory: StepMemory, model: ModelFacts, engine: FSDPFacts, master:
     )
 
 
-def step_points(
-    model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, memory: StepMemory, trace: Trace, micro_batches: int
-) -> Iterator[Point]:
-    steps = _TracedUnits(model, engine, memory, trace, policy)
-    if micro_batches > 2 and engine.reduce_at_boundary:
+def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
+    steps = _TracedUnits(training, engine, memory, trace)
+    if training.micro_batches > 2 and engine.reduce_at_boundary:
         # Micro-batches between the first and the last, after which no gradient is freed.
         yield from steps.points(reduces=False)
     yield from steps.points(reduces=True)
@@ -137,15 +125,13 @@ def step_points(
 class _TracedUnits:
     """Units are gathered, freed and reduced one after the other, in the order of the trace. Numbers are bytes."""
 
-    def __init__(
-        self, model: ModelFacts, engine: FSDPFacts, memory: StepMemory, trace: Trace, policy: PrecisionPolicy
-    ) -> None:
-        shards, units = engine.shard, model.units
+    def __init__(self, training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> None:
+        shards, units, policy = engine.shard, training.model.units, training.policy
         self.engine, self.memory, self.trace, self.policy = engine, memory, trace, policy
         self.unsharded = {name: _gathered_bytes(members, shards, policy.compute) for name, members in units.items()}
         self.reduced = {name: _reduced_bytes(members, shards, policy.reduce) for name, members in units.items()}
         self.waiting = {name: _unsharded_gradient_bytes(members, policy.reduce) for name, members in units.items()}
-        self.elements = gradient_elements(model, lambda p: _shard_elements(p, shards))
+        self.elements = gradient_elements(training.model, lambda p: _shard_elements(p, shards))
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
         step = memory.step
         self.base = MemoryAccount(device=replace(step.device, gradients=0), host=replace(step.host, gradients=0))
@@ -167,7 +153,7 @@ class _TracedUnits:
             account = with_segment(
                 base, segment, gradients=segment.peak_gradients, gathered=gathered, communication=in_flight + reducing
             )
-            yield Point(name=segment_name(segment), account=account)
+            yield Point(name=segment.name, account=account)
             for name in [name for name in segment.complete if name not in done and reduces]:
                 yield self._reduction(name, segment, base, gathered, in_flight)
                 last_reduced = self.reduced[name]
@@ -226,25 +212,22 @@ class _TracedUnits:
         return Point(name=f"reduction of {name or 'the root'}", account=account)
 
 
-def collectives(model: ModelFacts, engine: FSDPFacts, policy: PrecisionPolicy, micro_batches: int) -> list[Collective]:
-    shards = engine.shard
-    units = {name: _gathered_bytes(members, shards, policy.compute) for name, members in model.units.items()}
-    reduced = sum(_reduced_bytes(members, shards, policy.reduce) for members in model.units.values())
+def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:
+    shards, policy, micro_batches = engine.shard, training.policy, training.micro_batches
+    units = {name: _gathered_bytes(members, shards, policy.compute) for name, members in training.model.units.items()}
+    gathered = sum(units.values()) * micro_batches
+    reduced = sum(_reduced_bytes(members, shards, policy.reduce) for members in training.model.units.values())
     reduced *= 1 if engine.reduce_at_boundary else micro_batches
-
-    def over(axis: str, kind: str, what: str, payload: int, ranks: int, stride: int = 1) -> Collective:
-        return Collective(kind=kind, what=what, axis=axis, ranks=ranks, stride=stride, payload=payload)
-
-    found = [over("shard", "all-gather", "parameters, forward", sum(units.values()) * micro_batches, shards)]
+    forward = Collective(kind="all-gather", what="parameters, forward", axis="shard", ranks=shards, payload=gathered)
+    found = [forward, replace(forward, kind="reduce-scatter", what="gradients", payload=reduced)]
     again = engine.reshard_after_forward
     if again is not False:
         # The root stays gathered from forward to backward.
-        below = (sum(units.values()) - units[""]) * micro_batches
-        ranks = shards if again is True else int(again)
-        found.append(over("shard", "all-gather", "parameters, backward", below, ranks))
-    found.append(over("shard", "reduce-scatter", "gradients", reduced, shards))
+        below, ranks = gathered - units[""] * micro_batches, shards if again is True else int(again)
+        found.insert(1, replace(forward, what="parameters, backward", ranks=ranks, payload=below))
     if engine.replicate > 1:
-        found.append(
-            over("replicate", "all-reduce", "gradient shards", reduced // shards, engine.replicate, stride=shards)
+        copies = replace(
+            forward, kind="all-reduce", what="gradient shards", axis="replicate", payload=reduced // shards
         )
+        found.append(replace(copies, ranks=engine.replicate, stride=shards))
     return found

@@ -261,6 +261,10 @@ class Segment:
     # Whether some parameter has its gradient: before the first one an engine has allocated nothing to reduce it in.
     has_gradients: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"{self.phase} of {self.unit}" if self.unit else f"{self.phase} outside of units"
+
 
 class DataDependent(RuntimeError):
     """An operation whose result depends on values, which the tensors of a traced step do not have."""

@@ -13,13 +13,12 @@ from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of
+from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, resized, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
 from lightning_shard.planning.report import Row
-from lightning_shard.planning.step_memory import POINTS, Point, with_averages
+from lightning_shard.planning.step_memory import POINTS, Point, peak, with_averages
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime, step_time
-from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors import fake
 from lightning_shard.tensors.tracing import tree_map_only
 
@@ -55,9 +54,8 @@ class Planner:
     groups: Sequence[Mapping[str, Any]] = ()  # The optimizer's parameter groups.
     # ``(batch) -> loss``, or to a mapping with ``loss``; None: nothing is traced, and activations are not known.
     training_step: Callable[[Any], Any] | None = None
-    averages: str | None = (
-        None  # "beside" what is stepped, or on the "host": where a callback keeps averages of weights.
-    )
+    # "beside" what is stepped, or on the "host": where a callback keeps averages of weights; None: there are none.
+    averages: str | None = None
     batch: Any = None  # The first batch of the data: tensors on the CPU in any nesting.
     notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
     _traces: dict[str, Traces | ConfigurationError] = field(default_factory=dict)
@@ -68,14 +66,13 @@ class Planner:
             engine, traces = self.engine(candidate), self._traced(candidate)
         except ConfigurationError as error:
             return Row(name=candidate.name, checkpointing=candidate.checkpointing, refused=str(error))
-        run = Run(
+        training = Training(
             model=facts_of(self.module, candidate.engine, groups=self.groups),
             policy=candidate.run.policy,
             optimizer=self.optimizer,
-            traces=traces,
             micro_batches=candidate.run.accumulate_grad_batches,
-            averages=self.averages,
         )
+        run = Run(training=training, traces=traces, averages=self.averages)
 
         def engine_on(nodes: Nodes) -> EngineFacts | None:
             try:
@@ -84,7 +81,7 @@ class Planner:
                 return None
 
         memory = self.machines.memory
-        sent = collectives(run.model, engine, run.policy, micro_batches=run.micro_batches)
+        sent = collectives(training, engine)
         confirmed = self._confirmed_batch(candidate, run, engine) if confirm else largest_batch(run, engine, memory)
         return Row(
             name=candidate.name,
@@ -160,7 +157,7 @@ class Planner:
         machines = self.machines
         if run.traces is None or machines.flops is None:
             return None
-        flops = run.traces.one.flops * run.micro_batches
+        flops = run.traces.one.flops * run.training.micro_batches
         inside, between = machines.intra_node, machines.inter_node
         return step_time(sent, machines.nodes, flops=flops, peak=machines.flops, inside=inside, between=between)
 
@@ -224,28 +221,23 @@ def _line(a: int, b: int, ratio: float) -> int:
 class Run:
     """All that the memory of a rank follows from, but for the engine and the batch."""
 
-    model: ModelFacts
-    policy: PrecisionPolicy
-    optimizer: OptimizerFacts
+    training: Training
     traces: Traces | None  # None: activations are not known.
-    micro_batches: int = 1
     averages: str | None = None
 
     def points(self, engine: EngineFacts, batch: int | None = None) -> list[Point]:
         """The moments of a step; without a trace, the three of the arithmetic."""
-        points = self._without_averages(engine, batch)
-        return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
-
-    def _without_averages(self, engine: EngineFacts, batch: int | None) -> list[Point]:
         if self.traces is None:
-            moments = predict(self.model, engine, self.policy, self.optimizer, micro_batches=self.micro_batches)
-            return [Point(name=name, account=getattr(moments, name)) for name in POINTS]
-        trace = self.traces.one if batch is None else self.traces.at(batch)
-        return step_points(self.model, engine, self.policy, self.optimizer, trace, micro_batches=self.micro_batches)
+            moments = predict(self.training, engine)
+            points = [Point(name=name, account=getattr(moments, name)) for name in POINTS]
+        else:
+            trace = self.traces.one if batch is None else self.traces.at(batch)
+            points = step_points(self.training, engine, trace)
+        return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
 
     def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:
         """The account at the moment when the device holds most."""
-        return max(self.points(engine, batch), key=lambda p: p.account.device.total).account
+        return peak(self.points(engine, batch)).account
 
 
 def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:

@@ -10,11 +10,10 @@ from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
 from lightning_shard.planning import fully_shard, torch_ddp, zero
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
+from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point
 from lightning_shard.planning.traffic import Collective
-from lightning_shard.precision.policy import PrecisionPolicy
 
 # An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``.
 _ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
@@ -32,45 +31,24 @@ def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
     return _ARITHMETIC[type(engine)], engine
 
 
-def predict(
-    model: ModelFacts,
-    engine: EngineFacts,
-    policy: PrecisionPolicy,
-    optimizer: OptimizerFacts | None = None,
-    *,
-    micro_batches: int = 1,
-) -> StepMemory:
-    """The memory of the rank that needs most, at three points of a step and without activations.
-
-    By default the optimizer is Adam, with two moments in the masters' dtype; ``micro_batches`` are summed for a step.
-    """
+def predict(training: Training, engine: EngineFacts) -> StepMemory:
+    """The memory of the rank that needs most, at three points of a step and without activations."""
     module, engine = _arithmetic(engine)
-    memory: StepMemory = module.step_memory(model, engine, policy, optimizer or OptimizerFacts(), micro_batches)
+    memory: StepMemory = module.step_memory(training, engine)
     return memory
 
 
-def step_points(
-    model: ModelFacts,
-    engine: EngineFacts,
-    policy: PrecisionPolicy,
-    optimizer: OptimizerFacts,
-    trace: Trace,
-    *,
-    micro_batches: int = 1,
-) -> list[Point]:
+def step_points(training: Training, engine: EngineFacts, trace: Trace) -> list[Point]:
     """The memory of the same rank at every part of the micro-batch that needs most, and in the optimizer's step.
 
     The engine's bytes are arithmetic; activations are the trace's.
     """
-    memory = predict(model, engine, policy, optimizer, micro_batches=micro_batches)
+    memory = predict(training, engine)
     module, engine = _arithmetic(engine)
-    points = module.step_points(model, engine, policy, memory, trace, micro_batches)
-    return [*points, optimizer_point(memory, optimizer, trace)]
+    return [*module.step_points(training, engine, memory, trace), optimizer_point(memory, training.optimizer, trace)]
 
 
-def collectives(
-    model: ModelFacts, engine: EngineFacts, policy: PrecisionPolicy, *, micro_batches: int = 1
-) -> list[Collective]:
+def collectives(training: Training, engine: EngineFacts) -> list[Collective]:
     """What one optimizer step sends, without norms, losses and buffers, which are small."""
     module = torch_ddp if isinstance(engine, ReplicateFacts) else _ARITHMETIC[type(engine)]
-    return [c for c in module.collectives(model, engine, policy, micro_batches) if c.ranks > 1 and c.payload]
+    return [c for c in module.collectives(training, engine) if c.ranks > 1 and c.payload]

@@ -85,10 +85,6 @@ def optimizer_point(memory: StepMemory, optimizer: OptimizerFacts, trace: Trace)
     return Point(name="optimizer step", account=account + added)
 
 
-def segment_name(segment: Segment) -> str:
-    return f"{segment.phase} of {segment.unit}" if segment.unit else f"{segment.phase} outside of units"
-
-
 def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], int]) -> dict[str, int]:
     """Elements of a rank's gradients of each unit; ``resident``: of one parameter."""
     found = dict.fromkeys(model.units, 0)

@@ -5,34 +5,24 @@ from dataclasses import replace
 
 from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts
+from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import (
-    Point,
-    StepMemory,
-    gradient_elements,
-    on_device,
-    segment_name,
-    with_segment,
-)
-from lightning_shard.planning.traffic import Collective, over_all_ranks
-from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device, with_segment
+from lightning_shard.planning.traffic import Collective
 
 
-def step_memory(
-    model: ModelFacts, engine: TorchDDPFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
-    trainable = model.trainable
+def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
+    model, policy, trainable = training.model, training.policy, training.model.trainable
     gradients = sum(p.numel for p in trainable) * policy.master.itemsize
     in_buckets = engine.gradient_as_bucket_view
     resident = KindBytes(
         parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
-        optimizer=optimizer.state_bytes([p.numel for p in trainable], policy.master),
+        optimizer=training.optimizer.state_bytes([p.numel for p in trainable], policy.master),
         buffers=model.buffer_bytes,
         # The buckets, which DDP makes when it is built, and copies gradients into and back unless these are its views.
         communication=0 if in_buckets else gradients,
     )
-    waiting = gradients if micro_batches > 1 else 0
+    waiting = gradients if training.micro_batches > 1 else 0
     # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
     beside = 0 if engine.reduce_at_boundary else waiting
     return StepMemory(
@@ -44,16 +34,9 @@ def step_memory(
     )
 
 
-def step_points(
-    model: ModelFacts,
-    engine: TorchDDPFacts,
-    policy: PrecisionPolicy,
-    memory: StepMemory,
-    trace: Trace,
-    micro_batches: int,
-) -> Iterator[Point]:
+def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
     """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
-    elements = gradient_elements(model, lambda p: p.numel)
+    elements = gradient_elements(training.model, lambda p: p.numel)
     base = MemoryAccount(device=replace(memory.step.device, gradients=0))
     done: tuple[str, ...] = ()
     in_buckets = engine.gradient_as_bucket_view
@@ -62,19 +45,17 @@ def step_points(
     for segment in trace.segments:
         gradients = memory.forward.device.gradients
         if segment.phase == "backward" and not in_place:
-            reduced = sum(elements[name] for name in done) * policy.master.itemsize
+            reduced = sum(elements[name] for name in done) * training.policy.master.itemsize
             gradients = memory.waiting + reduced + segment.peak_gradients
         elif segment.phase == "backward" and in_buckets and not engine.reduce_at_boundary:
             gradients += memory.waiting
         if in_place:
             segment = replace(segment, peak=segment.activations, peak_gradients=0)
-        yield Point(name=segment_name(segment), account=with_segment(base, segment, gradients=gradients))
+        yield Point(name=segment.name, account=with_segment(base, segment, gradients=gradients))
         done = segment.complete or done
 
 
-def collectives(
-    model: ModelFacts, engine: TorchDDPFacts | ReplicateFacts, policy: PrecisionPolicy, micro_batches: int
-) -> list[Collective]:
-    payload = sum(p.numel for p in model.trainable) * policy.reduce.itemsize
-    times = 1 if engine.reduce_at_boundary else micro_batches
-    return [over_all_ranks("all-reduce", "gradients", engine.ranks, payload * times)]
+def collectives(training: Training, engine: TorchDDPFacts | ReplicateFacts) -> list[Collective]:
+    payload = sum(p.numel for p in training.model.trainable) * training.policy.reduce.itemsize
+    times = 1 if engine.reduce_at_boundary else training.micro_batches
+    return [Collective(kind="all-reduce", what="gradients", ranks=engine.ranks, payload=payload * times)]

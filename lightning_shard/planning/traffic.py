@@ -33,9 +33,9 @@ class Collective:
 
     kind: str  # One of `FACTORS`.
     what: str
-    axis: str  # The mesh axis, or "all".
+    axis: str = "all"  # Or the mesh axis.
     ranks: int  # Of one group.
-    stride: int  # Ranks from one member of a group to the next.
+    stride: int = 1  # Ranks from one member of a group to the next.
     payload: int  # Bytes of the full tensors that each rank has after or before the collectives, summed over a step.
 
     @property
@@ -56,10 +56,6 @@ class Collective:
         if self.stride >= nodes.devices:
             return 1
         return max(1, min(self.ranks, nodes.devices // self.stride))
-
-
-def over_all_ranks(kind: str, what: str, ranks: int, payload: int) -> Collective:
-    return Collective(kind=kind, what=what, axis="all", ranks=ranks, stride=1, payload=payload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,60 +11,40 @@ import torch
 
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import (
-    Point,
-    StepMemory,
-    compute_bytes,
-    gradient_elements,
-    on_device,
-    segment_name,
-)
-from lightning_shard.planning.traffic import Collective, over_all_ranks
+from lightning_shard.planning.step_memory import Point, StepMemory, compute_bytes, gradient_elements, on_device
+from lightning_shard.planning.traffic import Collective
 from lightning_shard.planning.zero_stages_1_2 import reduction_copies, stages_1_2
-from lightning_shard.precision.policy import PrecisionPolicy
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements of gradients that stage 0 reduces at a time (``runtime/engine.py``, MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
-def step_memory(
-    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
-    stage = (_stage_0, stages_1_2, stages_1_2, stage_3)[engine.stage]
-    memory = stage(model, engine, policy, optimizer, micro_batches)
+def step_memory(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     if engine.stage == 0:
-        return memory
-    frozen = _frozen_copies(model, engine, policy)
-    return replace(
-        memory, forward=memory.forward + frozen, backward=memory.backward + frozen, step=memory.step + frozen
-    )
+        return _stage_0(training)
+    memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
+    # This rank's slices of frozen parameters that casting rounded stay on the host for checkpoints.
+    compute, frozen = training.policy.compute, [p for p in training.model.parameters if not p.trainable]
+    rounded = [p for p in frozen if p.dtype.is_floating_point and torch.promote_types(p.dtype, compute) != compute]
+    copies = sum(_shard_elements(p, engine.ranks) * p.dtype.itemsize for p in rounded)
+    host = MemoryAccount(host=KindBytes(masters=copies))
+    return replace(memory, forward=memory.forward + host, backward=memory.backward + host, step=memory.step + host)
 
 
-def _frozen_copies(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy) -> MemoryAccount:
-    """This rank's slices of frozen parameters that casting rounded, which stay on the host for checkpoints."""
-    total = 0
-    for p in model.parameters:
-        rounded = p.dtype.is_floating_point and torch.promote_types(p.dtype, policy.compute) != policy.compute
-        if rounded and not p.trainable:
-            total += -(-p.numel // engine.ranks) * p.dtype.itemsize
-    return MemoryAccount(host=KindBytes(masters=total))
-
-
-def _stage_0(
-    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
+def _stage_0(training: Training) -> StepMemory:
     """Nothing is sharded; gradients are flattened into buckets at the accumulation boundary."""
+    model, policy = training.model, training.policy
     sizes = [p.numel for p in model.trainable]
     gradients = sum(sizes) * policy.compute.itemsize
     resident = KindBytes(
         parameters=compute_bytes(model.parameters, policy.compute),
-        optimizer=optimizer.state_bytes(sizes, policy.master),
+        optimizer=training.optimizer.state_bytes(sizes, policy.master),
         buffers=model.buffer_bytes,
     )
     bucket = min(sum(sizes), ALLREDUCE_BUCKET) * policy.reduce.itemsize
-    waiting = gradients if micro_batches > 1 else 0
+    waiting = gradients if training.micro_batches > 1 else 0
     return StepMemory(
         forward=on_device(resident, gradients=waiting),
         backward=on_device(resident, gradients=gradients, communication=bucket),
@@ -74,21 +54,14 @@ def _stage_0(
     )
 
 
-def step_points(
-    model: ModelFacts,
-    engine: DeepSpeedFacts,
-    policy: PrecisionPolicy,
-    memory: StepMemory,
-    trace: Trace,
-    micro_batches: int,
-) -> Iterator[Point]:
+def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
     """See `lightning_shard.planning.predict.step_points`.
 
     DeepSpeed takes gradients one by one, so that only those that it keeps are resident beside the activations.
     """
-    elements = gradient_elements(model, lambda p: p.numel)
+    elements = gradient_elements(training.model, lambda p: p.numel)
     total = max(1, sum(elements.values()))
-    gathered = gathered_elements(model, engine, trace.order) if engine.stage == 3 else {}
+    gathered = gathered_elements(training.model, engine, trace.order) if engine.stage == 3 else {}
     forward, backward = memory.forward, memory.backward
     always_gathered = memory.step.device.gathered
     done: tuple[str, ...] = ()
@@ -105,8 +78,8 @@ def step_points(
             device = replace(device, activations=segment.peak - segment.peak_gradients, gradients=gradients)
         if engine.stage == 3:
             here = gathered.get((segment.phase, segment.unit), 0)
-            device = replace(device, gathered=always_gathered + here * policy.compute.itemsize)
-        yield Point(name=segment_name(segment), account=replace(base, device=device))
+            device = replace(device, gathered=always_gathered + here * training.policy.compute.itemsize)
+        yield Point(name=segment.name, account=replace(base, device=device))
         done = segment.complete or done
     end = replace(
         backward.device,
@@ -128,30 +101,29 @@ def _in_backward(engine: DeepSpeedFacts, memory: StepMemory, reached: int, total
     return {"gradients": after if reached > engine.reduce_bucket_size else before, "communication": communication}
 
 
-def collectives(
-    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, micro_batches: int
-) -> list[Collective]:
-    ranks, compute = engine.ranks, policy.compute
+def collectives(training: Training, engine: DeepSpeedFacts) -> list[Collective]:
+    model, compute, micro_batches = training.model, training.policy.compute, training.micro_batches
+
+    def sent(kind: str, what: str, payload: int) -> Collective:
+        return Collective(kind=kind, what=what, ranks=engine.ranks, payload=payload)
+
     numel = sum(p.numel for p in model.trainable)
-    gradients = numel * policy.reduce.itemsize * (micro_batches if engine.stage >= 2 else 1)
+    gradients = numel * training.policy.reduce.itemsize * (micro_batches if engine.stage >= 2 else 1)
     if engine.stage < 3:
         # Buckets are all-reduced, and each rank keeps its part (``use_multi_rank_bucket_allreduce``, the default).
-        found = [over_all_ranks("all-reduce", "gradients", ranks, gradients)]
-        if engine.stage > 0:
-            found.append(over_all_ranks("all-gather", "updated parameters", ranks, numel * compute.itemsize))
-        return found
+        updated = [sent("all-gather", "updated parameters", numel * compute.itemsize)] if engine.stage > 0 else []
+        return [sent("all-reduce", "gradients", gradients), *updated]
     persistent = persistent_parameters(model.parameters, engine)
     names = {p.fqn for p in persistent}
     gathered = compute_bytes((p for p in model.parameters if p.fqn not in names), compute) * micro_batches
-    again = over_all_ranks("all-gather", "parameters, backward", ranks, gathered)
+    again = sent("all-gather", "parameters, backward", gathered)
     if engine.zero_hpz_partition_size > 1:
         again = replace(again, axis="hpZ", ranks=engine.zero_hpz_partition_size)
-    updated = sum(p.numel for p in persistent) * compute.itemsize
     return [
-        over_all_ranks("all-gather", "parameters, forward", ranks, gathered),
+        sent("all-gather", "parameters, forward", gathered),
         again,
-        over_all_ranks("reduce-scatter", "gradients", ranks, gradients),
-        over_all_ranks("all-gather", "persistent parameters", ranks, updated),
+        sent("reduce-scatter", "gradients", gradients),
+        sent("all-gather", "persistent parameters", sum(p.numel for p in persistent) * compute.itemsize),
     ]
 
 
@@ -159,9 +131,8 @@ MIN_SWAPPED_BYTES = 1024**2
 """What is smaller stays in memory under NVMe offload (``swap_tensor/utils.py``, ``MIN_AIO_BYTES``)."""
 
 
-def stage_3(
-    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
+def stage_3(training: Training, engine: DeepSpeedFacts) -> StepMemory:
+    model, policy, optimizer = training.model, training.policy, training.optimizer
     compute, master, trainable = policy.compute, policy.master, model.trainable
     groups = _sub_groups(trainable, engine)
     on_nvme = engine.optimizer_device == "nvme"

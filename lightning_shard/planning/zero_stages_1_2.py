@@ -14,30 +14,30 @@ import torch
 
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.step_memory import StepMemory, compute_bytes, on_device
 from lightning_shard.precision.policy import PrecisionPolicy
 
 
-def stages_1_2(
-    model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, optimizer: OptimizerFacts, micro_batches: int
-) -> StepMemory:
+def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     """See `lightning_shard.planning.predict.predict`.
 
     Masters and optimizer state are one flat partition for each of the optimizer's groups; parameters are replicated.
     """
+    model, policy = training.model, training.policy
     compute, master = policy.compute, policy.master
     flat = _flat_partitions(model.trainable, engine.ranks)
     frozen = compute_bytes((p for p in model.parameters if not p.trainable), compute)
     device = KindBytes(parameters=flat.full * compute.itemsize + frozen, buffers=model.buffer_bytes)
-    state = KindBytes(masters=flat.own * master.itemsize, optimizer=optimizer.state_bytes(flat.partitions, master))
+    state = KindBytes(
+        masters=flat.own * master.itemsize, optimizer=training.optimizer.state_bytes(flat.partitions, master)
+    )
     offload = engine.optimizer_device != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
-        return _bf16_optimizer(device + state, flat, model, policy, micro_batches)
-    gradients = _gradients(model, engine, policy, flat)
-    summed = 0
-    if micro_batches > 1:
-        summed = gradients.full if engine.stage == 1 else gradients.own
+        return _bf16_optimizer(device + state, flat, training)
+    gradients = _gradients(training, engine, flat)
+    summed = gradients.full if engine.stage == 1 else gradients.own
+    summed = summed if training.micro_batches > 1 else 0
     if offload:
         return _offloaded(device, state, flat, gradients, policy, summed, engine.stage)
     device += state
@@ -99,16 +99,14 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
     return most
 
 
-def _bf16_optimizer(
-    always: KindBytes, flat: _Flat, model: ModelFacts, policy: PrecisionPolicy, micro_batches: int
-) -> StepMemory:
+def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> StepMemory:
     """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
 
     Backward's own are set to zero, and not freed, before the next micro-batch, and are resident in the step.
     """
     sums = flat.full * torch.float32.itemsize
-    own = sum(p.numel for p in model.trainable) * policy.compute.itemsize
-    waiting = own if micro_batches > 1 else 0
+    own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
+    waiting = own if training.micro_batches > 1 else 0
     return StepMemory(
         forward=on_device(always, gradients=sums + waiting),
         backward=on_device(always, gradients=sums + own),
@@ -135,7 +133,8 @@ class _Gradients:
     freed_in_reduction: int
 
 
-def _gradients(model: ModelFacts, engine: DeepSpeedFacts, policy: PrecisionPolicy, flat: _Flat) -> _Gradients:
+def _gradients(training: Training, engine: DeepSpeedFacts, flat: _Flat) -> _Gradients:
+    model, policy = training.model, training.policy
     compute, sums = policy.compute, engine.accumulate
     in_flat_partition = compute != sums and sums == torch.float32
     bucket_dtype = sums if engine.stage == 1 else compute

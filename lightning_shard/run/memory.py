@@ -11,7 +11,7 @@ from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
 from lightning_shard.meters.memory_table import advice
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, facts_of, optimizer_facts
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
 from lightning_shard.planning.predict import predict
 from lightning_shard.planning.step_memory import with_averages
 from lightning_shard.run.averaging import Averaging
@@ -64,13 +64,13 @@ class Memory:
             return None
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
-        predicted = predict(
-            self._facts,
-            self._engine.facts(self._module, self._run),
-            self._run.policy,
-            known or OptimizerFacts(slots=(), fixed_bytes=0),
+        training = Training(
+            model=self._facts,
+            policy=self._run.policy,
+            optimizer=known or OptimizerFacts(slots=(), fixed_bytes=0),
             micro_batches=self._run.accumulate_grad_batches,
-        ).largest
+        )
+        predicted = predict(training, self._engine.facts(self._module, self._run)).largest
         return with_averages(predicted, None if self.averaging is None else self.averaging.place)
 
     def advice(self, account: MemoryAccount) -> str:

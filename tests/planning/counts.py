@@ -14,7 +14,7 @@ from torch.nn import functional
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
-from lightning_shard.planning.facts import OptimizerFacts, facts_of
+from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.predict import predict
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -147,7 +147,7 @@ def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[s
         whole, strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu")
     )
     slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)
-    step = predict(facts, engine, strategy.policy, slots).step
+    step = predict(Training(model=facts, policy=strategy.policy, optimizer=slots), engine).step
     trainer.fit(MODELS[model](), loader())
     predicted = {k: sum(getattr(getattr(step, place), k) for place in ("device", "host", "nvme")) for k in KINDS}
     return counter.found, predicted

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_shard.engines.transforms import Checkpointing
-from lightning_shard.planning.facts import facts_of, trace_optimizer
+from lightning_shard.planning.facts import Training, facts_of, trace_optimizer
 from lightning_shard.planning.memory_trace import Step, trace_step
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import peak
@@ -152,7 +152,8 @@ def peaks(
     )
     trace = trace_step(whole, step, strategy.policy, mode)
     del optimizer
-    most = peak(step_points(facts, engine, strategy.policy, found, trace, micro_batches=micro_batches))
+    training = Training(model=facts, policy=strategy.policy, optimizer=found, micro_batches=micro_batches)
+    most = peak(step_points(training, engine, trace))
     predicted = most.account.device.total + most.account.host.total
     module = MODELS[model]()
     module.configure_optimizers = at_once(module.configure_optimizers)

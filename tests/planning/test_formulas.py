@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.planning.facts import Training
 from lightning_shard.planning.predict import collectives, predict
 from lightning_shard.planning.traffic import Nodes, step_time
 from tests.planning.support import BF16, FP32, model
@@ -15,7 +16,7 @@ def test_bytes_of_the_zero_paper() -> None:
     one = model(1000)
     count, ranks = 10_000, 10
     for stage, parameters, gradients, rest in [(1, 1, 1, ranks), (2, 1, ranks, ranks), (3, ranks, ranks, ranks)]:
-        device = predict(one, DeepSpeedFacts(ranks=ranks, stage=stage), BF16).step.device
+        device = predict(Training(model=one, policy=BF16), DeepSpeedFacts(ranks=ranks, stage=stage)).step.device
         assert device.parameters == 2 * count // parameters
         assert device.gradients == 4 * count // gradients
         assert device.masters == 4 * count // rest
@@ -24,18 +25,31 @@ def test_bytes_of_the_zero_paper() -> None:
 
 def test_padding_of_uneven_cuts() -> None:
     # 7 rows over 4 ranks are 2, 2, 2 and 1, and all are padded to 2.
-    assert predict(model(7), FSDPFacts(replicate=1, shard=4), FP32).step.device.parameters == 2 * 10 * 4
+    assert (
+        predict(Training(model=model(7), policy=FP32), FSDPFacts(replicate=1, shard=4)).step.device.parameters
+        == 2 * 10 * 4
+    )
     # Of 16 ranks 9 have a row of nothing.
-    assert predict(model(7), FSDPFacts(replicate=1, shard=16), FP32).step.device.parameters == 10 * 4
+    assert (
+        predict(Training(model=model(7), policy=FP32), FSDPFacts(replicate=1, shard=16)).step.device.parameters
+        == 10 * 4
+    )
     # ZeRO-3 cuts 70 elements into pieces of 18.
-    assert predict(model(7), DeepSpeedFacts(ranks=4, stage=3), FP32).step.device.parameters == 18 * 4
+    assert (
+        predict(Training(model=model(7), policy=FP32), DeepSpeedFacts(ranks=4, stage=3)).step.device.parameters
+        == 18 * 4
+    )
     # ZeRO-1 and -2 pad the whole to twice the ranks.
-    assert predict(model(7), DeepSpeedFacts(ranks=4, stage=2), FP32).step.device.masters == 18 * 4
+    assert (
+        predict(Training(model=model(7), policy=FP32), DeepSpeedFacts(ranks=4, stage=2)).step.device.masters == 18 * 4
+    )
 
 
 def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
-    here = predict(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2), BF16).largest
-    away = predict(model(100, 50, units=1), FSDPFacts(replicate=1, shard=2, cpu_offload=True), BF16).largest
+    here = predict(Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2)).largest
+    away = predict(
+        Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2, cpu_offload=True)
+    ).largest
     assert (away.device.parameters, away.device.optimizer) == (0, 0)
     assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
 
@@ -43,7 +57,7 @@ def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
 def test_ranks_cost_nothing() -> None:
     many = model(*[1000] * 400, units=399)
     few, most = (
-        predict(many, engine(ranks), BF16).step.device.parameters
+        predict(Training(model=many, policy=BF16), engine(ranks)).step.device.parameters
         for engine in (lambda n: FSDPFacts(replicate=1, shard=n),)
         for ranks in (8, 16384)
     )
@@ -55,7 +69,7 @@ def test_ranks_cost_nothing() -> None:
 
 def test_traffic_of_a_ring() -> None:
     nodes = Nodes(nodes=2, devices=4)
-    (reduced,) = collectives(model(800), TorchDDPFacts(ranks=8), FP32)
+    (reduced,) = collectives(Training(model=model(800), policy=FP32), TorchDDPFacts(ranks=8))
     # 2 (k - 1) / k of 32,000 bytes from each rank, and over each node's edge once.
     assert (reduced.kind, reduced.sent) == ("all-reduce", 2 * 7 / 8 * 32_000)
     assert reduced.inside(nodes) == reduced.between(nodes) == reduced.sent
@@ -63,7 +77,10 @@ def test_traffic_of_a_ring() -> None:
 
 def test_traffic_of_hybrid_sharding() -> None:
     nodes = Nodes(nodes=2, devices=4)
-    sent = {c.axis + " " + c.what: c for c in collectives(model(800), FSDPFacts(replicate=2, shard=4), BF16)}
+    sent = {
+        c.axis + " " + c.what: c
+        for c in collectives(Training(model=model(800), policy=BF16), FSDPFacts(replicate=2, shard=4))
+    }
     # The root is gathered once in a step: all its rows in bf16, inside the node alone.
     gathered = sent["shard parameters, forward"]
     assert (gathered.inside(nodes), gathered.between(nodes)) == (3 / 4 * 16_000, 0)
@@ -74,7 +91,7 @@ def test_traffic_of_hybrid_sharding() -> None:
 
 def test_step_time_says_what_binds() -> None:
     nodes = Nodes(nodes=2, devices=4)
-    sent = collectives(model(800), TorchDDPFacts(ranks=8), FP32)
+    sent = collectives(Training(model=model(800), policy=FP32), TorchDDPFacts(ranks=8))
     slow = step_time(sent, nodes, flops=1e6, peak=1e9, inside=1e12, between=1e6)
     assert (slow.bound, slow.expected) == ("the links between nodes", 0.056)
     assert step_time(sent, nodes, flops=1e9, peak=1e9, inside=1e12, between=1e6).bound == "compute"

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.units import find_units
-from lightning_shard.planning.facts import OptimizerFacts, model_facts
+from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, TraceError, trace_step
 from lightning_shard.planning.planner import MOST_TRACES, Run, Traces, confirmed_batch, largest_batch
 from lightning_shard.tensors import fake
@@ -69,7 +69,7 @@ def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
     mode = fake.fake_mode()
     one, two = (trace(module, mode=mode, scale=scale) for scale in (1, 2))
     facts = model_facts(module, units=find_units(module, "auto"))
-    run = Run(model=facts, policy=FP32, optimizer=OptimizerFacts(), traces=Traces(one=one, two=two))
+    run = Run(training=Training(model=facts, policy=FP32), traces=Traces(one=one, two=two))
     engine = TorchDDPFacts(ranks=1)
     sizes: list[int] = []
 
