@@ -32,20 +32,13 @@ class Shards(Protocol):
 class Average:
     """What a callback averages into."""
 
-    shards: nn.Module
-    """Copies of the boxes in `Shards.current`, in the same order."""
-
-    has_buffers: bool
-    """Whether the buffers are averaged, or follow the module's; else those here mean nothing."""
-
-    count: Callable[[], int]
-    """How many updates are in it."""
-
+    shards: nn.Module  # Copies of the boxes in `Shards.current`, in the same order.
+    has_buffers: bool  # Whether the buffers are averaged, or follow the module's; else those here mean nothing.
+    count: Callable[[], int]  # How many updates are in it.
     set_count: Callable[[int], object]
 
 
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
-    """The Trainer's callbacks that average weights."""
     return [c for c in callbacks(trainer) if isinstance(c, tuple(_HOOKS))]
 
 

@@ -38,9 +38,7 @@ _ENDED, _GOES_ON = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Ongoing:
-    path: str
-    """As it was given, the same on every rank."""
-
+    path: str  # As it was given, the same on every rank.
     write: BackgroundWrite
     outcome: Agreement
 
@@ -57,15 +55,9 @@ class Saver:
     def save(self, path: str, collect: Callable[[], Contents], *, background: bool) -> None:
         """Save to ``path``, the same on every rank; one that `names_full` becomes a stock Lightning file.
 
-        What is still being written is waited for first.
-
-        Args:
-            path: where the checkpoint is to be.
-            collect: gives what is to be saved, without communication.
-            background: return as soon as the tensors may change.
-
-        Raises:
-            CheckpointError: the same on every rank, also for a save before that failed in the background.
+        What is still being written is waited for first. ``collect`` gives what is to be saved, without communication;
+        ``background``: return as soon as the tensors may change. CheckpointError, the same on every rank, also for a
+        save before that failed in the background.
         """
         self.finish()
         started = time.monotonic()
@@ -79,7 +71,10 @@ class Saver:
         try:
             values = self._buffers.copy(begun.plan.mine, live)
         except Exception as error:
-            values = partial(_fail, error)  # in the thread, where the other ranks learn of it
+            failure = error
+
+            def values(index: MetadataIndex) -> Tensor:
+                raise failure  # in the thread, where the other ranks learn of it
 
         def work(write: BackgroundWrite) -> None:
             begun.finish(writing, values)
@@ -103,8 +98,7 @@ class Saver:
     def look(self) -> None:
         """See how the save in the background stands, ahead of a step. No rank waits for another.
 
-        Raises:
-            CheckpointError: it has failed; the same on every rank and in the same step.
+        CheckpointError: it has failed; the same on every rank and in the same step.
         """
         if self._ongoing is None:
             return
@@ -113,11 +107,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CheckpointError: it has failed; the same on every rank.
-        """
+        """Wait for the save in the background; CheckpointError, the same on every rank: it has failed."""
         if self._ongoing is not None:
             self._ongoing.outcome.finish()
         failure = self.wait()
@@ -153,10 +143,6 @@ class Saver:
             self._ongoing.write.when_complete(act)
 
 
-def _fail(error: Exception, _: MetadataIndex) -> Tensor:
-    raise error
-
-
 class HostBuffers:
     """Memory for one copy of what a rank writes, kept from one save to the next.
 
@@ -170,7 +156,6 @@ class HostBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
@@ -197,7 +182,6 @@ class HostBuffers:
         return kept.__getitem__
 
     def free(self) -> None:
-        """Give the memory back."""
         self._buffers = {}
 
 

@@ -21,7 +21,6 @@ class BackgroundWrite:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing left to wait for."""
         return not self.thread.is_alive()
 
     def wait(self) -> BaseException | None:

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents, in_form
-from lightning_shard.checkpoint.files.layout import (
-    AVERAGE_PREFIX,
-    MANIFEST,
-    MODEL_PREFIX,
-    OPTIMIZER_STATES,
-    TRAINER_STATE,
-    dtype_name,
-)
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
@@ -41,8 +34,9 @@ def _described(path: str | os.PathLike[str], stored: Contents) -> str:
         "precision": facts.policy,
         "versions": versions or "not recorded",
         "progress": f"epoch {state.get('epoch', '-')}, step {state.get('global_step', '-')}",
-        "optimizers": ", ".join(part["class"] for part in state.get(OPTIMIZER_STATES, [])) or "none: weights only",
-        "run's state": ", ".join(sorted(key for key in state if key != OPTIMIZER_STATES)) or "none",
+        "optimizers": ", ".join(part["class"] for part in state.get(layout.OPTIMIZER_STATES, []))
+        or "none: weights only",
+        "run's state": ", ".join(sorted(key for key in state if key != layout.OPTIMIZER_STATES)) or "none",
     }
     width = max(map(len, lines)) + 2
     head = [f"{name + ':':{width}}{text}" for name, text in lines.items()]
@@ -64,10 +58,10 @@ def _tensors(stored: Contents) -> list[str]:
     table = [["tensor", "shape", "dtype", "bytes"]]
     for key, tensor in stored.tensors.items():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        table.append([key, shape, dtype_name(tensor.dtype), f"{tensor.nbytes:,}"])
+        table.append([key, shape, layout.dtype_name(tensor.dtype), f"{tensor.nbytes:,}"])
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
-    weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(MODEL_PREFIX)]
-    averages = [key for key in stored.tensors if key.startswith(AVERAGE_PREFIX)]
+    weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(layout.MODEL_PREFIX)]
+    averages = [key for key in stored.tensors if key.startswith(layout.AVERAGE_PREFIX)]
     return [
         columns(table),
         "",
@@ -95,18 +89,18 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         )
     directory, manifest = open_checkpoint_directory(path)
     damage = directory.damaged(manifest.files, manifest.files)
-    with directory.open(MANIFEST) as stream:
+    with directory.open(layout.MANIFEST) as stream:
         if not stream.read().endswith(b"\n"):  # all that is not under its digest
-            damage[MANIFEST] = f"{path / MANIFEST} was cut: its last byte is missing"
+            damage[layout.MANIFEST] = f"{path / layout.MANIFEST} was cut: its last byte is missing"
     if not damage:  # what opens them says less clearly that they were changed
-        for name, read in ((boxes_file(manifest), read_boxes), (TRAINER_STATE, read_trainer_state)):
+        for name, read in ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state)):
             try:
                 read(directory, manifest)
             except CheckpointError as error:
                 damage[name] = str(error)
     if damage:
         raise damaged(path, damage)
-    return [*sorted(manifest.files), MANIFEST]
+    return [*sorted(manifest.files), layout.MANIFEST]
 
 
 def _verify_archive(path: Path) -> list[str]:

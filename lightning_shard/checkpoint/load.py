@@ -6,7 +6,7 @@ is compared with its checksum by one rank. What was opened is then loaded; nothi
 
 import heapq
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.background_writes import settle
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import (
-    AVERAGE_PREFIX,
-    EXTRA_STATE,
-    MODEL_PREFIX,
-    OPTIMIZER_STATES,
-    TRAINER_STATE,
-    average_key,
-    model_key,
-    torch_dtype,
-)
 from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.load_optimizers import (
     OptimizerPlan,
-    check_scalars,
     create_slots,
     load_groups,
     plan_optimizers,
-    shared_scalars,
+    read_scalars,
 )
 from lightning_shard.checkpoint.matching import LoadReport, Match, match
 from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
@@ -58,12 +48,10 @@ class OpenCheckpoint:
     manifest: Manifest
     metadata: Mapping[str, StoredBoxes]
 
-    trainer_state: dict[str, Any]
-    """The contents of ``trainer.pt``, tensors on the CPU."""
+    trainer_state: dict[str, Any]  # The contents of ``trainer.pt``, tensors on the CPU.
 
     @property
     def path(self) -> Path:
-        """As it was asked for."""
         return self.directory.path
 
 
@@ -118,7 +106,9 @@ def _share(found: Manifest, ranks: Ranks) -> list[str]:
     """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
     load = [(0, rank) for rank in range(ranks.size)]
     mine = []
-    files = {name: entry for name, entry in found.files.items() if name not in (boxes_file(found), TRAINER_STATE)}
+    files = {
+        name: entry for name, entry in found.files.items() if name not in (boxes_file(found), layout.TRAINER_STATE)
+    }
     for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
         bytes_before, rank = load[0]
         heapq.heapreplace(load, (bytes_before + entry.size + 1, rank))
@@ -153,15 +143,15 @@ def load_training_state(
     ranks, found = Ranks.of(), checkpoint.manifest
 
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
-        if optimizers and OPTIMIZER_STATES not in checkpoint.trainer_state:
+        if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
             raise CheckpointMismatchError(f"{checkpoint.path} has no optimizer state: it was saved with weights only")
         names = sharded_names(module)
-        live = {model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
-        aliases = {model_key(alias): model_key(fqn) for alias, fqn in names.aliases.items()}
-        stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(MODEL_PREFIX)}
+        live = {layout.model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
+        aliases = {layout.model_key(alias): layout.model_key(fqn) for alias, fqn in names.aliases.items()}
+        stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(layout.MODEL_PREFIX)}
         matched = match(_shapes(live), aliases, stored, found.aliases)
         of_averages, targets = _match_averages(averages or {}, names, found)
-        saved = checkpoint.trainer_state[OPTIMIZER_STATES] if optimizers else []
+        saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
@@ -177,18 +167,15 @@ def load_training_state(
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
 
-    def read_scalars() -> dict[str, Tensor]:
-        scalars = shared_scalars(plan)
-        read_tensors(checkpoint.directory, checkpoint.metadata, scalars.items())
-        check_scalars(plan, scalars)
-        return scalars
+    def fill(targets: Iterable[tuple[str, Any]]) -> None:
+        read_tensors(checkpoint.directory, checkpoint.metadata, targets)
 
-    scalars = ranks.agree(f"reading {checkpoint.path}", read_scalars)
+    scalars = ranks.agree(f"reading {checkpoint.path}", lambda: read_scalars(plan, lambda empty: fill(empty.items())))
 
     def read() -> None:
-        read_tensors(checkpoint.directory, checkpoint.metadata, [*tensors, *create_slots(plan, scalars)])
+        fill([*tensors, *create_slots(plan, scalars)])
         load_groups(plan)
-        load_extra_state(module, names, checkpoint.trainer_state.get(EXTRA_STATE, {}), strict=strict)
+        load_extra_state(module, names, checkpoint.trainer_state.get(layout.EXTRA_STATE, {}), strict=strict)
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
@@ -196,7 +183,11 @@ def load_training_state(
 
 def _averages_of(found: Manifest) -> dict[str, str]:
     """Key of each weight that has an average to the average's."""
-    return {MODEL_PREFIX + k.removeprefix(AVERAGE_PREFIX): k for k in found.tensors if k.startswith(AVERAGE_PREFIX)}
+    return {
+        layout.MODEL_PREFIX + k.removeprefix(layout.AVERAGE_PREFIX): k
+        for k in found.tensors
+        if k.startswith(layout.AVERAGE_PREFIX)
+    }
 
 
 def _match_averages(
@@ -207,10 +198,12 @@ def _match_averages(
     stored = {key: found.tensors[key].shape for key in instead.values()}
     if not stored or not averages:
         return Match(), []
-    live = {average_key(fqn): tensor for fqn, tensor in averages.items()}
-    aliases = {average_key(alias): average_key(fqn) for alias, fqn in names.aliases.items() if fqn in averages}
+    live = {layout.average_key(fqn): tensor for fqn, tensor in averages.items()}
+    aliases = {
+        layout.average_key(alias): layout.average_key(fqn) for alias, fqn in names.aliases.items() if fqn in averages
+    }
     homes = {
-        AVERAGE_PREFIX + alias.removeprefix(MODEL_PREFIX): instead[key]
+        layout.AVERAGE_PREFIX + alias.removeprefix(layout.MODEL_PREFIX): instead[key]
         for alias, key in found.aliases.items()
         if key in instead
     }
@@ -240,7 +233,7 @@ def open_portable(path: str | os.PathLike[str]) -> Contents:
 
     return Contents(
         facts=found.facts,
-        tensors={k: stored(k, entry.shape, torch_dtype(entry.dtype)) for k, entry in found.tensors.items()},
+        tensors={k: stored(k, entry.shape, layout.torch_dtype(entry.dtype)) for k, entry in found.tensors.items()},
         aliases=found.aliases,
         slots=found.slots,
         trainer_state=opened.trainer_state,

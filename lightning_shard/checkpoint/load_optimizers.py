@@ -1,6 +1,6 @@
 """Loading optimizer state: how what was saved fits live optimizers, by parameter name, and giving it to them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -10,21 +10,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.files.layout import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    SlotName,
-    model_key,
-    torch_dtype,
-)
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
+from lightning_shard.checkpoint.matching import other_kind
 from lightning_shard.checkpoint.optimizer_state import (
     Group,
     Stepped,
     Values,
     groups_of,
     hyperparameters,
-    kind_of,
     unshardable,
 )
 from lightning_shard.errors import CheckpointMismatchError
@@ -36,32 +30,20 @@ from lightning_shard.tensors.names import Names
 class NewTensor:
     """A slot tensor that is to be read from the checkpoint's files."""
 
-    shape: tuple[int, ...]
-    """That of the tensor that the optimizer steps, of a scalar, or neither."""
-
+    shape: tuple[int, ...]  # That of the tensor that the optimizer steps, of a scalar, or neither.
     dtype: torch.dtype
 
-    is_scalar: bool
-    """Whether it is a scalar beside a parameter that may be one too."""
+    is_scalar: bool  # Whether it is a scalar beside a parameter that may be one too.
 
 
 @dataclass(frozen=True, eq=False)
 class SlotsPlan:
-    """The slots of one stepped tensor."""
-
-    index: int
-    """Of the optimizer."""
-
+    index: int  # Of the optimizer.
     optimizer: Optimizer
     part: Stepped
-    settings: Mapping[str, Any]
-    """The live parameter group."""
-
-    slots: Values
-    """A NewTensor where one is to be read."""
-
-    keys: dict[str, dict[str, str]]
-    """Slot that is to be read to FQN to the key that it is stored under."""
+    settings: Mapping[str, Any]  # The live parameter group.
+    slots: Values  # A NewTensor where one is to be read.
+    keys: dict[str, dict[str, str]]  # Slot that is to be read to FQN to the key that it is stored under.
 
     def is_shared(self, slot: str) -> bool:
         """Whether it is a scalar that a flat tensor has once for all of its parameters."""
@@ -75,54 +57,35 @@ class OptimizerPlan:
 
     optimizers: list[Optimizer]
 
-    slots: list[SlotsPlan] = field(default_factory=list)
-    """Of each stepped tensor with saved state."""
-
+    slots: list[SlotsPlan] = field(default_factory=list)  # Of each stepped tensor with saved state.
+    # Live group and its saved hyperparameters.
     groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
-    """Live group and its saved hyperparameters."""
-
+    # Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, and slots that it did not have
+    # of some of a flat tensor's parameters, with the slot's name.
     missing: list[str] = field(default_factory=list)
-    """Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, and slots that it did not
-    have of some of a flat tensor's parameters, with the slot's name."""
-
-    unexpected: list[str] = field(default_factory=list)
-    """Saved keys for which there is no live parameter."""
-
-    problems: list[str] = field(default_factory=list)
-    """What can't be loaded even in part."""
-
+    unexpected: list[str] = field(default_factory=list)  # Saved keys for which there is no live parameter.
+    problems: list[str] = field(default_factory=list)  # What can't be loaded even in part.
+    # Hyperparameters that are another value in the checkpoint, which wins unless `configured`.
     overridden: list[str] = field(default_factory=list)
-    """Hyperparameters that are another value in the checkpoint, which wins unless `configured`."""
-
-    configured: bool = False
-    """Whether such hyperparameters stay as they are."""
+    configured: bool = False  # Whether such hyperparameters stay as they are.
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """The state of one optimizer in the checkpoint."""
-
     index: int
     manifest: Manifest
-    keys: Mapping[str, Mapping[str, str]]
-    """FQN as stored to slot to key, of slots that are tensors."""
-
-    values: Mapping[str, Values]
-    """FQN as stored to slots that are no tensors."""
-
-    groups: Mapping[str, Values]
-    """FQN as stored to its group."""
-
+    keys: Mapping[str, Mapping[str, str]]  # FQN as stored to slot to key, of slots that are tensors.
+    values: Mapping[str, Values]  # FQN as stored to slots that are no tensors.
+    groups: Mapping[str, Values]  # FQN as stored to its group.
+    # Live FQN to the names under which its state may be, where that is not its own alone.
     other_names: Mapping[str, list[str]]
-    """Live FQN to the names under which its state may be, where that is not its own alone."""
 
     def name_of(self, fqn: str) -> str | None:
         """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
         return next((name for name in self.other_names.get(fqn, [fqn]) if name in self.groups), None)
 
     def weights(self, stored: str) -> TensorEntry | None:
-        """The saved parameter itself."""
-        key = model_key(stored)
+        key = layout.model_key(stored)
         return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
 
     def scalars(self) -> set[str]:
@@ -162,14 +125,16 @@ def plan_optimizers(
         scalars = source.scalars()
         taken: set[str] = set()
         live = groups_of(index, optimizer, names)
-        if (problem := _other_kind(plan.optimizers[index], live, described)) is not None:
+        if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
             plan.problems.append(f"optimizer {index} {problem}")
             continue
         origins: dict[int, int] = {}
         for position, group in enumerate(live):
             stored = {fqn: source.name_of(fqn) for fqn in group.names}
             found = {fqn: name for fqn, name in stored.items() if name is not None}
-            plan.missing.extend(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None)
+            plan.missing.extend(
+                f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None
+            )
             taken.update(found.values())
             for part in group.stepped:
                 _plan_slots(plan, part, group, found, source, scalars)
@@ -182,7 +147,7 @@ def plan_optimizers(
                         f"groups {first} and {position} of optimizer {index} were one group, but have different "
                         f"{', '.join(differing)} here: give both the same, or the groups that were saved"
                     )
-        plan.unexpected.extend(sorted(f"{OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
+        plan.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
     return plan
 
 
@@ -192,7 +157,8 @@ def _names_as_stored(names: Names, manifest: Manifest) -> dict[str, list[str]]:
     for alias, fqn in names.aliases.items():
         candidates.setdefault(fqn, [fqn]).append(alias)
     stored = {
-        alias.removeprefix(MODEL_PREFIX): key.removeprefix(MODEL_PREFIX) for alias, key in manifest.aliases.items()
+        alias.removeprefix(layout.MODEL_PREFIX): key.removeprefix(layout.MODEL_PREFIX)
+        for alias, key in manifest.aliases.items()
     }
     for fqn in names.tensors:
         known = candidates.get(fqn, [fqn])
@@ -215,12 +181,12 @@ def _plan_slots(
             continue
         tensors = source.keys.get(stored, {})
         if fqn not in part.shapes:  # frozen here
-            plan.unexpected.extend(SlotName(source.index, fqn, slot).key for slot in tensors)
+            plan.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
             continue
         for slot, key in tensors.items():
             shape = source.manifest.tensors[key].shape
             if part.is_sharded and shape not in ((), part.shapes[fqn]):
-                plan.problems.append(unshardable(SlotName(source.index, fqn, slot), shape, part.shapes[fqn]))
+                plan.problems.append(unshardable(layout.SlotName(source.index, fqn, slot), shape, part.shapes[fqn]))
             else:
                 keys.setdefault(slot, {})[fqn] = key
         for slot, value in source.values.get(stored, {}).items():
@@ -234,7 +200,7 @@ def _plan_slots(
         slots[slot] = _new_tensor(part, slot, by_name, found, source, scalars)
     for slot in slots:
         lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
-        plan.missing.extend(sorted(SlotName(source.index, fqn, slot).key for fqn in lacking))
+        plan.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
     if slots:
         optimizer = plan.optimizers[source.index]
         plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, slots, keys))
@@ -249,7 +215,7 @@ def _new_tensor(
         weights = source.weights(found[fqn])
         # Contents that had its parameter's dtype follows the parameter to the dtype that it has here.
         follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
-        dtypes.append(part.tensor.dtype if follows else torch_dtype(entry.dtype))
+        dtypes.append(part.tensor.dtype if follows else layout.torch_dtype(entry.dtype))
     is_scalar = all(entry.shape == () for entry in entries.values()) and (
         slot == "step" or slot in scalars or any(part.shapes[fqn] != () for fqn in entries)
     )
@@ -273,35 +239,8 @@ def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
     return None
 
 
-_KERNELS = {name: {"Adam", "AdamW"} for name in ("DeepSpeedCPUAdam", "FusedAdam")}
-"""Names in older checkpoints, which do not say which of two classes in torch computes the same."""
-
-_RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
-"""Hyperparameters by which kinds of optimizers differ."""
-
 _UNCOMPARED = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "step"}
 """Hyperparameters that change no numbers, or that are the state of schedulers and of optimizers."""
-
-
-def _other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
-    """Why the state is that of another kind of optimizer than the live one; None if it is not, as far as is known."""
-    saved, here = described["class"].rpartition(".")[2][:100], kind_of(optimizer)
-    if saved == "unknown":  # of another library's checkpoint
-        groups = (described["groups"], [group.settings for group in live])
-        then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)
-        if then == now or not described["groups"]:
-            return None
-        saved = f"one with {', '.join(then) or 'neither betas nor momentum'}"
-    else:
-        mro = [cls.__name__ for cls in type(optimizer).__mro__]
-        # A class of the user's may stand for the one of torch that it is made from.
-        torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
-        if {saved, *_KERNELS.get(saved, ())} & {here, *mro[: torchs + 1]}:
-            return None
-    return (
-        f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "
-        "(load_from_checkpoint)"
-    )
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -352,37 +291,29 @@ def _shown(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def shared_scalars(plan: OptimizerPlan) -> dict[str, Tensor]:
-    """Empty host tensors, by stored key, for the scalars that flat tensors have once for all of their parameters.
+def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], object]) -> dict[str, Tensor]:
+    """By stored key the scalars that flat tensors have once for all of their parameters; ``read`` fills them.
 
-    Filled and checked with `check_scalars`, they go to `create_slots`.
+    CheckpointMismatchError: parameters in one flat tensor have different values of such a scalar.
     """
-    return {
-        key: torch.zeros((), dtype=slots.slots[slot].dtype)
-        for slots, slot, keys in _shared(plan)
-        for key in keys.values()
+    shared = [(slots, slot, keys) for slots in plan.slots for slot, keys in slots.keys.items() if slots.is_shared(slot)]
+    scalars = {
+        key: torch.zeros((), dtype=slots.slots[slot].dtype) for slots, slot, keys in shared for key in keys.values()
     }
-
-
-def check_scalars(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> None:
-    """CheckpointMismatchError where parameters in one flat tensor have different values of what it has once."""
+    read(scalars)
     problems = [
-        _unequal(slots.index, slot, {fqn: scalars[key] for fqn, key in keys.items()})
-        for slots, slot, keys in _shared(plan)
+        _unequal(slots.index, slot, {fqn: scalars[key] for fqn, key in keys.items()}) for slots, slot, keys in shared
     ]
     if found := [problem for problem in problems if problem is not None]:
         raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
-
-
-def _shared(plan: OptimizerPlan) -> Iterable[tuple[SlotsPlan, str, dict[str, str]]]:
-    return ((slots, slot, keys) for slots in plan.slots for slot, keys in slots.keys.items() if slots.is_shared(slot))
+    return scalars
 
 
 def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tuple[str, LiveTensor]]:
     """Give the optimizers exactly the saved slots; returns those that are to be filled, with their stored keys.
 
     A tensor that is there already with the right shape, dtype and placements is kept. Flat tensors are zero where no
-    parameter lies; ``scalars`` as `shared_scalars` gave them, filled.
+    parameter lies; ``scalars`` as `read_scalars` gave them.
     """
     planned = {id(slots.part.tensor) for slots in plan.slots}
     for optimizer in plan.optimizers:

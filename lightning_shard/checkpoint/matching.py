@@ -1,10 +1,14 @@
 """Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files.layout import listed
+from lightning_shard.checkpoint.optimizer_state import Group, kind_of
 from lightning_shard.errors import CheckpointMismatchError
 
 _SHOWN = 20
@@ -31,39 +35,32 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What was stored for which live tensors."""
-
-    sources: dict[str, str] = field(default_factory=dict)
-    """Name of a live tensor to the name that it is stored under."""
-
+    sources: dict[str, str] = field(default_factory=dict)  # Name of a live tensor to the name that it is stored under.
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    reshaped: list[str] = field(default_factory=list)
-    """Names with both shapes."""
+    reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
+    problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
-    problems: list[str] = field(default_factory=list)
-    """What else does not fit, in sentences."""
+    def judge(
+        self, path: str | os.PathLike[str], strict: bool, *, where: str = "the checkpoint", hint: str = ""
+    ) -> LoadReport:
+        """What to report of a match that is good enough; CheckpointMismatchError of one that is not.
 
-    def judge(self, path: str | os.PathLike[str], strict: bool) -> LoadReport:
-        """What to report of a match that is good enough; CheckpointMismatchError of one that is not."""
+        ``where``: what the tensors are looked for in; ``hint``: a sentence on what else than ``strict=False`` may help.
+        """
         if not self.sources and (self.missing or self.unexpected):
             raise CheckpointMismatchError(
-                f"nothing in {path} matches the model by name. It asks for {listed(self.missing)}; the checkpoint has "
-                f"{listed(self.unexpected)}"
+                f"nothing in {path} matches the model by name. It asks for {listed(self.missing)}; in {where} "
+                f"there is {listed(self.unexpected)}. {hint}".rstrip()
             )
         if self.reshaped or self.problems or (strict and (self.missing or self.unexpected)):
-            lines = [f"{path} does not fit:"]
-            for kind, keys in (
-                ("missing in the checkpoint", self.missing),
-                ("unexpected in the checkpoint", self.unexpected),
-                ("of another shape", self.reshaped),
-            ):
-                if keys:
-                    lines.append(f"  {kind} ({len(keys)}): {listed(keys)}")
+            kinds = {f"missing in {where}": self.missing, f"unexpected in {where}": self.unexpected}
+            kinds["of another shape"] = self.reshaped
+            lines = [f"  {kind} ({len(keys)}): {listed(keys)}" for kind, keys in kinds.items() if keys]
             lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
             if not self.reshaped and not self.problems:
-                lines.append("  strict=False loads what matches.")
-            raise CheckpointMismatchError("\n".join(lines))
+                lines.append(f"  {hint}strict=False loads what matches.")
+            raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=tuple(self.missing), unexpected=tuple(self.unexpected))
 
 
@@ -94,3 +91,31 @@ def match(
     known = {*found.sources.values(), *live, *live_aliases}
     found.unexpected.extend(name for name in stored if name not in known)
     return found
+
+
+_KERNELS = {name: {"Adam", "AdamW"} for name in ("DeepSpeedCPUAdam", "FusedAdam")}
+"""Names in older checkpoints, which do not say which of two classes in torch computes the same."""
+
+_RULES = {"betas", "momentum", "alpha", "rho", "lambd", "etas", "step_sizes"}
+"""Hyperparameters by which kinds of optimizers differ."""
+
+
+def other_kind(optimizer: Optimizer, live: Sequence[Group], described: Mapping[str, Any]) -> str | None:
+    """Why the state is that of another kind of optimizer than the live one; None if it is not, as far as is known."""
+    saved, here = described["class"].rpartition(".")[2][:100], kind_of(optimizer)
+    if saved == "unknown":  # of another library's checkpoint
+        groups = (described["groups"], [group.settings for group in live])
+        then, now = (sorted({rule for group in part for rule in _RULES & group.keys()}) for part in groups)
+        if then == now or not described["groups"]:
+            return None
+        saved = f"one with {', '.join(then) or 'neither betas nor momentum'}"
+    else:
+        mro = [cls.__name__ for cls in type(optimizer).__mro__]
+        # A class of the user's may stand for the one of torch that it is made from.
+        torchs = next(n for n, cls in enumerate(type(optimizer).__mro__) if cls.__module__.startswith("torch.optim"))
+        if {saved, *_KERNELS.get(saved, ())} & {here, *mro[: torchs + 1]}:
+            return None
+    return (
+        f"was {saved} and is {here} here: build the optimizer that was saved, or begin anew from the weights alone "
+        "(load_from_checkpoint)"
+    )

@@ -15,19 +15,11 @@ from lightning_shard.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The checkpoints from which a run can go on."""
-
-    own: tuple[tuple[str, int], ...]
-    """Paths of the run's checkpoints with their optimizer steps, the newest first."""
-
-    broken: tuple[str, ...]
-    """Why others of the run are passed over."""
-
-    others: tuple[str, ...]
-    """Names of other runs that have checkpoints there."""
-
+    own: tuple[tuple[str, int], ...]  # Paths of the run's checkpoints with their optimizer steps, the newest first.
+    broken: tuple[str, ...]  # Why others of the run are passed over.
+    others: tuple[str, ...]  # Names of other runs that have checkpoints there.
+    # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
     newest: OpenCheckpoint | None = None
-    """The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none."""
 
 
 def open_newest(folders: Iterable[str | os.PathLike[str]], run: str) -> Found:

@@ -43,20 +43,12 @@ class Stepped:
 
     tensor: Tensor
 
-    names: tuple[str, ...]
-    """FQNs of the parameters, frozen ones in the group too."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """FQN to full shape, of those that can have state."""
-
+    names: tuple[str, ...]  # FQNs of the parameters, frozen ones in the group too.
+    shapes: Mapping[str, tuple[int, ...]]  # FQN to full shape, of those that can have state.
+    # FQN to its slice; None where the tensor is a parameter of the module, plain or a DTensor.
     flat: Mapping[str, FlatMember] | None
-    """FQN to its slice; None where the tensor is a parameter of the module, plain or a DTensor."""
-
-    new_slot: Callable[[str], Tensor] | None = None
-    """As `FlatGroup.new_slot`."""
-
-    elsewhere: bool = False
-    """Whether another rank steps the full parameter and has all of its state."""
+    new_slot: Callable[[str], Tensor] | None = None  # As `FlatGroup.new_slot`.
+    elsewhere: bool = False  # Whether another rank steps the full parameter and has all of its state.
 
     @property
     def is_sharded(self) -> bool:
@@ -80,16 +72,11 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """A parameter group and what the optimizer steps for it."""
-
-    settings: dict[str, Any]
-    """The live parameter group with the hyperparameters."""
-
+    settings: dict[str, Any]  # The live parameter group with the hyperparameters.
     stepped: list[Stepped]
 
     @property
     def names(self) -> list[str]:
-        """FQNs of the group's parameters, in the group's order."""
         return [fqn for part in self.stepped for fqn in part.names]
 
 
@@ -102,45 +89,28 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
         return _flat_groups(index, optimizer, names)
     if isinstance(optimizer, OwnedOptimizer):
         return _owned_groups(index, optimizer, names)
-    return [
-        Group(
-            settings=group,
-            stepped=[
-                _parameter(_name_of(index, position, place, parameter, names), parameter)
-                for place, parameter in enumerate(group["params"])
-            ],
-        )
-        for position, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _parameter(fqn: str, parameter: Tensor) -> Stepped:
-    return Stepped(tensor=parameter, names=(fqn,), shapes={fqn: tuple(parameter.shape)}, flat=None)
-
-
-def _name_of(index: int, position: int, place: int, parameter: Tensor, names: Names) -> str:
-    fqn = names.of(parameter)
-    if fqn is None:
-        raise CheckpointError(
-            f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, position "
-            f"{place}) that the module does not have: make the optimizer from the module's parameters after the "
-            "module was sharded"
-        )
-    return fqn
+    groups = [Group(settings=group, stepped=[]) for group in optimizer.param_groups]
+    for position, group in enumerate(groups):
+        for place, parameter in enumerate(group.settings["params"]):
+            fqn = names.of(parameter)
+            if fqn is None:
+                raise CheckpointError(
+                    f"optimizer {index} steps a parameter of shape {tuple(parameter.shape)} (group {position}, "
+                    f"position {place}) that the module does not have: make the optimizer from the module's parameters "
+                    "after the module was sharded"
+                )
+            shapes = {fqn: tuple(parameter.shape)}
+            group.stepped.append(Stepped(tensor=parameter, names=(fqn,), shapes=shapes, flat=None))
+    return groups
 
 
 def _owned_groups(index: int, optimizer: OwnedOptimizer, names: Names) -> list[Group]:
     groups = {id(group): Group(settings=group, stepped=[]) for group in optimizer.optimizer.param_groups}
     for parameter in optimizer.parameters:
         fqn = _canonical(index, parameter.fqn, names)
+        elsewhere, shapes = parameter.tensor is None, {fqn: tuple(parameter.shape)}
         tensor = torch.empty(0) if parameter.tensor is None else parameter.tensor
-        stepped = Stepped(
-            tensor=tensor,
-            names=(fqn,),
-            shapes={fqn: tuple(parameter.shape)},
-            flat=None,
-            elsewhere=parameter.tensor is None,
-        )
+        stepped = Stepped(tensor=tensor, names=(fqn,), shapes=shapes, flat=None, elsewhere=elsewhere)
         groups[id(parameter.group)].stepped.append(stepped)
     return list(groups.values())
 
@@ -159,9 +129,7 @@ def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Gro
     groups: dict[int, Group] = {}
     for flat_group in optimizer.groups:
         group = groups.setdefault(id(flat_group.group), Group(settings=flat_group.group, stepped=[]))
-        members: dict[str, FlatMember] = {}
-        for member in flat_group.members:
-            members[_canonical(index, member.fqn, names)] = member
+        members = {_canonical(index, member.fqn, names): member for member in flat_group.members}
         stepped = {fqn: member for fqn, member in members.items() if member.stepped}
         group.stepped.append(
             Stepped(
@@ -177,15 +145,11 @@ def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Gro
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What there is to save of optimizers."""
-
-    tensors: dict[SlotName, LiveTensor] = field(default_factory=dict)
-    """Live tensors, or this rank's slices of them."""
-
+    tensors: dict[SlotName, LiveTensor] = field(default_factory=dict)  # Live tensors, or this rank's slices of them.
+    # Per optimizer the rest in plain values, groups with FQNs and non-tensor slots: ``{"class": str, "groups":
+    # [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot: value}}}``. A scalar tensor among the
+    # hyperparameters (a capturable learning rate) is a number.
     described: list[dict[str, Any]] = field(default_factory=list)
-    """Per optimizer the rest in plain values, groups with FQNs and non-tensor slots:
-    ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot: value}}}``. A scalar
-    tensor among the hyperparameters (a capturable learning rate) is a number."""
 
 
 def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> OptimizerStates:
@@ -211,7 +175,9 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
-                        found.tensors[name] = _stored_view(part, name, value)
+                        if part.stored_shape(fqn, value) is None:
+                            raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
+                        found.tensors[name] = part.view(fqn, value)
                     else:
                         plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
         described = [
@@ -229,12 +195,6 @@ def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterato
             slices = [FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in own]
             fqn = names.aliases.get(parameter.fqn, parameter.fqn)
             yield SlotName(index, fqn, name), FlatTensor(slot.shape, slot.dtype, slices)
-
-
-def _stored_view(part: Stepped, name: SlotName, value: Tensor) -> LiveTensor:
-    if part.stored_shape(name.fqn, value) is None:
-        raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
-    return part.view(name.fqn, value)
 
 
 def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
@@ -329,7 +289,6 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Values:
-    """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 

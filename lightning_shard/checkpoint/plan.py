@@ -42,8 +42,7 @@ class LocalTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
-    slot: SlotName | None = None
-    """Of optimizer state, which it is."""
+    slot: SlotName | None = None  # Of optimizer state, which it is.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +50,18 @@ class GlobalPlan:
     """What rank 0 knows of a plan."""
 
     tensors: Mapping[str, TensorStorageMetadata]
-    writers: Sequence[Sequence[MetadataIndex]]
-    """By rank, the boxes that it writes, in this order."""
-
-    slots: Mapping[str, SlotName]
-    """Key of each tensor of optimizer state, on whichever rank, to what it is."""
-
+    writers: Sequence[Sequence[MetadataIndex]]  # By rank, the boxes that it writes, in this order.
+    slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state, on whichever rank, to what it is.
+    # Places of the boxes in the last save, and the files that say them.
     described: list[Any] = field(default_factory=list)
-    """Places of the boxes in the last save, and the files that say them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A plan that all ranks have agreed on."""
 
-    mine: Sequence[MetadataIndex]
-    """The boxes that this rank writes, in this order."""
-
-    of_all: GlobalPlan | None
-    """None but on rank 0."""
+    mine: Sequence[MetadataIndex]  # The boxes that this rank writes, in this order.
+    of_all: GlobalPlan | None  # None but on rank 0.
 
 
 class Plans:
@@ -120,16 +112,10 @@ def live_values(tensors: Mapping[str, Any]) -> Values:
 
 
 def divide(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[list[list[int]], GlobalPlan]:
-    """Give every box to one rank.
+    """Give every box to one rank; ``by_rank``: what each rank has, in its own order.
 
-    Args:
-        by_rank: what each rank has, in its own order.
-
-    Returns:
-        By rank the numbers of the boxes that it writes, counted over all that it has; and the plan of all ranks.
-
-    Raises:
-        CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
+    Returns by rank the numbers of the boxes that it writes, counted over all that it has; and the plan of all ranks.
+    CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
     tensors, owners = _collect(by_rank)
     problems = [problem for key, boxes in owners.items() if (problem := _incomplete(tensors[key], boxes)) is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,6 @@ from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import (
-    AVERAGE_PREFIX,
-    EXTRA_STATE,
-    MANIFEST,
-    OPTIMIZER_PREFIX,
-    OPTIMIZER_STATES,
-    TRAINER_STATE,
-    FileEntry,
-    dtype_name,
-)
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
@@ -59,9 +50,9 @@ def training_state(
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
     states = optimizer_states(optimizers, names)
-    own: dict[str, Any] = {EXTRA_STATE: extra_state(module, names)}
+    own: dict[str, Any] = {layout.EXTRA_STATE: extra_state(module, names)}
     if optimizers:
-        own[OPTIMIZER_STATES] = states.described
+        own[layout.OPTIMIZER_STATES] = states.described
     return Contents.of(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
@@ -135,17 +126,14 @@ def begin(
 class Begun:
     """A save whose values are still to be written, by `finish`."""
 
-    target: Path
-    """Where the checkpoint is to be."""
-
+    target: Path  # Where the checkpoint is to be.
     temporary: Path
     token: str
     plan: Plan
-    trainer_state: bytes
-    """The contents of ``trainer.pt``, on rank 0."""
-
+    trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
     facts: Facts
     aliases: Mapping[str, str]
+    file: Path | None = None  # A stock Lightning file that is to be in the place of the checkpoint.
 
     def finish(self, ranks: Ranks, values: Values) -> None:
         """Write the values and put the checkpoint in place. All ranks call it.
@@ -165,13 +153,20 @@ class Begun:
             if ranks.is_first:
                 commit.delete_tree(self.temporary)
             raise
+        if self.file is not None:
+            ranks.first(f"writing {self.file}", partial(self._write_file, self.file))
+
+    def _write_file(self, file: Path) -> None:
+        try:
+            write_full(file, open_portable(self.target))
+        finally:
+            commit.remove(self.target)
 
     def _write(self, rank: int, values: Values) -> Written:
-        """This rank's files."""
         written = write_boxes(self.temporary, rank, self.plan.mine, values)
         if rank == 0:
-            entry = write_file(self.temporary / TRAINER_STATE, self.trainer_state)
-            return replace(written, files={**written.files, TRAINER_STATE: entry})
+            entry = write_file(self.temporary / layout.TRAINER_STATE, self.trainer_state)
+            return replace(written, files={**written.files, layout.TRAINER_STATE: entry})
         return written
 
     def _complete(self, written: Sequence[Written]) -> None:
@@ -187,25 +182,25 @@ class Begun:
         for name, entry in files.items():
             _check_arrived(self.temporary / name, entry)
         tensors = {
-            key: TensorEntry(shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype))
+            key: TensorEntry(shape=tuple(entry.size), dtype=layout.dtype_name(entry.properties.dtype))
             for key, entry in plan.tensors.items()
         }
         if lost := sorted(key for key in self.aliases.values() if key not in tensors):
             raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
-        assert plan.slots.keys() == {key for key in tensors if key.startswith(OPTIMIZER_PREFIX)}
+        assert plan.slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
         manifest = Manifest(
             facts=replace(self.facts, world_size=len(written), versions=library_versions()),
             tensors=tensors,
             aliases=self.aliases,
             slots=plan.slots,
             files=files,
-            format_version=FORMAT_VERSION if any(key.startswith(AVERAGE_PREFIX) for key in tensors) else 3,
+            format_version=FORMAT_VERSION if any(key.startswith(layout.AVERAGE_PREFIX) for key in tensors) else 3,
         )
-        write_file(self.temporary / MANIFEST, manifest.to_json().encode())
+        write_file(self.temporary / layout.MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)
 
 
-def _check_arrived(path: Path, entry: FileEntry) -> None:
+def _check_arrived(path: Path, entry: layout.FileEntry) -> None:
     size = path.stat().st_size if path.exists() else None
     if size != entry.size:
         seen = "does not exist" if size is None else f"has {size} bytes"
@@ -215,9 +210,7 @@ def _check_arrived(path: Path, entry: FileEntry) -> None:
         )
 
 
-def begin_any(
-    ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans
-) -> tuple[Begun | BegunFile, Contents]:
+def begin_any(ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
     """As `begin`; a path that `names_full` becomes one stock Lightning file.
 
     Rank 0 writes that from a directory beside it, which is removed then, so that no rank ever has more than one full
@@ -231,31 +224,6 @@ def begin_any(
         commit.check_replaceable(target)
         return str(target), str(layout.temporary_sibling(target, layout.new_token()))
 
-    target, parts = ranks.first(f"starting to save {path}", place)
+    file, parts = ranks.first(f"starting to save {path}", place)
     begun, state = begin(ranks, parts, collect, plans)
-    return BegunFile(target=Path(target), parts=begun), state
-
-
-@dataclass(frozen=True, kw_only=True)
-class BegunFile:
-    """As `Begun`, of a save to one stock Lightning file."""
-
-    target: Path
-    parts: Begun
-
-    @property
-    def plan(self) -> Plan:
-        """Of the directory."""
-        return self.parts.plan
-
-    def finish(self, ranks: Ranks, values: Values) -> None:
-        """Write the values and put the file in place. All ranks call it."""
-        self.parts.finish(ranks, values)
-
-        def write() -> None:
-            try:
-                write_full(self.target, open_portable(self.parts.target))
-            finally:
-                commit.remove(self.parts.target)
-
-        ranks.first(f"writing {self.target}", write)
+    return replace(begun, file=Path(file)), state

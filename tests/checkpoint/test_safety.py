@@ -174,7 +174,7 @@ def move(metadata: Metadata, offsets: tuple[int, ...]) -> None:
             id="a stream transform",
         ),
         pytest.param(drop_location, r"model\.w has a part at \(0, 0\) that no file holds", id="a part in no file"),
-        pytest.param(lambda m: box(m, (0, 0), (5, 3)), "part outside of it", id="a box too large"),
+        pytest.param(lambda m: box(m, (0, 0), (5, 3)), "is outside of its shape", id="a box too large"),
         pytest.param(lambda m: box(m, (0, 0), (3, 3)), r"do not make up its shape \(4, 3\)", id="a box too small"),
         pytest.param(lambda m: move(m, (-1, 0)), r"\(-1, 0\) is no shape", id="a negative offset"),
         pytest.param(

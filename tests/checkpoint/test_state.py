@@ -118,7 +118,7 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
 def test_a_load_that_matches_nothing_is_an_error(tmp_path):
     save_tensors(tmp_path / "a.ckpt", {"model.a": torch.ones(2)})
     with pytest.raises(
-        CheckpointMismatchError, match=r"nothing in .* It asks for model\.b; the checkpoint has model\.a"
+        CheckpointMismatchError, match=r"nothing in .* It asks for model\.b; in the checkpoint there is model\.a"
     ):
         load_into(tmp_path / "a.ckpt", {"model.b": torch.ones(2)}, strict=False)
 

@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
+from lightning_shard.tensors.tracing import tree_map
 
 require(torch.UntypedStorage, "_checkpoint_offset", tested="torch 2.11 to 2.13")
 require(torch.TypedStorage, "_pickle_storage_type", tested="torch 2.11 to 2.13")
@@ -202,13 +203,7 @@ def _identity(info: os.stat_result) -> tuple[int, ...]:
 
 def materialize(value: Any) -> Any:
     """``value`` with a tensor in the place of every `StoredTensor`; all of them are read."""
-    if isinstance(value, StoredTensor):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: materialize(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [materialize(part) for part in value]
-    return tuple(materialize(part) for part in value) if type(value) is tuple else value
+    return tree_map(lambda part: part.read() if isinstance(part, StoredTensor) else part, value)
 
 
 # A meta tensor, kept so that its id stays its own, and what stands for it.

@@ -187,10 +187,8 @@ def delete_tree(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        try:
+        with contextlib.suppress(OSError):
             path.unlink()
-        except OSError:
-            return
 
 
 def sync_directory(path: Path) -> None:

@@ -48,7 +48,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -38,7 +38,6 @@ class Directory:
             return {e.name: e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False)}
 
     def has(self, name: str) -> bool:
-        """Whether something of that name is in it."""
         try:
             os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:

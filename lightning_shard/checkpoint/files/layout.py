@@ -52,7 +52,6 @@ class SlotName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of the tensor."""
         return f"{OPTIMIZER_PREFIX}{self.optimizer}.{self.fqn}.{self.slot}"
 
 
@@ -66,12 +65,10 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
 
 
 def model_key(fqn: str) -> str:
-    """Key of a parameter or persistent buffer."""
     return f"{MODEL_PREFIX}{fqn}"
 
 
 def average_key(fqn: str) -> str:
-    """Key of the average of a parameter or persistent buffer."""
     return f"{AVERAGE_PREFIX}{fqn}"
 
 
@@ -123,7 +120,6 @@ def foreign_entries(directory: Path) -> list[Path]:
 
 
 def new_token() -> str:
-    """A random part of a name that no other save has."""
     return secrets.token_hex(6)
 
 

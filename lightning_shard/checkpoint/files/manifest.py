@@ -12,18 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
-from lightning_shard.checkpoint.files.layout import (
-    MANIFEST,
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    FileEntry,
-    SlotName,
-    check_relative,
-    foreign_entries,
-    listed,
-    torch_dtype,
-)
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 FORMAT = "lightning_shard.checkpoint"
@@ -59,38 +49,30 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of ``manifest.json``."""
-
     facts: Facts
     tensors: Mapping[str, TensorEntry]  # Key to global shape and dtype; each tensor once.
     aliases: Mapping[str, str]  # Key of a tied name to the key under which its tensor is stored.
-    slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state to what it is.
-    files: Mapping[str, FileEntry]  # Relative name to size and checksum, of every file but the manifest.
+    slots: Mapping[str, layout.SlotName]  # Key of each tensor of optimizer state to what it is.
+    files: Mapping[str, layout.FileEntry]  # Relative name to size and checksum, of every file but the manifest.
     format_version: int = FORMAT_VERSION  # Readers refuse a version above their own.
     # sha256 of the other fields in canonical JSON, which names this very checkpoint; empty before it is written.
     digest: str = ""
 
     def to_json(self) -> str:
         """The file's text, with the digest computed."""
-        fields: dict[str, Any] = {
-            "format": FORMAT,
-            "format_version": self.format_version,
-            "tensors": {k: {"shape": list(t.shape), "dtype": t.dtype} for k, t in self.tensors.items()},
-            "aliases": dict(self.aliases),
-            "slots": {key: list(name) for key, name in self.slots.items()},
-            "files": {k: {"size": f.size, "sha256": f.sha256} for k, f in self.files.items()},
-        }
+        fields = {"format": FORMAT, **asdict(self)}
+        fields.pop("digest")
+        fields |= fields.pop("facts")
         try:
-            fields.update(asdict(self.facts))
             fields["digest"] = _digest(fields)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the ledger can't be written into {MANIFEST}: {error}; give plain JSON values"
+                f"the ledger can't be written into {layout.MANIFEST}: {error}; give plain JSON values"
             ) from error
         return json.dumps(fields, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
-    def from_json(text: str, where: str | os.PathLike[str] = MANIFEST) -> Manifest:
+    def from_json(text: str, where: str | os.PathLike[str] = layout.MANIFEST) -> Manifest:
         """The manifest in ``text``; ``where`` names the file in errors.
 
         Raises CheckpointCorruptError where it is not a manifest, its digest does not match or a file name leaves the
@@ -125,7 +107,7 @@ class Manifest:
                 tensors=tensors,
                 aliases=aliases,
                 slots=_slots(fields, tensors) if version > 1 else dict(_slots_of_version_1(tensors, aliases)),
-                files={check_relative(k): _file_entry(v) for k, v in _typed(fields, "files", dict).items()},
+                files={layout.check_relative(k): _file_entry(v) for k, v in _typed(fields, "files", dict).items()},
                 format_version=version,
                 digest=digest,
             )
@@ -161,34 +143,36 @@ def _tensor_entry(value: Any) -> TensorEntry:
     shape, dtype = tuple(value["shape"]), value["dtype"]
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape} is not a list of sizes")
-    torch_dtype(dtype)
+    layout.torch_dtype(dtype)
     return TensorEntry(shape=shape, dtype=dtype)
 
 
-def _file_entry(value: Any) -> FileEntry:
-    return FileEntry(size=_typed(value, "size", int), sha256=_typed(value, "sha256", str))
+def _file_entry(value: Any) -> layout.FileEntry:
+    return layout.FileEntry(size=_typed(value, "size", int), sha256=_typed(value, "sha256", str))
 
 
-def _slots(fields: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, SlotName]:
-    found = {key: SlotName(*name) for key, name in _typed(fields, "slots", dict).items()}
+def _slots(fields: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, layout.SlotName]:
+    found = {key: layout.SlotName(*name) for key, name in _typed(fields, "slots", dict).items()}
     if any([type(part) for part in name] != [int, str, str] for name in found.values()):
         raise ValueError("slots are not optimizer, FQN and slot")
-    if differing := found.keys() ^ {key for key in tensors if key.startswith(OPTIMIZER_PREFIX)}:
+    if differing := found.keys() ^ {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}:
         raise ValueError(f"slots and tensors differ in {', '.join(sorted(differing)[:5])}")
     return found
 
 
-def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, SlotName]]:
+def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, layout.SlotName]]:
     """By the longest FQN of the model with which a key goes on behind the optimizer's number."""
-    fqns = {key.removeprefix(MODEL_PREFIX) for key in (*tensors, *aliases) if key.startswith(MODEL_PREFIX)}
+    fqns = {
+        key.removeprefix(layout.MODEL_PREFIX) for key in (*tensors, *aliases) if key.startswith(layout.MODEL_PREFIX)
+    }
     for key in tensors:
-        if key.startswith(OPTIMIZER_PREFIX):
+        if key.startswith(layout.OPTIMIZER_PREFIX):
             _, index, rest = key.split(".", 2)
             parts = rest.split(".")
             ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in fqns)
             # A parameter that was left out of the model is known by no name; most slots have no dot.
             end = next(ends, len(parts) - 1)
-            yield key, SlotName(int(index), ".".join(parts[:end]), ".".join(parts[end:]))
+            yield key, layout.SlotName(int(index), ".".join(parts[:end]), ".".join(parts[end:]))
 
 
 def library_versions() -> dict[str, str]:
@@ -220,7 +204,7 @@ def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manif
     path = Path(path)
     try:
         directory = open_directory(path, lock=lock)
-        if not directory.has(MANIFEST):
+        if not directory.has(layout.MANIFEST):
             directory.close()
             raise FileNotFoundError
     except (FileNotFoundError, NotADirectoryError):
@@ -228,13 +212,15 @@ def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manif
     except OSError as error:
         raise CheckpointError(f"{path} can't be opened: {error}") from error
     try:
-        with directory.open(MANIFEST) as stream:
+        with directory.open(layout.MANIFEST) as stream:
             if (size := os.fstat(stream.fileno()).st_size) > _MOST_BYTES:
-                raise CheckpointCorruptError(f"{path / MANIFEST} has {size} bytes, more than a manifest can have")
-            return directory, Manifest.from_json(stream.read().decode(), path / MANIFEST)
+                raise CheckpointCorruptError(
+                    f"{path / layout.MANIFEST} has {size} bytes, more than a manifest can have"
+                )
+            return directory, Manifest.from_json(stream.read().decode(), path / layout.MANIFEST)
     except UnicodeDecodeError as error:
         directory.close()
-        raise CheckpointCorruptError(f"{path / MANIFEST} is not text: {error}") from error
+        raise CheckpointCorruptError(f"{path / layout.MANIFEST} is not text: {error}") from error
     except BaseException:
         directory.close()
         raise
@@ -242,21 +228,21 @@ def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manif
 
 def _why_not_found(directory: Path) -> str:
     if directory.is_dir():
-        if not foreign_entries(directory) and any(directory.iterdir()):
+        if not layout.foreign_entries(directory) and any(directory.iterdir()):
             return (
-                f"{directory} is half-written: it has checkpoint files but no {MANIFEST}, which is written last. "
-                "The save was interrupted; use an older checkpoint. The next save to this path removes it."
+                f"{directory} is half-written: it has checkpoint files but no {layout.MANIFEST}, which is written "
+                "last. The save was interrupted; use an older checkpoint. The next save to this path removes it."
             )
-        return f"{directory} is not a checkpoint: it has no {MANIFEST}"
+        return f"{directory} is not a checkpoint: it has no {layout.MANIFEST}"
     if directory.exists():
-        return f"{directory} is a file; a checkpoint of this form is a directory with a {MANIFEST}"
+        return f"{directory} is a file; a checkpoint of this form is a directory with a {layout.MANIFEST}"
     return f"there is no checkpoint at {directory}"
 
 
 def damaged(directory: Path, damage: Mapping[str, str]) -> CheckpointCorruptError:
     """The error that names all damaged files of a checkpoint."""
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
-    return CheckpointCorruptError(f"{directory} is damaged: {listed(damage)}\n{lines}\nUse another checkpoint.")
+    return CheckpointCorruptError(f"{directory} is damaged: {layout.listed(damage)}\n{lines}\nUse another checkpoint.")
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

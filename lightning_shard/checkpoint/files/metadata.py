@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from reprlib import repr as shown  # values that share their parts have texts without end
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
@@ -156,11 +154,22 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
     return record.state
 
 
+class _Described(NamedTuple):
+    """A tensor as ``.metadata`` has it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # Offsets and sizes.
+
+
+_Places = dict[tuple[str, tuple[int, ...]], StorageInfo]  # By key and offsets of a box.
+
+
 def _convert(records: Any, manifest: Manifest) -> dict[str, StoredBoxes]:
     root = _fields(records, "Metadata")
     entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
     stored = {_index(key): _location(value, manifest.files) for key, value in root["storage_data"].items()}
-    described = {key: (tuple(entry.size), dtype_name(entry.properties.dtype)) for key, entry in entries.items()}
+    described = {key: (entry.shape, dtype_name(entry.dtype)) for key, entry in entries.items()}
     listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
     if described != listed:
         differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
@@ -169,60 +178,48 @@ def _convert(records: Any, manifest: Manifest) -> dict[str, StoredBoxes]:
 
 
 def _complete(
-    entries: Mapping[str, TensorStorageMetadata], stored: dict[MetadataIndex, Any], files: Mapping[str, FileEntry]
+    entries: Mapping[str, _Described], stored: _Places, files: Mapping[str, FileEntry]
 ) -> dict[str, StoredBoxes]:
     names, sizes = data_files(files)
     numbers = {name: number for number, name in enumerate(names)}
     found: dict[str, StoredBoxes] = {}
-    for key, entry in entries.items():
+    for key, (shape, dtype, boxes) in entries.items():
         rows = []
-        for chunk in entry.chunks:
-            place = stored.get(MetadataIndex(key, chunk.offsets))
+        for offsets, extent in boxes:
+            place = stored.get((key, offsets))
             if place is None:
-                raise CheckpointCorruptError(f"{key} has a part at {tuple(chunk.offsets)} that no file holds")
-            rows.append([numbers[place.relative_path], place.offset, place.length, *chunk.offsets, *chunk.sizes])
-        boxes = StoredBoxes(
-            shape=tuple(entry.size),
-            dtype=entry.properties.dtype,
-            rows=np.array(rows, dtype=np.int64).reshape(-1, 3 + 2 * len(entry.size)),
-            files=names,
-        )
-        found[key] = boxes.checked(key, sizes)
+                raise CheckpointCorruptError(f"{key} has a part at {offsets} that no file holds")
+            rows.append([numbers[place.relative_path], place.offset, place.length, *offsets, *extent])
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3 + 2 * len(shape))
+        found[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
     return found
 
 
-def _tensor(key: Any, record: Any) -> TensorStorageMetadata:
+def _tensor(key: Any, record: Any) -> _Described:
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
     if type(key) is not str or not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
         raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
-    dtype = properties.state[0]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype := properties.state[0], torch.dtype):
         raise CheckpointCorruptError(f"{key} has no dtype")
-    size = _size(fields["size"])
-    chunks = []
-    for part in fields["chunks"]:
-        box = _fields(part, "ChunkStorageMetadata")
-        offsets, sizes = _size(box["offsets"]), _size(box["sizes"])
-        if not len(offsets) == len(sizes) == len(size) or any(
-            offset + length > bound for offset, length, bound in zip(offsets, sizes, size, strict=True)
-        ):
-            raise CheckpointCorruptError(f"{key} of shape {tuple(size)} has a part outside of it, at {tuple(offsets)}")
-        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=size, chunks=chunks)
+    parts = [_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]]
+    shape, boxes = _size(fields["size"]), [(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
+    if any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
+        raise CheckpointCorruptError(f"{key} of shape {shape} has a part of other dims")
+    return _Described(shape, dtype, boxes)
 
 
-def _size(value: Any) -> torch.Size:
+def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(length) is int and length >= 0 for length in value):
         raise CheckpointCorruptError(f"{shown(value)} is no shape")
-    return torch.Size(value)
+    return value
 
 
-def _index(record: Any) -> MetadataIndex:
+def _index(record: Any) -> tuple[str, tuple[int, ...]]:
     fields = _fields(record, "MetadataIndex")
     if type(fields["fqn"]) is not str:
         raise CheckpointCorruptError(f"{shown(fields['fqn'])} is no key")
-    return MetadataIndex(fields["fqn"], _size(fields.get("offset")))
+    return fields["fqn"], _size(fields.get("offset"))
 
 
 def _location(record: Any, files: Mapping[str, FileEntry]) -> StorageInfo:

@@ -71,7 +71,6 @@ class HashedFile:
             raise self._failure from error
 
     def write(self, data: Any) -> int:
-        """Append bytes or a buffer."""
         try:
             written = self._stream.write(data)
         except OSError as error:
@@ -85,11 +84,9 @@ class HashedFile:
         """For ``torch.save``; the bytes reach the disk on close."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
         return self._size
 
     def entry(self) -> FileEntry:
-        """Size and checksum of what was written."""
         return FileEntry(size=self._size, sha256=self._hash.hexdigest())
 
 
@@ -103,7 +100,6 @@ class Written:
 
 
 def data_file(rank: int) -> str:
-    """Name of the file with the boxes that a rank writes."""
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
@@ -129,7 +125,6 @@ def _row_major(tensor: Tensor) -> Tensor:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a new file at once."""
     with HashedFile(path) as stream:
         stream.write(data)
     return stream.entry()

@@ -44,11 +44,8 @@ def open_any(
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
         stored = open_stock_fsdp(path) if is_stock_fsdp(path) else open_deepspeed(path)
-    return _without_optimizers(stored) if optimizers == "none" else stored
-
-
-def _without_optimizers(stored: Contents) -> Contents:
-    """The same with weights only."""
+    if optimizers != "none":
+        return stored
     return replace(
         stored,
         tensors={key: tensor for key, tensor in stored.tensors.items() if key not in stored.slots},

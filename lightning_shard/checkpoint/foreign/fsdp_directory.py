@@ -6,24 +6,16 @@ torch.distributed.checkpoint files with the module under ``model`` (or ``state_d
 
 import io
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
-from lightning_shard.checkpoint.files.layout import (
-    DATA_SUFFIX,
-    EXTRA_STATE,
-    METADATA,
-    OPTIMIZER_STATES,
-    FileEntry,
-    SlotName,
-)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.metadata import ForeignMetadata, StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
@@ -39,8 +31,7 @@ _FORM = "stock Lightning FSDP"
 
 
 def is_stock_fsdp(path: Path) -> bool:
-    """Whether the directory looks like one."""
-    return (path / REST).is_file() and (path / METADATA).is_file()
+    return (path / REST).is_file() and (path / layout.METADATA).is_file()
 
 
 def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
@@ -55,13 +46,17 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
 def _stored_in(directory: Directory) -> Contents:
     path = directory.path
     state = materialize(read_archive(directory.path / REST))
-    files = {n: FileEntry(size=size, sha256="") for n, size in directory.sizes().items() if n.endswith(DATA_SUFFIX)}
-    with directory.open(METADATA) as stream:
-        metadata = parse_foreign_metadata(stream.read(), files, directory.path / METADATA)
+    files = {
+        n: layout.FileEntry(size=size, sha256="")
+        for n, size in directory.sizes().items()
+        if n.endswith(layout.DATA_SUFFIX)
+    }
+    with directory.open(layout.METADATA) as stream:
+        metadata = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
     if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
         raise CheckpointError(f"{path} has other contents than Lightning's FSDPStrategy saves; it is not supported")
     weights: dict[str, StoredTensor] = {}
-    slots: dict[SlotName, StoredTensor] = {}
+    slots: dict[layout.SlotName, StoredTensor] = {}
     extra: dict[str, Any] = {}
     for key, parts in metadata.paths.items():
         if key in metadata.items:
@@ -72,12 +67,14 @@ def _stored_in(directory: Directory) -> Contents:
         if parts[0] in _MODEL and len(parts) == 2:
             weights[without_wrappers(str(parts[1]))] = tensor
         elif parts[0] not in _MODEL and parts[1] == "state":
-            slots[SlotName(_number(parts[0]), without_wrappers(str(parts[2])), ".".join(map(str, parts[3:])))] = tensor
+            slots[
+                layout.SlotName(_number(parts[0]), without_wrappers(str(parts[2])), ".".join(map(str, parts[3:])))
+            ] = tensor
         else:
-            raise CheckpointCorruptError(f"{directory.path / METADATA}: {key} is a tensor where none belongs")
-    state = {**state, EXTRA_STATE: extra}
+            raise CheckpointCorruptError(f"{directory.path / layout.METADATA}: {key} is a tensor where none belongs")
+    state = {**state, layout.EXTRA_STATE: extra}
     if optimizers := _optimizers(directory, metadata):
-        state[OPTIMIZER_STATES] = optimizers
+        state[layout.OPTIMIZER_STATES] = optimizers
     facts = Facts(
         engine=_FORM,
         policy="not recorded",
@@ -125,31 +122,17 @@ def _optimizers(directory: Directory, metadata: ForeignMetadata) -> list[dict[st
     for top in sorted(tops, key=_number):
         groups: dict[int, dict[str, Any]] = {}
         slots: dict[str, dict[str, Any]] = {}
-        for parts, read in _items_of(directory, metadata, top):
-            if parts[1] == "param_groups":
-                _put(groups, list(parts[2:]), read())
-            else:
-                _put(slots, [without_wrappers(str(parts[2])), *parts[3:]], read())
-        found = [groups[number] for number in sorted(groups)]
-        described.append(
-            {
-                "class": "unknown",
-                "groups": [
-                    {"params": [without_wrappers(n) for n in group["params"]], **hyperparameters(group)}
-                    for group in found
-                ],
-                "slots": slots,
-            }
-        )
+        for key, place in metadata.items.items():
+            own, kind, *parts = metadata.paths[key]
+            if own == top:
+                where = parts if kind == "param_groups" else [without_wrappers(str(parts[0])), *parts[1:]]
+                _put(groups if kind == "param_groups" else slots, where, _item(directory, key, place))
+        named = [
+            {"params": [without_wrappers(n) for n in group["params"]], **hyperparameters(group)}
+            for _, group in sorted(groups.items())
+        ]
+        described.append({"class": "unknown", "groups": named, "slots": slots})
     return described
-
-
-def _items_of(
-    directory: Directory, metadata: ForeignMetadata, top: str
-) -> Iterator[tuple[tuple[str | int, ...], Callable[[], Any]]]:
-    for key, place in metadata.items.items():
-        if metadata.paths[key][0] == top:
-            yield metadata.paths[key], lambda key=key, place=place: _item(directory, key, place)  # type: ignore[misc]
 
 
 def _put(tree: dict[Any, Any], path: list[Any], value: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,6 @@ from torch import Tensor, nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor, in_form
-from lightning_shard.checkpoint.files.layout import (
-    AVERAGE_PREFIX,
-    AVERAGING_STATE,
-    EXTRA_STATE,
-    MODEL_PREFIX,
-    OPTIMIZER_STATES,
-    SlotName,
-)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
@@ -69,11 +61,17 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
 def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     """What ``Trainer.dump_checkpoint`` would have returned under one process."""
     state = dict(stored.trainer_state)
-    extra = state.pop(EXTRA_STATE, {})
-    saved = state.pop(OPTIMIZER_STATES, None)
-    weights = {k.removeprefix(MODEL_PREFIX): t for k, t in stored.tensors.items() if k.startswith(MODEL_PREFIX)}
-    averages = {k.removeprefix(AVERAGE_PREFIX): t for k, t in stored.tensors.items() if k.startswith(AVERAGE_PREFIX)}
-    tied = {alias.removeprefix(MODEL_PREFIX): stored.tensors[key] for alias, key in stored.aliases.items()}
+    extra = state.pop(layout.EXTRA_STATE, {})
+    saved = state.pop(layout.OPTIMIZER_STATES, None)
+    weights = {
+        k.removeprefix(layout.MODEL_PREFIX): t for k, t in stored.tensors.items() if k.startswith(layout.MODEL_PREFIX)
+    }
+    averages = {
+        k.removeprefix(layout.AVERAGE_PREFIX): t
+        for k, t in stored.tensors.items()
+        if k.startswith(layout.AVERAGE_PREFIX)
+    }
+    tied = {alias.removeprefix(layout.MODEL_PREFIX): stored.tensors[key] for alias, key in stored.aliases.items()}
     facts = asdict(stored.facts)
     facts.pop("run")
     notes = {
@@ -86,12 +84,17 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
         slots: dict[tuple[int, str], dict[str, StoredTensor]] = {}
         for key, name in stored.slots.items():
             slots.setdefault((name.optimizer, name.fqn), {})[name.slot] = stored.tensors[key]
-        state[OPTIMIZER_STATES] = [_stock_optimizer(part, slots, index) for index, part in enumerate(saved)]
-    if "fit_loop" in state.get("loops", {}):
-        state["loops"] = _without_loader_positions(state["loops"])
+        state[layout.OPTIMIZER_STATES] = [_stock_optimizer(part, slots, index) for index, part in enumerate(saved)]
+    if "fit_loop" in (loops := state.get("loops", {})):
+        # Loaders' states are in our own part, by rank; a stock Trainer has no loader that takes them.
+        fit = loops["fit_loop"]
+        without_positions = {**fit, "state_dict": {**fit["state_dict"], "combined_loader": []}}
+        state["loops"] = {**loops, "fit_loop": without_positions}
     own = {**weights, **tied, **extra}
     if averages:
-        names = {fqn: key.removeprefix(MODEL_PREFIX) for fqn, key in zip(tied, stored.aliases.values(), strict=True)}
+        names = {
+            fqn: key.removeprefix(layout.MODEL_PREFIX) for fqn, key in zip(tied, stored.aliases.values(), strict=True)
+        }
         state, own = _with_averages(state, own, {fqn: averages.get(names.get(fqn, fqn), t) for fqn, t in own.items()})
     return {**state, "state_dict": own, NOTES: notes}
 
@@ -111,12 +114,6 @@ def _with_averages(
 def _is_stochastic(saved: Any) -> bool:
     """Whether a callback's state is that of ``StochasticWeightAveraging``, which has averages in it."""
     return isinstance(saved, Mapping) and isinstance(saved.get("average_model_state"), Mapping)
-
-
-def _without_loader_positions(loops: Mapping[str, Any]) -> dict[str, Any]:
-    """Loaders' states are in our own part, by rank; a stock Trainer has no loader that takes them."""
-    fit = loops["fit_loop"]
-    return {**loops, "fit_loop": {**fit, "state_dict": {**fit["state_dict"], "combined_loader": []}}}
 
 
 def _stock_optimizer(
@@ -140,11 +137,10 @@ def _stock_optimizer(
 class ModuleNames:
     """What a stock file does not say: which of its tensors are which of a module's and its optimizers'."""
 
+    # FQNs of parameters and persistent buffers, tied ones under all names; the rest is extra state.
     tensors: Collection[str]
-    """FQNs of parameters and persistent buffers, tied ones under all names; the rest is extra state."""
-
+    # Per optimizer the FQNs of its parameters in the order in which it numbers them.
     optimizers: Sequence[Sequence[str]]
-    """Per optimizer the FQNs of its parameters in the order in which it numbers them."""
 
     @staticmethod
     def of(module: nn.Module, optimizers: Sequence[AnyOptimizer]) -> ModuleNames:
@@ -176,20 +172,20 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
     if notes:
         names = ModuleNames(tensors=set(notes["tensors"]), optimizers=notes["optimizers"])
     own, averaged = tree.pop("state_dict"), {}
-    if "current_model_state" in tree and AVERAGING_STATE in tree:
+    if "current_model_state" in tree and layout.AVERAGING_STATE in tree:
         own, averaged = tree.pop("current_model_state"), own
     for saved in filter(_is_stochastic, tree.get("callbacks", {}).values()):
         averaged, saved["average_model_state"] = saved["average_model_state"], {}
     weights, aliases, extra = _module_tensors(own, names)
     averages = {fqn: average for fqn, average in averaged.items() if fqn in weights}
-    states = tree.pop(OPTIMIZER_STATES, None)
+    states = tree.pop(layout.OPTIMIZER_STATES, None)
     state = materialize(tree)
-    state[EXTRA_STATE] = materialize(extra)
-    slots: dict[SlotName, StoredTensor] = {}
+    state[layout.EXTRA_STATE] = materialize(extra)
+    slots: dict[layout.SlotName, StoredTensor] = {}
     if states is not None:
         stepped = _named(path, states, names, number)
         classes = notes.get("classes") or ["unknown"] * len(states)
-        state[OPTIMIZER_STATES] = [
+        state[layout.OPTIMIZER_STATES] = [
             _described(*part, slots) for part in zip(range(len(states)), states, stepped, classes, strict=True)
         ]
     facts = Facts(
@@ -245,7 +241,7 @@ def _named(
 
 
 def _described(
-    index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[SlotName, StoredTensor]
+    index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
     """One optimizer as `OptimizerStates.described` has it; its tensors are put into ``slots``."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -255,21 +251,13 @@ def _described(
         for group in state["param_groups"]
     ]
     plain: dict[str, dict[str, Any]] = {}
-    for number, slot, value in _entries(state["state"]):
-        if isinstance(value, StoredTensor):
-            slots[SlotName(index, name_of[number], slot)] = value
-        else:
-            plain.setdefault(name_of[number], {})[slot] = materialize(value)
-    return {"class": kind, "groups": _plain_scalars(groups), "slots": plain}
-
-
-def _entries(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    return ((number, slot, value) for number, slots in state.items() for slot, value in slots.items())
-
-
-def _plain_scalars(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A learning rate that is a tensor becomes a number."""
-    return [
-        {name: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for name, v in group.items()}
-        for group in groups
-    ]
+    for number, values in state["state"].items():
+        for slot, value in values.items():
+            if isinstance(value, StoredTensor):
+                slots[layout.SlotName(index, name_of[number], slot)] = value
+            else:
+                plain.setdefault(name_of[number], {})[slot] = materialize(value)
+    for group in groups:
+        # A learning rate that is a tensor becomes a number.
+        group |= {name: v.item() for name, v in group.items() if isinstance(v, Tensor) and v.ndim == 0}
+    return {"class": kind, "groups": groups, "slots": plain}

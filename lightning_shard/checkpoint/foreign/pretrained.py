@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from lightning_shard.checkpoint.files.layout import listed
 from lightning_shard.checkpoint.files.safetensors import Entry, SafetensorsReader
 from lightning_shard.checkpoint.files.tensor_files import chunks_of
 from lightning_shard.checkpoint.matching import LoadReport, match
@@ -125,19 +124,12 @@ def _match(
     """Name of each tensor that is filled to its entry, found under any of its tied names."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = match(shapes, aliases, {name: entry.shape for name, entry in entries.items()})
-    problems = [(strict, "missing in the files", found.missing), (strict, "unexpected in the files", found.unexpected)]
-    problems.append((True, "of another shape", found.reshaped))
-    problems.append((not found.sources, "nothing matches; the module has", found.missing))
-    lines = [f"  {what} ({len(keys)}): {listed(keys)}" for counts, what, keys in problems if counts and keys]
-    if lines:
-        hint = "" if found.reshaped else "\n  rename maps names; strict=False loads what matches."
-        raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]) + hint)
+    report = found.judge(path, strict, where="the files", hint="rename maps names. ")
     if on_meta := [name for name in found.sources if getattr(tensors[name], "is_meta", False)]:
         raise CheckpointError(
             f"{on_meta[0]} is on the meta device and has no memory yet: load pretrained weights in on_fit_start, when "
             "the strategy has sharded the module, not in configure_model"
         )
-    report = LoadReport(missing=tuple(found.missing), unexpected=tuple(found.unexpected))
     return {name: entries[source] for name, source in found.sources.items()}, report
 
 
