@@ -83,11 +83,11 @@ class Attention(nn.Module):
         self.rotary = Rotary(width // heads, length)
         self.output = Linear(width, width, std=output_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix along time: (batch, time, width) in and out."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Mix along time: (batch, time, width) in and out; ``mask``, bool (batch, 1, time, time): who sees whom."""
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, mask, is_causal=mask is None)
         return self.output(mixed.transpose(1, 2).reshape(batch, time, width))
 
 
@@ -103,9 +103,9 @@ class Block(nn.Module):
             Linear(width, 4 * width), nn.GELU(approximate="tanh"), Linear(4 * width, width, std=output_std)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """One layer: (batch, time, width) in and out."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -125,10 +125,14 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next byte: int64 (batch, time) in, (batch, time, 256) out."""
+        return self.head(self.features(tokens))
+
+    def features(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What the head makes logits of, (batch, time, width); without a mask each byte sees all before it."""
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+            x = block(x, mask)
+        return self.norm(x)
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: float, final: float) -> float:

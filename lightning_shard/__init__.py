@@ -11,7 +11,8 @@ imported when it is first used:
 - functions: full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
 - errors: ShardError and what ``lightning_shard.errors`` derives from it
-- ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, ProfilerCallback, PretrainedWeights
+- ``lightning_shard.callbacks``: ThroughputCallback, MemoryCallback, RunPageCallback,
+  ProfilerCallback, PretrainedWeights
 - ``lightning_shard.tools``: the commands as functions: plan, migrate, verify, convert, export
 """
 

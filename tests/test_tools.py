@@ -68,5 +68,11 @@ def test_a_run_is_planned(tmp_path: Path) -> None:
 
 
 def test_callbacks_are_imported_from_one_place() -> None:
-    assert callbacks.__all__ == ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "ThroughputCallback"]
+    assert callbacks.__all__ == [
+        "MemoryCallback",
+        "PretrainedWeights",
+        "ProfilerCallback",
+        "RunPageCallback",
+        "ThroughputCallback",
+    ]
     assert [name for name in callbacks.__all__ if not hasattr(callbacks, name)] == []

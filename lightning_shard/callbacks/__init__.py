@@ -3,6 +3,7 @@
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.pretrained import PretrainedWeights
 from lightning_shard.callbacks.profiler import ProfilerCallback
+from lightning_shard.callbacks.run_page import RunPageCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
 
-__all__ = ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "ThroughputCallback"]
+__all__ = ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "RunPageCallback", "ThroughputCallback"]

@@ -159,6 +159,8 @@ class ThroughputCallback(Callback):
             if trainer.is_global_zero and not (sys.stderr.isatty() or hasattr(sys, "ps1")):
                 # A batch job's log, which has no use for a bar that is drawn again and again.
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+                # A loss with a weight may be a sum.
+                loss = trainer.callback_metrics.get("weighted_loss", loss)
                 rank_zero_info(throughput.window_line(window, None if loss is None else float(loss)))
 
     def _add(self, batch: Any) -> None:

@@ -1,0 +1,123 @@
+"""The recipes: each trains, with the same numbers on each engine, and the packed one is what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+
+from examples.gpt import Transformer
+from examples.recipes import packed, shapes
+from tests.groups import sampled
+from tests.harness import ROOT, run_distributed
+
+RECIPES = sorted(path.stem for path in (ROOT / "examples" / "recipes").glob("*.yaml"))
+ENGINES = [
+    "shard_ddp_aligned",
+    "shard_fsdp_aligned",
+    "shard_deepspeed_stage_2_aligned",
+    "shard_deepspeed_stage_3_aligned",
+]
+SMALL = {
+    "packed": {"data.init_args.limit_bytes": 20000, "data.init_args.batch_size": 2, "model.init_args.max_length": 256},
+    # Each batch is two optimizer steps.
+    "gan": {"data.init_args.samples": 600, "trainer.val_check_interval": 1},
+}
+
+
+def _fit(recipe: str, strategies: list[str], steps: int, folder: str) -> list[dict[str, float]]:
+    from lightning_shard import ShardCLI
+
+    found = []
+    for strategy in strategies:
+        changes = {
+            "trainer.strategy": strategy,
+            "trainer.max_steps": steps,
+            "trainer.val_check_interval": steps,
+            "trainer.limit_val_batches": 1,
+            "trainer.num_sanity_val_steps": 0,
+            "trainer.log_every_n_steps": 1,
+            "trainer.enable_progress_bar": "false",
+            "trainer.enable_model_summary": "false",
+            "trainer.default_root_dir": folder,
+            "trainer.logger.init_args.save_dir": folder,
+            **SMALL.get(recipe, {"data.init_args.samples": 80, "data.init_args.num_workers": 1}),
+        }
+        config = str(ROOT / "examples" / "recipes" / f"{recipe}.yaml")
+        trainer = ShardCLI(args=["fit", "--config", config, *(f"--{k}={v}" for k, v in changes.items())]).trainer
+        assert trainer.global_step == steps
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items() if "second" not in name})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", sampled([r for r in RECIPES if r != "lora"], 1))
+def test_a_recipe_trains(recipe: str, tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "examples" / "recipes" / f"{recipe}.yaml").read_text())
+    monitor = next(c["init_args"]["monitor"] for c in config["trainer"]["callbacks"] if "ModelCheckpoint" in str(c))
+    for (found,) in run_distributed(_fit, 2, recipe, ["shard_fsdp_aligned"], 2, str(tmp_path)):
+        assert found[monitor] == found[monitor]
+        assert torch.tensor(found["train_loss"]).isfinite()
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "lora"])
+def test_every_engine_gives_a_recipe_the_same_numbers(recipe: str, tmp_path: Path) -> None:
+    keys = ("train_loss", "val_loss", "val_accuracy", "val_neighbours", "val_near", "discriminator_loss")
+    for first, *others in run_distributed(_fit, 2, recipe, ENGINES, 4, str(tmp_path), timeout=600):
+        expected = {key: first[key] for key in keys if key in first}
+        assert len(expected) > 1
+        for other in others:
+            assert {key: other[key] for key in expected} == expected
+
+
+def test_documents_fill_rows_and_no_target_crosses_them() -> None:
+    texts = [torch.arange(1, n + 1, dtype=torch.uint8) for n in (5, 4, 3, 8, 2)]
+    inputs, targets, numbers = packed.pack(texts, 10)
+    assert numbers.tolist() == [[0] * 5 + [1] * 4 + [-1], [0] * 3 + [-1] * 7, [0] * 8 + [1] * 2]
+    assert inputs[0].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 0]
+    assert targets[0].tolist() == [2, 3, 4, 5, -100, 2, 3, 4, -100, -100]
+    assert (targets != -100).sum() == sum(len(text) - 1 for text in texts)
+
+
+def test_a_packed_document_is_seen_as_if_it_stood_alone() -> None:
+    """To fp32 rounding: its positions, and so the rotations, begin elsewhere in the row."""
+    torch.manual_seed(0)
+    model = Transformer(layers=2, heads=2, width=16, length=32, tie_embeddings=False)
+    texts = [torch.randint(256, (n,), dtype=torch.uint8) for n in (12, 9)]
+    inputs, _, numbers = packed.pack(texts, 32)
+    together = model.features(inputs, packed.document_mask(numbers))[0]
+    alone = torch.cat([model.features(text[None].long())[0] for text in texts])
+    torch.testing.assert_close(together[:21], alone, rtol=1e-4, atol=1e-5)
+    crossing = model.features(inputs)[0]
+    assert not torch.allclose(crossing[12:21], alone[12:], rtol=1e-2, atol=1e-3)
+
+
+def test_a_loss_in_chunks_is_that_of_the_whole() -> None:
+    """To fp32 summation order."""
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(8, 50), torch.randn(30, 8, requires_grad=True)
+    targets = torch.randint(50, (30,)).masked_fill(torch.arange(30) % 7 == 0, packed.NO_TARGET)
+    results: list[Any] = []
+    for loss in (
+        packed.chunked_cross_entropy(head, hidden, targets, 4),
+        F.cross_entropy(head(hidden), targets, reduction="sum"),
+    ):
+        results.append((loss, *torch.autograd.grad(loss, [hidden, head.weight])))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_shapes_are_told_apart_by_their_pixels() -> None:
+    images, labels = shapes.draw(200, seed=3)
+    assert images.shape == (200, 1, shapes.SIZE, shapes.SIZE)
+    assert (images.min(), images.max()) == (-1, 1)
+    assert set(labels.tolist()) == set(range(len(shapes.SHAPES)))
+    bright = torch.stack([images[labels == label].mean((0, 2, 3)).squeeze() for label in range(4)])
+    assert bright[0] > bright[1]  # a disc has what a ring lacks
+    assert torch.equal(shapes.draw(200, seed=3)[0], images)
