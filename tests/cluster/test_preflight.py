@@ -182,13 +182,14 @@ def test_a_port_that_is_taken() -> None:
 
 def test_nobody_answers(capfd: pytest.CaptureFixture[str]) -> None:
     start, threads = time.monotonic(), threading.active_count()
-    told = _alone(_place(free_port(), 1, 2), 2)
-    assert 2 <= time.monotonic() - start < 3.5
+    told = _alone(_place(free_port(), 1, 2), 3)
+    # Not twice as long, as torch's store waits.
+    assert 3 <= time.monotonic() - start < 6
     # A thread that waits in torch's store aborts a process that ends meanwhile.
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert "Exception raised from" not in capfd.readouterr().err
     assert "rank 0 did not answer at 127.0.0.1:" in told
-    assert "in 2 s (init_timeout_seconds)" in told
+    assert "in 3 s (init_timeout_seconds)" in told
 
 
 def test_what_listens_is_no_store() -> None:

@@ -247,7 +247,7 @@ def _stands_still(how: str) -> str:
     before, watching.INTERVAL_SECONDS = watching.INTERVAL_SECONDS, 0.3
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watch = Watch(place, 60.0, progress=progress, stuck_seconds=1.8, grace_seconds=0.5, exit_process=exits.append)
+        watch = Watch(place, 60.0, progress=progress, stuck_seconds=2.4, grace_seconds=0.5, exit_process=exits.append)
         watch.start()
         alone = rank == 1
         progress.begin("run_training_batch")
@@ -273,13 +273,13 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(how: str) -> N
     here = rf"from (_stands_still|until) at {re.escape(str(Path(__file__).parent.parent))}"
     its = r"" if how == "late" else r", where it waits in gloo:all_reduce \[\[3\]\], number 1 of group \d+"
     cause = (
-        rf"rank 1 on \S+ has not moved for \d s: it is in forward after step 7{its}, {here}\S+\. rank [02] on \S+ is "
+        rf"rank 1 on \S+ has not moved for \d+ s: it is in forward after step 7{its}, {here}\S+\. rank [02] on \S+ is "
         rf"in backward after step 7, where it waits in gloo:all_reduce \[\[2\]\], number 1 of group \d+, {here}"
     )
     for rank in (0, 2):
         assert re.search(rf"^\[rank {rank} on \S+\] ends: {cause}", told[rank], re.MULTILINE), told[rank]
     # Half of the time before, on rank 0; the stack, then the cause last, on the rank itself.
-    assert re.match(r"rank 1 on \S+ has not moved for 1 s", told[0])
+    assert re.match(r"rank 1 on \S+ has not moved for \d+ s", told[0])
     ends, *_stack, last = told[1].splitlines()
     assert ends.endswith("ends where it stands:")
     assert re.search(rf"^\[rank 1 on \S+\] the cause: {cause}", last), told[1]
