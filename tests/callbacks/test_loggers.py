@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_shard.callbacks import MemoryCallback, ThroughputCallback
 from tests.groups import sampled
@@ -34,7 +35,11 @@ def _logger(kind: str, folder: str) -> Any:
         return loggers.TensorBoardLogger(folder)
     if kind == "wandb":
         return loggers.WandbLogger(save_dir=folder, offline=True, project="runs")
-    return loggers.MLFlowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db", artifact_location=f"file://{folder}")
+    # A file for each process: two that make the tables of one at once get in each other's way.
+    rank = dist.get_rank()
+    return loggers.MLFlowLogger(
+        tracking_uri=f"sqlite:///{folder}/mlflow{rank}.db", artifact_location=f"file://{folder}"
+    )
 
 
 def _fit(kind: str, folder: str, strategy: str) -> bool:
@@ -65,7 +70,7 @@ def _read(kind: str, folder: Path) -> set[str]:
         return {name for name in METERS if name.encode() in written}
     import mlflow
 
-    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow0.db")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     return set(run.data.metrics)
 
