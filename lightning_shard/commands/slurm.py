@@ -7,117 +7,85 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from lightning_shard.commands.options import actions, options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
-_TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_SIGNAL = "USR1"  # SLURM sends it before the time limit.
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchJob:
-    """What the script asks SLURM for, and what it runs."""
-
-    command: Sequence[str]  # Program and arguments of one process, without a launcher.
-    nodes: int = 1  # Nodes of the job.
-    devices: int = 1  # Processes on each node, one for each device.
-    gpus: bool = True  # Whether a device is a GPU.
-    cpus_per_task: int | None = None  # CPUs of each process; default: the cluster's.
-    time: str | None = None  # Time limit, such as ``4:00:00``; default: the partition's.
-    signal: str = "USR1"  # Signal that SLURM sends before the time limit.
-    signal_seconds: int = 120  # How long before the time limit that is.
-    # ``srun``: one task for each process; ``torchrun``: one torchrun on each node, which starts the processes.
-    launcher: Literal["srun", "torchrun"] = "srun"
-    torchrun: str = "torchrun"  # Path of torchrun.
-    max_restarts: int = 0  # How often torchrun starts all processes again after a failure.
-    name: str = "train"  # Name of the job.
-    array: str | None = None  # Array of jobs, such as ``0-7%2``.
-    # Folder of the job's output, made before the job starts; one file for each job or array task.
-    logs: str = "slurm-logs"
-    requeue: bool = True  # Whether the job may be put back into the queue.
-    options: Sequence[str] = ()  # Further options of ``sbatch``, such as ``--partition=gpu``, one line each.
-    # Variables of the processes, such as ``NCCL_SOCKET_IFNAME``.
-    environment: Mapping[str, str] = field(default_factory=dict)
-    setup: Sequence[str] = ()  # Lines that are run before the command, such as ``source .venv/bin/activate``.
-
-    def __post_init__(self) -> None:
-        """Refuse what SLURM or Lightning would take for something else."""
-        for name in ("nodes", "devices", "signal_seconds"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be 1 or more.")
-        if self.name in ("bash", "interactive"):
-            raise ConfigurationError(f"name is {self.name!r}, which Lightning takes for a shell. Choose another.")
-        if self.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", self.time):
-            raise ConfigurationError(f"time is {self.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
-        for name in ("name", "array", "logs"):
-            if not (getattr(self, name) or "-").isprintable():
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}, but must be one line without tabs.")
-        for option in self.options:
-            if not option.startswith("-") or "\n" in option:
-                raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
-        if self.max_restarts and self.launcher != "torchrun":
-            raise ConfigurationError(
-                f"max_restarts is {self.max_restarts}, but only the launcher torchrun starts processes again: choose "
-                "it, or leave restarts to SLURM's queue."
-            )
+def check(options: argparse.Namespace) -> None:
+    """Refuse what SLURM or Lightning would take for something else."""
+    for name in ("nodes", "devices", "signal_seconds"):
+        if getattr(options, name) < 1:
+            raise ConfigurationError(f"{name} is {getattr(options, name)}, but must be 1 or more.")
+    if options.name in ("bash", "interactive"):
+        raise ConfigurationError(f"name is {options.name!r}, which Lightning takes for a shell. Choose another.")
+    if options.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
+        raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
+    for name in ("name", "array", "logs"):
+        if not (getattr(options, name) or "-").isprintable():
+            raise ConfigurationError(f"{name} is {getattr(options, name)!r}, but must be one line without tabs.")
+    for option in options.sbatch:
+        if not option.startswith("-") or "\n" in option:
+            raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
+    if options.max_restarts and options.launcher != "torchrun":
+        raise ConfigurationError(
+            f"max_restarts is {options.max_restarts}, but only the launcher torchrun starts processes again: choose "
+            "it, or leave restarts to SLURM's queue."
+        )
 
 
-def script(job: BatchJob) -> str:
-    """The batch script."""
-    tasks = 1 if job.launcher == "torchrun" else job.devices
-    options: list[str | None] = [
+def script(options: argparse.Namespace, command: Sequence[str]) -> str:
+    """The batch script of ``command``: program and arguments of one process, without a launcher."""
+    check(options)
+    torchrun = options.launcher == "torchrun"
+    cpus = (options.cpus_per_task or 0) * (options.devices if torchrun else 1)
+    lines: list[str | None] = [
         # sbatch reads quotes in these lines as a shell does.
-        f"--job-name={shlex.quote(job.name)}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={tasks}",
-        f"--gpus-per-node={job.devices}" if job.gpus else None,
-        f"--cpus-per-task={_cpus(job)}" if job.cpus_per_task else None,
-        f"--time={job.time}" if job.time else None,
-        f"--array={shlex.quote(job.array)}" if job.array else None,
+        f"--job-name={shlex.quote(options.name)}",
+        f"--nodes={options.nodes}",
+        f"--ntasks-per-node={1 if torchrun else options.devices}",
+        None if options.cpu else f"--gpus-per-node={options.devices}",
+        f"--cpus-per-task={cpus}" if cpus else None,
+        f"--time={options.time}" if options.time else None,
+        f"--array={shlex.quote(options.array)}" if options.array else None,
         # To the processes, not to this script; the run saves itself and goes back into the queue.
-        f"--signal={job.signal}@{job.signal_seconds}",
-        "--requeue" if job.requeue else "--no-requeue",
+        f"--signal={_SIGNAL}@{options.signal_seconds}",
+        "--no-requeue" if options.no_requeue else "--requeue",
         "--open-mode=append",
-        f"--output={shlex.quote(job.logs)}/%x-{'%A_%a' if job.array else '%j'}.log",
-        *job.options,
+        f"--output={shlex.quote(options.logs)}/%x-{'%A_%a' if options.array else '%j'}.log",
+        f"--partition={options.partition}" if options.partition else None,
+        f"--account={options.account}" if options.account else None,
+        *options.sbatch,
     ]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options if option is not None), ""]
-    lines += ["set -euo pipefail", *job.setup]
-    if job.cpus_per_task:
-        lines.append(f"export SRUN_CPUS_PER_TASK={_cpus(job)}  # srun does not take it from sbatch since SLURM 22.05")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    return "\n".join([*lines, "", *_launch(job)]) + "\n"
-
-
-def _cpus(job: BatchJob) -> int:
-    assert job.cpus_per_task is not None
-    return job.cpus_per_task * (job.devices if job.launcher == "torchrun" else 1)
-
-
-def _launch(job: BatchJob) -> list[str]:
-    command = shlex.join(job.command)
+    text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
+    text += ["set -euo pipefail", *options.setup]
+    if cpus:
+        text.append(f"export SRUN_CPUS_PER_TASK={cpus}  # srun does not take it from sbatch since SLURM 22.05")
+    text += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
     # A task that fails ends the step, so that the job ends with it.
     srun = "srun --kill-on-bad-exit=1"
-    if job.launcher == "srun":
-        return [f"{srun} {command}"]
-    # torchrun's own agents are what SLURM signals; they pass the signal on.
-    signals = f"{_TORCHRUN_SIGNALS},SIG{job.signal.removeprefix('SIG')}"
-    return [
+    if not torchrun:
+        return "\n".join([*text, "", f"{srun} {shlex.join(command)}"]) + "\n"
+    text += [
+        "",
         # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
-        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.signal_seconds}",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
-        f"{srun} {shlex.quote(job.torchrun)} --nnodes={job.nodes} --nproc-per-node={job.devices} \\",
-        f"    --max-restarts={job.max_restarts} \\",
+        f"{srun} {shlex.quote(_beside('torchrun') or 'torchrun')} --nnodes={options.nodes} "
+        f"--nproc-per-node={options.devices} \\",
+        f"    --max-restarts={options.max_restarts} \\",
         '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \\',
-        f"    --signals-to-handle={signals} \\",
-        f"    {_as_module(job.command)}",
+        # torchrun's own agents are what SLURM signals; they pass the signal on.
+        f"    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{_SIGNAL} \\",
+        f"    {_as_module(command)}",
     ]
+    return "\n".join(text) + "\n"
 
 
 def _as_module(command: Sequence[str]) -> str:
@@ -167,8 +135,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
-    """The job that the options ask for; ``rest``: arguments of the command."""
+def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """What each process runs; ``rest``: arguments of the command."""
     command = [*_program(), options.command, *rest]
     for key in ("num_nodes", "devices"):
         if any(word.partition("=")[0] == f"--trainer.{key}" for word in rest):
@@ -178,6 +146,11 @@ def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
         command.append("--trainer.accelerator=cpu")
     if options.command == "fit" and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):
         command.append("--ckpt_path=auto")
+    return command
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """Variables of the processes."""
     environment = {"PYTHONUNBUFFERED": "1"}
     if options.nccl_debug:
         environment["NCCL_DEBUG"] = options.nccl_debug
@@ -188,23 +161,8 @@ def batch_job(options: argparse.Namespace, rest: Sequence[str]) -> BatchJob:
         if not equals or not name.isidentifier():
             raise ConfigurationError(f"--env {setting!r} must have the form NAME=VALUE.")
         environment[name] = value
-    named = [f"--{name}={getattr(options, name)}" for name in ("partition", "account") if getattr(options, name)]
-    return BatchJob(
-        command=command,
-        gpus=not options.cpu,
-        torchrun=_beside("torchrun") or "torchrun",
-        requeue=not options.no_requeue,
-        options=[*named, *options.sbatch],
-        environment=environment,
-        **{field: getattr(options, field) for field in _OPTIONS},
-    )
+    return environment
 
-
-_OPTIONS = (
-    "nodes", "devices", "cpus_per_task", "time", "signal_seconds", "launcher", "max_restarts", "name", "array", "logs",
-    "setup",
-)  # fmt: skip
-"""Fields of `BatchJob` that are options of this command."""
 
 _KEYS = (
     "config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only",
@@ -267,7 +225,7 @@ def _beside(name: str) -> str | None:
 def main(arguments: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
     check_rest(options.command, rest, cpu=options.cpu)
-    text = script(batch_job(options, rest))
+    text = script(options, command_of(options, rest))
     refuse_to_replace(options.output, options.force)
     if options.output is not None or options.submit:
         # SLURM makes no folders, and a job whose log can't be written fails without a word.

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from lightning_shard import ConfigurationError
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
-from lightning_shard.commands.slurm import BatchJob, script
+from lightning_shard.commands.slurm import script
 from lightning_shard.planning.traffic import Links, read_links, write_links
 from tests.harness import ROOT
 
@@ -43,28 +44,24 @@ srun --kill-on-bad-exit=1 lightning-shard fit --config 'my run.yaml'
 
 
 def test_one_task_for_each_device() -> None:
-    job = BatchJob(
-        command=["lightning-shard", "fit", "--config", "my run.yaml"],
-        nodes=2,
-        devices=4,
-        cpus_per_task=8,
-        time="4:00:00",
-        options=["--qos=high"],
-        setup=["module load cuda"],
-        environment={"NCCL_SOCKET_IFNAME": "ib0,ib1"},
+    words = (
+        "--nodes 2 --devices 4 --cpus-per-task 8 --time 4:00:00 --sbatch=--qos=high --env NCCL_SOCKET_IFNAME=ib0,ib1"
     )
-    assert script(job) == SRUN.replace("'ib0,ib1'", "ib0,ib1")
+    text = _job(
+        *words.split(), "--setup=module load cuda", command=("lightning-shard", "fit", "--config", "my run.yaml")
+    )
+    assert text.replace("export PYTHONUNBUFFERED=1\n", "") == SRUN.replace("'ib0,ib1'", "ib0,ib1")
 
 
 def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
-    lines = script(BatchJob(command=["x"], name="my run; touch a", logs="my logs")).splitlines()
+    lines = _job("--name=my run; touch a", "--logs=my logs").splitlines()
     assert "#SBATCH --job-name='my run; touch a'" in lines
     assert "#SBATCH --output='my logs'/%x-%j.log" in lines
     for field in ("name", "array", "logs"):
         with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
-            BatchJob(command=["x"], **{field: "a\ntouch b"})
+            _job(f"--{field}=a\ntouch b")
     with pytest.raises(ConfigurationError, match="max_restarts is 3, but only the launcher torchrun"):
-        BatchJob(command=["x"], max_restarts=3)
+        _job("--max-restarts=3")
 
 
 @pytest.mark.parametrize(
@@ -103,15 +100,8 @@ def test_a_script_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_torchrun_is_one_task_on_each_node() -> None:
-    job = BatchJob(
-        command=["/env/bin/lightning-shard", "fit"],
-        nodes=2,
-        devices=4,
-        cpus_per_task=8,
-        launcher="torchrun",
-        array="0-3",
-    )
-    lines = script(job).splitlines()
+    words = "--nodes 2 --devices 4 --cpus-per-task 8 --launcher torchrun --array 0-3"
+    lines = _job(*words.split(), command=("/env/bin/lightning-shard", "fit")).splitlines()
     for line in (
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --gpus-per-node=4",
@@ -123,15 +113,14 @@ def test_torchrun_is_one_task_on_each_node() -> None:
     ):
         assert line in lines
     # Else torchrun kills half a minute after the signal, whatever is being saved.
-    assert f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={BatchJob.signal_seconds}" in lines
-    assert any(line.startswith("srun --kill-on-bad-exit=1 torchrun --nnodes=2 --nproc-per-node=4") for line in lines)
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120" in lines
+    assert any(re.match(r"srun --kill-on-bad-exit=1 \S*torchrun --nnodes=2 --nproc-per-node=4", line) for line in lines)
 
 
 def test_bash_can_read_it(tmp_path: Path) -> None:
     for launcher in ("srun", "torchrun"):
-        job = BatchJob(command=["python", "train it.py", "--name", "a'b $HOME"], launcher=launcher, gpus=False)
         path = tmp_path / launcher
-        path.write_text(script(job))
+        path.write_text(_job("--cpu", "--launcher", launcher, command=("python", "train it.py", "--name", "a'b $HOME")))
         assert "gpus" not in path.read_text()
         subprocess.run(["bash", "-n", str(path)], check=True)
 
@@ -152,25 +141,29 @@ def test_the_examples_are_what_the_command_writes() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"name": "bash"}, "takes for a shell"),
-        ({"nodes": 0}, "nodes is 0, but must be 1 or more"),
-        ({"time": "4h"}, "must be minutes, H:MM:SS or D-H:MM:SS"),
-        ({"options": ["qos=high"]}, "must be one that sbatch has"),
+        (["--name=bash"], "takes for a shell"),
+        (["--nodes=0"], "nodes is 0, but must be 1 or more"),
+        (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
+        (["--sbatch=qos=high"], "must be one that sbatch has"),
     ],
 )
-def test_jobs_that_are_refused(settings: dict[str, Any], says: str) -> None:
+def test_jobs_that_are_refused(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        BatchJob(command=["x"], **settings)
+        _job(*settings)
 
 
 @pytest.mark.parametrize("time", ["30", "4:00:00", "1-12", "1-12:30:00", "90:00"])
 def test_times_that_slurm_has(time: str) -> None:
-    assert f"--time={time}\n" in script(BatchJob(command=["x"], time=time))
+    assert f"--time={time}\n" in _job("--time", time)
 
 
 def _text(*arguments: str) -> str:
     options, rest = slurm.parser().parse_known_args(arguments)
-    return script(slurm.batch_job(options, rest))
+    return script(options, slurm.command_of(options, rest))
+
+
+def _job(*arguments: str, command: Sequence[str] = ("x",)) -> str:
+    return script(slurm.parser().parse_args(arguments), command)
 
 
 def test_the_command_line() -> None:

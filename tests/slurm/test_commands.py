@@ -25,7 +25,7 @@ def test_a_script_of_the_command_is_stopped_and_goes_on(jobs: Jobs, tmp_path: Pa
         --trainer.default_root_dir {tmp_path}/runs --time 10"""
     options, rest = slurm.parser().parse_known_args(arguments.split())
     path = tmp_path / "job.sh"
-    path.write_text(script(slurm.batch_job(options, rest)))
+    path.write_text(script(options, slurm.command_of(options, rest)))
     job = jobs.cluster.submit(path, cwd=tmp_path)
     deadline = time.monotonic() + 90
     while (not said.exists() or "train 5" not in said.read_text()) and time.monotonic() < deadline:
