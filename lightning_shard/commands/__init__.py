@@ -15,9 +15,11 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
 COMMANDS: Mapping[str, str] = {
+    "init": "Ask five things and write one complete configuration with comments.",
     "strategies": "Print the strategy names, or the YAML that equals one of them.",
     "slurm": "Write a SLURM batch script of a run, or submit it.",
     "doctor": "Check the processes of a job: versions, devices, collectives, links between them.",
+    "selftest": "Say whether this machine's engines agree bit by bit, save, resume and switch.",
     "env": "Print what a report of a bug needs: versions, devices, variables, kernels.",
     "migrate": "Write the YAML for this package from an Accelerate, DeepSpeed or Lightning configuration.",
     "plan": "Say what a run will need: memory per device, what fits, traffic, step time.",
@@ -39,9 +41,11 @@ _EXAMPLES: Mapping[str, str] = {
     "validate": "validate --config run.yaml --ckpt_path last.ckpt",
     "test": "test --config run.yaml --ckpt_path last.ckpt",
     "predict": "predict --config run.yaml --ckpt_path last.ckpt",
+    "init": "init",
     "strategies": "strategies shard_fsdp_hybrid",
     "slurm": "slurm --nodes 2 --devices 8 --config run.yaml --submit",
     "doctor": "doctor",
+    "selftest": "selftest",
     "env": "env --json",
     "migrate": "migrate accelerate.yaml --to shard_fsdp --output run.yaml",
     "plan": "plan --devices 8 --device-memory 80GB --compare --config run.yaml",
@@ -49,7 +53,7 @@ _EXAMPLES: Mapping[str, str] = {
     "completion": "completion bash >> ~/.bashrc",
 }
 
-_QUICK = ("strategies", "slurm", "env")
+_QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:

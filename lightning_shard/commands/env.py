@@ -54,55 +54,47 @@ def describe(environ: Mapping[str, str]) -> dict[str, Any]:
     from lightning_shard.checkpoint.files.manifest import library_versions
     from lightning_shard.text import show_bytes
 
+    kernels: dict[str, str] = {}
+    if importlib.util.find_spec("deepspeed") is not None:
+        from lightning_shard.engines.zero.kernels import states
+
+        kernels = states("cuda" if torch.cuda.is_available() else "cpu")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and torch.distributed.is_nccl_available() else None
-    compiler = environ.get("CXX", "c++")
     versions = {
         **library_versions(),
         "system": platform.platform(),
         "CUDA of torch": torch.version.cuda,
-        "NCCL": nccl,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
         "GPU driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "compiler": _first_line(*compiler.split(), "--version"),
+        "compiler": _first_line(*environ.get("CXX", "c++").split(), "--version"),
         "ninja": _first_line("ninja", "--version"),
         "nvcc": _first_line("nvcc", "--version", line=-1),
+    }
+    own = [re.escape(word) for word in (str(Path.home()), environ.get("USER", "")) if len(word) > 2 and word != "root"]
+    variables = {
+        name: "(set)" if _PRIVATE.search(name) or "@" in value else re.sub("|".join(own) or "$^", "~", value)
+        for name, value in sorted(environ.items())
+        if name.startswith(_PREFIXES)
     }
     cores = f"{os.cpu_count()} CPUs ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
     return {
         "versions": {name: value or "none" for name, value in versions.items()},
-        "devices": [f"{p.name}, {show_bytes(p.total_memory)}, sm_{p.major}{p.minor}" for p in gpus] + [cores],
-        "environment": _variables(environ),
-        "kernels of DeepSpeed": _kernels("cuda" if gpus else "cpu"),
+        "devices": [*(f"{p.name}, {show_bytes(p.total_memory)}, sm_{p.major}{p.minor}" for p in gpus), cores],
+        "environment": variables,
+        "kernels of DeepSpeed": kernels,
         "never run on such a machine": _never_run(bool(gpus), environ),
     }
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    own = [re.escape(word) for word in (str(Path.home()), environ.get("USER", "")) if len(word) > 2 and word != "root"]
-    shown = {}
-    for name, value in sorted(environ.items()):
-        if name.startswith(_PREFIXES):
-            hidden = _PRIVATE.search(name) or "@" in value
-            shown[name] = "(set)" if hidden else re.sub("|".join(own) or "$^", "~", value)
-    return shown
-
-
-def _kernels(device_type: str) -> dict[str, str]:
-    if importlib.util.find_spec("deepspeed") is None:
-        return {}
-    from lightning_shard.engines.zero.kernels import states
-
-    return states(device_type)
-
-
 def _never_run(gpus: bool, environ: Mapping[str, str]) -> list[str]:
     """What no test or measurement of this package covers; README.md, "Limits", says the same."""
-    several = int(environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 or "GROUP_WORLD_SIZE" in environ
+    several = any(int(environ.get(name, "1")) > 1 for name in ("SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE"))
     found = {
         "GPUs: NCCL, streams and pinned memory are tested by `pytest -m gpu` alone, and nothing is measured": gpus,
         "links between machines: several nodes were virtual ones on one machine": several,
-        f"{platform.system()}: tests run on Linux alone, and DeepSpeed is not there": platform.system() != "Linux",
-        f"{platform.machine()} processors: tests run on x86_64": platform.machine() not in ("x86_64", "AMD64"),
+        f"{platform.system()} on {platform.machine()}: tests run on Linux on x86_64": (
+            (platform.system(), platform.machine()) != ("Linux", "x86_64")
+        ),
     }
     return [text for text, here in found.items() if here]
 

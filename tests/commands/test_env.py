@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_shard.commands import env
-from lightning_shard.engines.zero.kernels import BUILDERS
+from lightning_shard.engines.zero import kernels
 
 
 def test_a_report_has_what_decides_and_no_secrets(
@@ -38,13 +38,13 @@ def test_a_report_has_what_decides_and_no_secrets(
     assert "hunter2" not in printed
     assert "somebody" not in printed
     assert found["versions"]["torch"] == torch.__version__
-    assert found["kernels of DeepSpeed"].keys() == BUILDERS.keys()
+    assert found["kernels of DeepSpeed"].keys() == kernels.BUILDERS.keys()
     assert found["kernels of DeepSpeed"]["cpu_lion"] == "compiled"
     assert any("nodes were virtual" in line for line in found["never run on such a machine"])
 
 
 def test_the_text_has_the_same_titles(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "_kernels", lambda device: {})
+    monkeypatch.setattr(kernels, "states", lambda device: {})
     assert env.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [f"{title}:" for title in env.describe({})]

@@ -30,6 +30,8 @@ QUICK: dict[str, tuple[int, str]] = {
     "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
     "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),
     "slurm --nodes 2": (0, "#SBATCH --nodes=2"),
+    "selftest --help": (0, "usage: lightning-shard selftest"),
+    "init --help": (0, "usage: lightning-shard init"),
     "env --help": (0, "usage: lightning-shard env"),
     "slurm --confg run.yaml": (2, "error: --confg is no option of slurm, nor of fit. Did you mean config"),
 }

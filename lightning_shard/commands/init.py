@@ -1,0 +1,160 @@
+"""``lightning-shard init``: five questions, and one complete configuration with comments that trains as it is."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_shard import registry
+from lightning_shard.commands.options import options_parser
+from lightning_shard.commands.slurm import refuse_to_replace
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.text import did_you_mean
+
+_DEVICES = r"(?:([1-9]\d*) *x *)?([1-9]\d*) *(cpu|gpu)?"
+QUESTIONS: Mapping[str, tuple[str, str]] = {
+    "train": (
+        "What is trained? quickstart; your classes, package.Model,package.Data; ./FOLDER of Hugging Face weights",
+        r"quickstart|\w+(\.\w+)+(,\w+(\.\w+)+)?|.*/.*",
+    ),
+    "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
+    "slurm": ("Does SLURM start it? yes or no", "yes|no"),
+    "engine": ("Which strategy? choose, or a name", "|".join(("choose", *registry.PRESETS))),
+    "precision": ("Which precision? 32-true, bf16-mixed, ...", "32-true|bf16-mixed|bf16-true|16-mixed|16-true"),
+}
+"""Each with what its answer must match."""
+
+_DESCRIPTION = """\
+Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
+them before (without a terminal what is not answered is as proposed), such as
+  train=my.Model,my.Data devices=2x8 slurm=yes engine=choose precision=bf16-mixed
+"""
+
+_YAML = """\
+# Written by `lightning-shard init`. Train with:
+#   lightning-shard {launch}
+seed_everything: 1
+
+trainer:
+  # {reason}
+  strategy: {strategy}
+  accelerator: {accelerator}
+  devices: {devices}            # processes on each node, one for each device
+  num_nodes: {nodes}
+  precision: {precision}    # 32-true is right everywhere; 16 bits are faster where the device has instructions for them
+  max_steps: 100        # -1: until max_epochs
+  accumulate_grad_batches: 1    # micro-batches of a step: a step has devices x num_nodes x this x batch_size samples
+  gradient_clip_val: 1.0
+  log_every_n_steps: 10
+  default_root_dir: runs    # on several nodes a folder that all share
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {{save_dir: runs, name: null}}
+  callbacks:
+    - class_path: lightning_shard.callbacks.ThroughputCallback
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{every_n_train_steps: 50, save_last: true}}
+
+{modules}"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = options_parser("init", _DESCRIPTION)
+    add = parser.add_argument
+    add("--answers", nargs="+", default=[], metavar="FILE|NAME=VALUE", help=f"answers to {', '.join(QUESTIONS)}")
+    add("--output", type=Path, default=Path("run.yaml"), metavar="FILE", help="file to write (default: run.yaml)")
+    add("--force", action="store_true", help="replace the file that is at --output")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; the exit code. After an error nothing was written."""
+    options = parser().parse_args(arguments)
+    refuse_to_replace(options.output, options.force)
+    import torch
+
+    gpus = torch.cuda.device_count()
+    usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
+    found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
+    copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
+    nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
+    launch = f"fit --config {options.output}"
+    if found["slurm"] == "yes":
+        cpu = " --cpu" * (accelerator == "cpu")
+        launch = f"slurm --nodes {nodes} --devices {devices}{cpu} --config {options.output} --submit"
+    values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
+    values |= {"precision": found["precision"], "modules": _modules(found["train"])}
+    strategy = {"reason": "The line to change.", "strategy": found["engine"]}
+    if found["engine"] == "choose":
+        if accelerator == "gpu" and not gpus:
+            raise ConfigurationError(
+                "engine is choose, but there is no GPU here to choose for: name it, or run it there."
+            )
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+        strategy = _choose(values, torch.cuda.get_device_properties(0).total_memory if gpus else memory)
+    options.output.write_text(_YAML.format(**values, **strategy), encoding="utf-8")
+    print(f"written to {options.output}; train with: lightning-shard {launch}")
+    return 0
+
+
+def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
+    """Question to answer: given, typed or usual."""
+    from lightning_shard.migrate.neutral import read_file
+
+    answers: dict[str, Any] = {}
+    for answer in given:
+        name, equals, value = answer.partition("=")
+        answers |= {name: value} if equals else read_file(Path(answer))
+    if unknown := answers.keys() - QUESTIONS:
+        raise ConfigurationError(f"there is no question {', '.join(unknown)}. They are {', '.join(QUESTIONS)}.")
+    for (name, (question, pattern)), default in zip(QUESTIONS.items(), usual, strict=True):
+        typed = "" if name in answers or not sys.stdin.isatty() else input(f"{question} [{default}] ").strip()
+        answer = answers.get(name, typed or default)
+        # YAML reads an unquoted yes as true.
+        answers[name] = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
+        if not re.fullmatch(pattern, answers[name]):
+            near = did_you_mean(answers[name], pattern.split("|"))
+            raise ConfigurationError(f"{name} is {answers[name]!r}, which is no answer. {question}.{near}")
+    return answers
+
+
+def _modules(train: str) -> str:
+    """The YAML of the model and the data."""
+    arguments = ""
+    if train == "quickstart" and Path("examples/gpt.py").is_file():
+        train = "examples.gpt.GPT,examples.python_corpus.PythonCorpus"
+    elif train == "quickstart":
+        train = ",".join(f"lightning.pytorch.demos.boring_classes.Boring{kind}" for kind in ("Model", "DataModule"))
+    elif Path(train, "config.json").is_file():  # examples/causal_lm.py of the clone trains it
+        arguments = f"  init_args: {{weights: {train}}}\n"
+        train = "examples.causal_lm.CausalLM,examples.causal_lm.PythonTokens"
+    return "".join(
+        f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n{arguments}"
+        for key, path in zip(("model", "data"), train.split(","), strict=False)
+    )
+
+
+def _choose(values: Mapping[str, Any], memory: int) -> dict[str, str]:
+    """The strategy that the plan recommends for the run, and its reason."""
+    from lightning_shard.tools import plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.yaml")
+        path.write_text(_YAML.format(**values, reason="", strategy="shard_ddp_aligned"), encoding="utf-8")
+        planned = plan(path, device_memory=f"{memory}B", compare=True)
+    reason = next(line for line in planned.text.splitlines() if line.startswith("recommendation: "))
+    if planned.best is None:
+        raise ConfigurationError(f"engine is choose, but the plan says: {reason}")
+    strategy = planned.best.name
+    if planned.best.checkpointing is not None:
+        preset = registry.find(strategy)
+        arguments = {**preset.init_args, "activation_checkpointing": planned.best.checkpointing}
+        strategy = json.dumps({"class_path": preset.class_path, "init_args": arguments})  # which is YAML too
+    return {"reason": textwrap.fill(reason, 110, subsequent_indent="  # "), "strategy": strategy}

@@ -1,0 +1,168 @@
+"""The runs of ``lightning-shard selftest``, and the verdicts on them."""
+
+import argparse
+import hashlib
+import importlib.util
+import io
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import registry
+from lightning_shard._lightning import leave_out_noise
+from lightning_shard.cluster.slurm import read_job
+from lightning_shard.commands.failures import global_rank
+from lightning_shard.errors import ShardError
+from lightning_shard.ranks import Ranks
+from lightning_shard.strategies.full_tensors import full_tensor
+
+STEPS, HALF = 6, 3
+# In more than two processes sums are taken in another order: 5e-7 of a tensor's largest element was seen in 20 steps,
+# and a gradient that misses a rank is off by 1e-2 and more.
+SUMMATION_ORDER = 1e-5
+_NAMES = ("shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3)))
+
+
+class Probe(pl.LightningModule):
+    """Layers whose sizes do not divide evenly over ranks, with dropout; ``fault`` multiplies one loss of rank 0."""
+
+    def __init__(self, fault: float) -> None:
+        super().__init__()
+        self.fault, self.losses = fault, list[float]()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            torch.manual_seed(7)
+            self.layers = nn.Sequential(nn.Linear(12, 37), nn.LayerNorm(37), nn.GELU(), nn.Linear(37, 5))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.layers(nn.functional.dropout(batch[0], 0.1)), batch[1])
+        self.losses.append(loss.item())
+        return loss * (self.fault if self.global_step == HALF and self.global_rank == 0 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Run(pl.Callback):
+    """One fit: saves at half of its steps, and keeps the full tensors of its end and every rank's losses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tensors = path, dict[str, Tensor]()
+        self.ranks: list[tuple[tuple[float, ...], str]] = []  # Losses, and a digest of the full tensors as seen there.
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == HALF:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        for name, _ in module.named_parameters():
+            for slot in ("parameter", "exp_avg", "exp_avg_sq"):
+                self.tensors[f"{name} ({slot})"] = torch.as_tensor(full_tensor(trainer, name, slot)).cpu()
+        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in self.tensors.values())).hexdigest()
+        self.ranks = Ranks.of().gather((tuple(module.losses), digest))
+
+
+def fit(name: str, settings: Mapping[str, Any], *, ckpt_path: Path | None = None, fault: float = 1.0) -> Run:
+    """Train; ``settings``: what all runs have in common, arguments of the Trainer."""
+    pl.seed_everything(1, verbose=False)
+    run = Run(Path(settings["default_root_dir"]) / f"{name}.ckpt")
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given: dict[str, Any] = {"max_steps": STEPS, "gradient_clip_val": 0.5, **dict.fromkeys(off, False), **settings}
+    draw, count = torch.Generator().manual_seed(3), 4 * STEPS * settings["num_nodes"] * settings["devices"]
+    data = TensorDataset(torch.randn(count, 12, generator=draw), torch.randint(5, (count,), generator=draw))
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints what it finds, and its memory
+        trainer = pl.Trainer(strategy=name, callbacks=[run], **given)
+        trainer.fit(Probe(fault), DataLoader(data, batch_size=4, shuffle=True), ckpt_path=ckpt_path)
+    return run
+
+
+def difference(run: Run, reference: Run) -> str:
+    """What differs from the reference; "" where nothing does. A resumed run has the last losses alone."""
+    limit = 0.0 if len(run.ranks) <= 2 else SUMMATION_ORDER
+    if len({digest for _, digest in run.ranks}) > 1:
+        return "ranks have other tensors"
+    if len({losses for losses, _ in run.ranks}) < len(run.ranks):
+        return "ranks read the same batches"
+    found = {
+        name: float((run.tensors[name] - other).abs().max() / other.abs().max())
+        for name, other in reference.tensors.items()
+        if not torch.equal(run.tensors[name], other)
+    }
+    for (own, _), (other, _) in zip(run.ranks, reference.ranks, strict=True):
+        found["a loss"] = max(abs(a - b) for a, b in zip(own, other[-len(own) :], strict=True))
+    name = max(found, key=lambda name: found[name])
+    return "" if found[name] <= limit else f"{name} by {found[name]:.1e}"
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run and print the table; the exit code, which is rank 0's. Every rank calls it."""
+    leave_out_noise()
+    for name in ("lightning_shard", "lightning.fabric", "lightning.pytorch", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    own = [f"{name}_aligned" for name in _NAMES if "deep" not in name or importlib.util.find_spec("deepspeed")]
+    names = [registry.find(name).name for name in options.names or own]
+    settings, is_first, had_folder = _settings(options, environ), global_rank(environ) == 0, options.folder.exists()
+    ranks, bad = settings["num_nodes"] * settings["devices"], 0
+    if is_first:
+        print(f"{ranks} {settings['accelerator']} processes, {options.precision}, {STEPS} steps, saved after {HALF}")
+        print(_line(("", "trains", "resumes", "switches")), flush=True)
+    try:
+        for row in _rows(names, settings, ranks):
+            bad += any(cell not in ("equal", "found") for cell in row[1:])
+            if is_first:
+                print(_line(row), flush=True)
+    finally:
+        if is_first and not had_folder:
+            shutil.rmtree(options.folder, ignore_errors=True)
+    if is_first:
+        alone = " (one process shards and reduces nothing: give more devices)" if ranks == 1 else ""
+        print(f"{bad} of these lines are not as they should be" if bad else f"all is equal{alone}")
+    # Where another process ends with an error, Lightning's launcher ends this one.
+    return int(is_first and bad > 0)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.ljust(32 if i == 0 else 8) for i, cell in enumerate(cells)).rstrip()
+
+
+def _settings(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    gpu = options.accelerator == "gpu" or (options.accelerator is None and torch.cuda.is_available())
+    nodes, devices, job = 1, options.devices or (torch.cuda.device_count() if gpu else 2), read_job(environ)
+    if "RANK" in environ:
+        devices = int(environ["LOCAL_WORLD_SIZE"])
+        nodes = int(environ["WORLD_SIZE"]) // devices
+    elif job is not None and job.uses_srun:
+        nodes = job.nodes or 1
+        devices = (job.tasks or nodes) // nodes
+    found = {"num_nodes": nodes, "devices": devices, "accelerator": "gpu" if gpu else "cpu"}
+    return {**found, "precision": options.precision, "default_root_dir": options.folder}
+
+
+def _rows(names: Sequence[str], settings: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, ...]]:
+    """A name with its verdicts, then the fault. Every rank takes all of them."""
+    runs: dict[str, Run] = {}
+    for name in names:
+        try:
+            runs[name] = fit(name, settings)
+        except ShardError as error:
+            yield name, f"refused: {error}"
+    trained = [*runs.values()]
+    for i, (name, own) in enumerate(runs.items()):
+        resumed, switched = (fit(name, settings, ckpt_path=path) for path in (own.path, trained[i - 1].path))
+        pairs = ((own, trained[0]), (resumed, own), (switched, trained[0]))
+        yield name, *(f"DIFFERS: {text}" if (text := difference(*pair)) else "equal" for pair in pairs)
+    if trained:
+        factor = 1.01 if ranks <= 2 else 2.0  # more than a rounding of bf16; than the order of sums
+        found = difference(fit([*runs][-1], settings, fault=factor), trained[0])
+        yield f"one loss of rank 0 times {factor:g}", "found" if found else "NOT FOUND"

@@ -1,0 +1,96 @@
+"""The questionnaire: what it writes trains as it is, and it writes over nothing."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_shard import ConfigurationError, ShardCLI
+from lightning_shard.commands import init
+from tests.harness import ROOT, run_distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+TWO = ["slurm=no", "devices=2 cpu", "precision=bf16-mixed"]
+
+
+def _fit(config: str) -> tuple[int, str, str]:
+    cli = ShardCLI(args=["fit", "--config", config, "--trainer.max_steps=2", "--trainer.default_root_dir=."])
+    return cli.trainer.global_step, type(cli.trainer.strategy).__name__, cli.trainer.precision_plugin.precision
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal
+    return tmp_path
+
+
+def test_what_it_writes_trains_and_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init.main(["--answers", "engine=shard_fsdp_grad_op_aligned", *TWO]) == 0
+    assert "train with: lightning-shard fit --config run.yaml" in capsys.readouterr().out
+    expected = (2, "ShardFSDPStrategy", "bf16-mixed")
+    assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [expected] * 2
+    written = (folder / "run.yaml").read_text()
+    with pytest.raises(ConfigurationError, match="give --force"):
+        init.main(["--answers", *TWO])
+    assert (folder / "run.yaml").read_text() == written
+
+
+def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "answers.yaml").write_text("slurm: yes\ndevices: 2x8 gpu\nengine: shard_fsdp_hybrid\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    typed = iter(["my.net.Net,my.data.Data", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    assert init.main(["--answers", "answers.yaml"]) == 0
+    text = (folder / "run.yaml").read_text()
+    assert "lightning-shard slurm --nodes 2 --devices 8 --config run.yaml --submit" in text
+    content = yaml.safe_load(text)
+    given = {key: content["trainer"][key] for key in ("strategy", "accelerator", "num_nodes", "devices")}
+    assert given == {"strategy": "shard_fsdp_hybrid", "accelerator": "gpu", "num_nodes": 2, "devices": 8}
+    assert (content["model"]["class_path"], content["data"]["class_path"]) == ("my.net.Net", "my.data.Data")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("engine=shard_fdsp", "engine is 'shard_fdsp', which is no answer.* Did you mean shard_fsdp"),
+        ("devices=0", "devices is '0', which is no answer"),
+        ("precision=fp8", "precision is 'fp8'"),
+        ("gpus=8", "there is no question gpus. They are train, devices, slurm, engine, precision"),
+        ("nowhere.yaml", "there is no such file"),
+        ("devices=1000000 gpu", "no GPU here to choose for"),
+    ],
+)
+def test_answers_that_are_none(answer: str, says: str, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        init.main(["--answers", answer])
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["lightning.pytorch.demos.boring_classes.BoringModel", pytest.param("quickstart", marks=pytest.mark.matrix)],
+)
+def test_the_plan_chooses_the_strategy(model: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model == "quickstart":
+        monkeypatch.chdir(ROOT)
+    data = "" if model == "quickstart" else ",lightning.pytorch.demos.boring_classes.BoringDataModule"
+    arguments = ["--output", str(folder / "own.yaml"), "--answers", f"train={model}{data}", *TWO]
+    assert init.main(arguments) == 0
+    text = (folder / "own.yaml").read_text()
+    content: dict[str, Any] = yaml.safe_load(text)
+    assert "recommendation: shard_" in text
+    assert content["trainer"]["strategy"].endswith("_aligned")
+
+
+def test_a_run_that_fits_nowhere_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init.os, "sysconf", lambda name: 40)
+    with pytest.raises(ConfigurationError, match="the plan says: recommendation: nothing fits"):
+        init.main(["--answers", *TWO])
+    assert list(folder.iterdir()) == []
