@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from lightning_shard.resume.iterable import Delegating
+
 _LOOKS = 64
 """Samples of a worker process after which numbers that were drawn are not looked for any more."""
 
 
-class DrawingDataset(Dataset[Any]):
+class DrawingDataset(Delegating, Dataset[Any]):
     """In a DataLoader's place of a map-style dataset: the same, but for the random numbers that it draws.
 
     With `seeded`, the global generators (Python's, numpy's and torch's on the CPU) and the dataset's own are seeded
@@ -25,10 +27,11 @@ class DrawingDataset(Dataset[Any]):
     `workers` load samples in other processes) draw any.
     """
 
-    _own = frozenset({"_samples", "_seeded", "_now", "_generators", "_looks", "_before"})
+    _own = frozenset({"_seeded", "_now", "_generators", "_looks", "_before"})
 
     def __init__(self, samples: Any, *, seeded: bool, workers: bool) -> None:
-        self._samples, self._seeded = samples, seeded
+        super().__init__(samples)
+        self._seeded = seeded
         now = torch.zeros(4, dtype=torch.int64)  # seed, epoch, iteration in the epoch, whether numbers were drawn
         self._now = now.share_memory_() if workers else now
         self._generators: list[Any] | None = None
@@ -45,32 +48,18 @@ class DrawingDataset(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         with self._apart():
-            return self._get(self._samples.__getitem__, index)
+            return self._get(self._inner.__getitem__, index)
 
     def __getitems__(self, indices: Any) -> Any:
         """A batch's samples; what a DataLoader asks for, also of a dataset that loads them one by one."""
         with self._apart():
-            if _loads_batches(self._samples):
-                return self._get(self._samples.__getitems__, indices)
-            return [self._get(self._samples.__getitem__, index) for index in indices]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._own or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        return getattr(self._samples, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._samples, name, value)
+            if _loads_batches(self._inner):
+                return self._get(self._inner.__getitems__, indices)
+            return [self._get(self._inner.__getitem__, index) for index in indices]
 
     def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
         if self._generators is None:
-            self._generators = list(_generators(self._samples, set()))
+            self._generators = list(_generators(self._inner, set()))
         if self._seeded:
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()

@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_shard.resume.shape import length_of
 
-class DelegatingLoader(DataLoader[Any]):
-    """Is a DataLoader for ``isinstance`` and has every attribute of `inner`; iterating is the subclass's.
 
-    Frameworks read samplers, worker counts and dataset from a loader, set its ``worker_init_fn`` and shut its
-    ``_iterator`` down: all of that reaches `inner`. DataLoader's own constructor is not called.
+class Delegating:
+    """Has every attribute of `inner`, and sets those on it that `_own` does not name.
+
+    What Python itself looks for by a name such as ``__copy__`` is the wrapper's.
     """
+
+    _own: frozenset[str] = frozenset()
 
     def __init__(self, inner: Any) -> None:
         object.__setattr__(self, "_inner", inner)
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what neither this object nor the class has. Before __init__ (copy, pickle) there is no inner.
-        if name == "_inner" or (name.startswith("__") and name.endswith("__")):
+        if name == "_inner" or name in self._own or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -31,17 +34,22 @@ class DelegatingLoader(DataLoader[Any]):
         else:
             setattr(self._inner, name, value)
 
-    _own: frozenset[str] = frozenset()  # Names of the attributes that are the wrapper's; all others are set on `inner`.
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter(self._inner)
-
     def __len__(self) -> int:
         return len(self._inner)
 
 
+class DelegatingLoader(Delegating, DataLoader[Any]):
+    """Is a DataLoader for ``isinstance``; iterating is the subclass's.
+
+    Frameworks read samplers, worker counts and dataset from a loader, set its ``worker_init_fn`` and shut its
+    ``_iterator`` down: all of that reaches `inner`. DataLoader's own constructor is not called.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self._inner)
+
+
 def has_state(thing: Any) -> bool:
-    """Whether it has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
@@ -64,7 +72,7 @@ class StatefulIterableLoader(DelegatingLoader):
         # Hugging Face's begin every iteration at what was loaded, unless they were told of another epoch.
         hugging_face = type(source).__module__ == "datasets.iterable_dataset"
         self._first = copy.deepcopy(source.state_dict()) if hugging_face else None
-        self.lookahead = 0 if is_sized(inner) else 1
+        self.lookahead = int(length_of(inner) is None)
         self._world_size = world_size
         # (batches, dataset state) after the last batches given out, oldest first.
         self._history: list[tuple[int, Any]] = []
@@ -136,12 +144,3 @@ class StatefulIterableLoader(DelegatingLoader):
         state = copy.deepcopy(self._stateful.state_dict())
         torch.set_rng_state(before)
         return state
-
-
-def is_sized(loader: Any) -> bool:
-    """Whether it has a length."""
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True

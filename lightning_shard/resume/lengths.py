@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.errors import DataError
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.iterable import DelegatingLoader
+from lightning_shard.resume.iterable import Delegating, DelegatingLoader, has_state
 
 _FAILED, _OUT, _HAS = -1, 0, 1
 
@@ -97,52 +97,41 @@ def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
 
     For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate together.
     """
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    if not isinstance(loader, DataLoader):
-        return (_StatefulAgreeingIterable if stateful else _AgreeingIterable)(loader, what)
-    return (_StatefulAgreeingLoader if stateful else _AgreeingLoader)(loader, what)
+    if isinstance(loader, DataLoader):
+        return (_StatefulAgreeingLoader if has_state(loader) else _AgreeingLoader)(loader, what)
+    return (_StatefulAgreeing if has_state(loader) else _Agreeing)(loader, what)
 
 
-class _AgreeingLoader(DelegatingLoader):
+class _Agreeing(Delegating):
     _own = frozenset({"_what"})
 
     def __init__(self, inner: Any, what: str) -> None:
         super().__init__(inner)
         self._what = what
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return agreed(iter(self._inner), what=self._what)
-
-
-class _StatefulAgreeingLoader(_AgreeingLoader):
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-
-class _AgreeingIterable:
-    """For an iterable that is no DataLoader; it has no length, or :func:`check_lengths` would do."""
-
-    def __init__(self, inner: Any, what: str) -> None:
-        self._inner, self._what = inner, what
-
     def __iter__(self) -> Iterator[Any]:
         return agreed(iter(self._inner), what=self._what)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)
+
+class _AgreeingLoader(_Agreeing, DelegatingLoader):  # type: ignore[misc]
+    pass
 
 
-class _StatefulAgreeingIterable(_AgreeingIterable):
+class _Stateful(Delegating):
+    # Of the class, where protocols look for them.
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._inner.load_state_dict(state)
+
+
+class _StatefulAgreeing(_Stateful, _Agreeing):
+    pass
+
+
+class _StatefulAgreeingLoader(_Stateful, _AgreeingLoader):  # type: ignore[misc]
+    pass
 
 
 def _ranks(ranks: list[int]) -> str:

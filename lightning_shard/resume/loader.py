@@ -37,8 +37,6 @@ class Draws:
 
 @dataclasses.dataclass
 class _Run:
-    """One iteration over the loader."""
-
     epoch: int | None
     shape: Shape
     rng: dict[str, Any]  # At the start, as `generators`.
@@ -107,7 +105,6 @@ class ResumableLoader(DelegatingLoader):
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
-        """The original."""
         return self._samples
 
     @property

@@ -7,6 +7,7 @@ them across ranks when it computes.
 
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_shard.tensors.names import unwrapped_modules
+from lightning_shard.tensors.tracing import tree_map, tree_map_only
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -98,7 +100,7 @@ def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
     for name, value in saved["states"].items():
         # Without the defaults' devices: a metric with compute_on_cpu keeps its lists on the CPU.
         device = torch.device("cpu") if isinstance(value, list) and metric.compute_on_cpu else metric.device
-        setattr(metric, name, _to(value, device))
+        setattr(metric, name, tree_map_only(Tensor, partial(Tensor.to, device=device, copy=True), value))
     set_update_count(metric, saved["count"])
     _write_extra(metric, saved["extra"])
 
@@ -193,27 +195,17 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
     """A copy on the CPU; a tensor that several metrics share (compute groups) is copied once."""
-    if isinstance(value, Tensor):
-        if id(value) not in copies:
-            copies[id(value)] = value.detach().to("cpu", copy=True)
-        return copies[id(value)]
-    if isinstance(value, dict):
-        return {key: _copy(item, copies) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_copy(item, copies) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(type(value).__name__)
 
+    def copied(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if id(part) not in copies:
+                copies[id(part)] = part.detach().to("cpu", copy=True)
+            return copies[id(part)]
+        if part is None or type(part) in (bool, int, float, str):
+            return part
+        raise TypeError(type(part).__name__)
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, (list, tuple)):
-        items = [_to(item, device) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return tree_map(copied, value)
 
 
 # Private names of torchmetrics (1.x), for which it has nothing public. Where another version lacks one, reading does
@@ -221,7 +213,6 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Make ``metric.update_count`` be ``count``."""
     _set(metric, "_update_count", count)
 
 

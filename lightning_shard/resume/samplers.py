@@ -155,16 +155,13 @@ _ARRAY = "numpy.ndarray"
 def encoded(value: Any) -> Any:
     """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
     if isinstance(value, np.ndarray):
-        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "bytes": _bytes(value)}
+        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "bytes": data}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
         return {key: encoded(item) for key, item in value.items()}
     return type(value)(map(encoded, value)) if type(value) in (list, tuple) else value
-
-
-def _bytes(array: Any) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
 
 
 def decoded(value: Any) -> Any:
@@ -193,11 +190,9 @@ class States:
         self._drawn, self._ended = 0, False
 
     def read(self) -> list[Any]:
-        """Of each sampler, now."""
         return [encoded(copy.deepcopy(sampler.state_dict())) for sampler in self._samplers]
 
     def write(self, states: list[Any]) -> None:
-        """Give each sampler its own."""
         for sampler, state in zip(self._samplers, states, strict=False):
             sampler.load_state_dict(decoded(copy.deepcopy(state)))
 
@@ -212,9 +207,6 @@ class States:
 
     def watched(self, items: Iterator[Any]) -> Iterator[Any]:
         """``items``, each with a look at the samplers."""
-        return self._watched(items) if self._samplers else items
-
-    def _watched(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             self._drawn += 1
             self._after.append(self.read())

@@ -93,12 +93,12 @@ def stock_type(sampler: Any) -> type:
 def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
     """The shape of a loader with this sampler and batch sampler (None: single samples)."""
     if batch_sampler is not None and stock_type(batch_sampler) is not BatchSampler:
-        length = _length(batch_sampler)
+        length = length_of(batch_sampler)
         return Shape(kind="batches", length=length, replicas=1, drop_samples=False, batch_size=1, drop_batch=False)
     distributed = isinstance(sampler, DistributedSampler)
     return Shape(
         kind="distributed" if distributed else "local",
-        length=_length(sampler.dataset if distributed else sampler),
+        length=length_of(sampler.dataset if distributed else sampler),
         replicas=sampler.num_replicas if distributed else 1,
         drop_samples=bool(distributed and sampler.drop_last),
         batch_size=1 if batch_sampler is None else batch_sampler.batch_size,
@@ -120,8 +120,9 @@ def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int) -> N
             f" has {KINDS[shape.kind]}: the position can't be carried over. {remedy}"
         )
     if state["length"] != shape.length:
+        unit = "batches" if shape.kind == "batches" else "samples"
         raise DataError(
-            f"the checkpoint was written in the middle of an epoch of {state['length']} {_unit(shape.kind)}, and"
+            f"the checkpoint was written in the middle of an epoch of {state['length']} {unit}, and"
             f" this loader's has {shape.length}: the rest of the epoch is not the same. {remedy}"
         )
     if shape.kind != "distributed" and state["world_size"] != world_size:
@@ -141,11 +142,7 @@ KINDS = {
 }
 
 
-def _unit(kind: str) -> str:
-    return "batches" if kind == "batches" else "samples"
-
-
-def _length(collection: Any) -> int | None:
+def length_of(collection: Any) -> int | None:
     try:
         return len(collection)
     except (TypeError, NotImplementedError):

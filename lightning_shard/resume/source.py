@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_shard.resume.iterable import Delegating
 from lightning_shard.resume.rng import rng_state, set_rng_state
 from lightning_shard.resume.samplers import Attributes, States
 
@@ -77,24 +78,19 @@ class Plan:
         return True
 
 
-class IndexSource:
+class IndexSource(Delegating):
     """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for one planned iteration."""
 
+    _own = frozenset({"full", "_states", "_plan"})
+
     def __init__(self, full: Any, states: States) -> None:
+        super().__init__(full)
         self.full = full
         self._states = states
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self._states.watched(iter(self.full) if self._plan is None else self._plan.iterator())
-
-    def __len__(self) -> int:
-        return len(self.full)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "full" or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        return getattr(self.full, name)
 
     def iterate(self, loader: Any, plan: Plan | None) -> Iterator[Any]:
         """An iterator over `loader`, which has this source, by `plan`."""

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard.resume.iterable import StatefulIterableLoader, has_state, is_sized
+from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
 from lightning_shard.resume.loader import Draws, ResumableLoader
+from lightning_shard.resume.shape import length_of
 
 
 def resumable(
@@ -23,9 +24,10 @@ def resumable(
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):
         return dataloader
     dataset = dataloader.dataset
-    torchdata, iterable = _is_torchdata(dataloader), isinstance(dataset, IterableDataset)
+    torchdata = any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(dataloader).__mro__)
+    iterable = isinstance(dataset, IterableDataset)
     if has_state(dataloader) and not (torchdata and not iterable and not has_state(dataset)):
-        if not torchdata and is_sized(dataloader):
+        if not torchdata and length_of(dataloader) is not None:
             return dataloader
         return StatefulIterableLoader(dataloader, world_size=world_size, source=dataloader)
     if not iterable:
@@ -34,10 +36,6 @@ def resumable(
     if has_state(dataset) and dataloader.num_workers == 0:
         return StatefulIterableLoader(dataloader, world_size=world_size, source=dataset)
     return dataloader
-
-
-def _is_torchdata(loader: Any) -> bool:
-    return any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(loader).__mro__)
 
 
 def order_warning(loader: Any) -> str | None:
