@@ -38,9 +38,8 @@ class Checkpoints(CheckpointIO):
     def __init__(self, *, settle: Callable[[], None] = lambda: None, configured: bool = False) -> None:
         """Nothing can be saved before `attach`.
 
-        Args:
-            settle: raises, on all ranks, what was found of the last step.
-            configured: where hyperparameters differ from a checkpoint's, the configuration's win.
+        ``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters differ
+        from a checkpoint's, the configuration's win.
         """
         self._settle, self._configured = settle, configured
         self.saver = Saver()
@@ -56,19 +55,8 @@ class Checkpoints(CheckpointIO):
     def attach(
         self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, ledger: RunLedger, *, root: str
     ) -> None:
-        """Save and load a module that ``engine`` prepared.
-
-        Args:
-            module: the LightningModule.
-            engine: of the run.
-            policy: its dtypes.
-            ledger: what was measured of them.
-            root: folder in which what others wrote is converted.
-        """
-        self._module = module
-        self._engine = engine
-        self._policy = policy
-        self._ledger = ledger
+        """Save and load a module that ``engine`` prepared; in the folder ``root`` what others wrote is converted."""
+        self._module, self._engine, self._policy, self._ledger = module, engine, policy, ledger
         self._root = root
         self.averaging: Averaging | None = None
         self.saved = []
@@ -76,9 +64,8 @@ class Checkpoints(CheckpointIO):
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some.
 
-        Raises:
-            ConfigurationError: optimizers whose state can't be in a checkpoint.
-            CheckpointError: a folder of an object store.
+        ConfigurationError: optimizers whose state can't be in a checkpoint. CheckpointError: a folder of an object
+        store.
         """
         for callback in trainer.checkpoint_callbacks:
             layout.refuse_url(getattr(callback, "dirpath", None) or "")
@@ -212,18 +199,13 @@ class Checkpoints(CheckpointIO):
         self.finish()
 
     def look(self) -> None:
-        """See how the save in the background stands, ahead of a step. All ranks call it.
-
-        Raises:
-            CheckpointError: it failed; on every rank and at the same batch.
-        """
+        """See `Saver.look`. All ranks call it."""
         self.saver.look()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written in the background is complete. All ranks call it.
+        """Wait until the checkpoint that is being written in the background is complete, or CheckpointError.
 
-        Raises:
-            CheckpointError: writing it failed; on every rank.
+        All ranks call it.
         """
         self.saver.finish()
 
@@ -243,9 +225,6 @@ class Checkpoints(CheckpointIO):
         What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted into a directory
         below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
         at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
-
-        Raises:
-            CheckpointError: on every rank.
         """
         layout.refuse_url(path)
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
@@ -260,15 +239,17 @@ class Checkpoints(CheckpointIO):
         root = Path(self._root).absolute()
         target = Path(ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt")))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
-        optimizers: Literal["named", "none"] = "named" if self._engine.tensors.optimizers() else "none"
-        stored = ranks.agree(f"opening {path}", lambda: open_any(path, self._module_names, optimizers=optimizers))
+        live = self._engine.tensors.optimizers()
+        optimizers: Literal["named", "none"] = "named" if live else "none"
+
+        def read() -> Contents:
+            # A stock file lacks the names.
+            return open_any(path, lambda: ModuleNames.of(self._module, live), optimizers=optimizers)
+
+        stored = ranks.agree(f"opening {path}", read)
         self._converted = target
         write_portable(target, stored)
         return target
-
-    def _module_names(self) -> ModuleNames:
-        """The names that a stock file lacks, from the live module and optimizers."""
-        return ModuleNames.of(self._module, self._engine.tensors.optimizers())
 
     def remove_converted(self) -> None:
         """Leave no converted checkpoint behind."""
@@ -322,9 +303,8 @@ class Checkpoints(CheckpointIO):
             for name, there, here in list(schedules_differing(schedule.scheduler, saved)) if optimizers else []:
                 winner, other = (here, there) if configured else (there, here)
                 # Rates at the beginning are those of the groups.
-                differing += [f"{name} of schedule {number} is {winner[name]}, not {other[name]}"] * (
-                    name != "base_lrs"
-                )
+                if name != "base_lrs":
+                    differing.append(f"{name} of schedule {number} is {winner[name]}, not {other[name]}")
                 there[name] = winner[name]
         if differing and begins:
             rank_zero_warn(

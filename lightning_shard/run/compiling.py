@@ -23,11 +23,9 @@ class CompilerWatch:
         self._before: Compiled | None = None
 
     def start(self) -> None:
-        """Before the first step."""
         self._before = _compiled_so_far() if self._wanted else None
 
     def after_step(self) -> None:
-        """After a step, of which the first counts."""
         before, self._before = self._before, None
         if before is not None and (text := complaint(before, _compiled_so_far())) is not None:
             rank_zero_warn(text)

@@ -1,4 +1,9 @@
-"""The data of a run: the same loaders on all ranks, evaluation of uneven shares, and where a resumed run goes on."""
+"""The data of a run: the same loaders on all ranks, evaluation of uneven shares, and where a resumed run goes on.
+
+Beyond parameters, optimizers and Lightning's own checkpoint a run needs to go on bitwise, per rank: the random number
+generators, the states of metrics and of values logged so far in the epoch, and the positions of the dataloaders. They
+are gathered into the checkpoint, and given back at the latest moment at which nothing else draws from or resets them.
+"""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -13,8 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard import _lightning
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
+from lightning_shard.resume.metrics import load_metric_states, metric_states
+from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 from lightning_shard.resume.wrap import order_warning
-from lightning_shard.run import state
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -100,13 +106,15 @@ class Data:
                 "after a step, as ModelCheckpoint does."
             )
         loops, epoch_ends = _lightning.saved_after_batch(trainer, loops)
-        kept = state.collect(trainer, loops, rewound, epoch_ends=epoch_ends)
+        kept = _collect(trainer, loops, rewound, epoch_ends=epoch_ends)
         return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}}
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
         if RUN_STATE in checkpoint:
-            state.place_loaders(checkpoint, checkpoint[RUN_STATE], rank)
+            loaders = states_of_rank(checkpoint[RUN_STATE]["ranks"], rank)["loaders"]
+            if loaders:
+                checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
     def resume(self, checkpoint: Mapping[str, Any]) -> None:
         """Remember what a fit goes on with."""
@@ -124,7 +132,7 @@ class Data:
             rank_zero_warn(warning)
         _lightning.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
-            state.restore(replacements, trainer, resumed)
+            _restore(replacements, trainer, resumed)
 
 
 def _factors(trainer: Trainer) -> list[int]:
@@ -144,3 +152,48 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
         f"({factors.format(*now)}), which the learning rate may not be meant for. "
         + (f"accumulate_grad_batches: {keeps} keeps it." if not rest else "No accumulate_grad_batches keeps it.")
     )
+
+
+def before_validation(trainer: Trainer) -> dict[str, Any]:
+    """The parts of this rank's state that validation changes, copied."""
+    return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
+
+
+def _collect(
+    trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any], *, epoch_ends: bool
+) -> dict[str, Any]:
+    """The run's state, on rank 0 that of all ranks, in types that load with ``weights_only=True``. All ranks call it.
+
+    ``loops``: the loops' part of the checkpoint that is being written. ``rewound``: parts to be saved as they were
+    before, such as `before_validation`'s. ``epoch_ends``: the end of the epoch comes next.
+    """
+    own = {
+        "rng": rng_state(),
+        "metrics": metric_states(trainer.lightning_module),
+        "logged": _lightning.training_results_state(trainer),
+        "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
+        **rewound,
+    }
+    ranks, states = Ranks.of(), [own]
+
+    def keep(gathered: list[dict[str, Any]]) -> list[None]:
+        states[:] = gathered
+        return [None] * ranks.size
+
+    ranks.exchange("collecting the state of the ranks", lambda: own, keep)
+    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states}
+
+
+def _restore(replacements: _lightning.Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
+    """Give the state back to this rank, right before training goes on. No communication.
+
+    At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
+    """
+    ranks, rank, size = run["ranks"], trainer.global_rank, trainer.world_size
+    load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
+    logged = [r["logged"] for r in ranks]
+    _lightning.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
+    if rank < len(ranks):
+        set_rng_state(ranks[rank]["rng"])
+    else:
+        seed_rng(derived_rng_seed(int(run["seed"]), rank, trainer.global_step))

@@ -21,19 +21,17 @@ from lightning_shard import _lightning
 from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
-from lightning_shard.run import state
+from lightning_shard.run.data import before_validation
 
 
 class Fit:
     """What the parts of a run ask of a Trainer in a fit, wherever that is."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Look at ``trainer``."""
         self._trainer = trainer
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self._trainer.global_step
 
     @property
@@ -64,18 +62,15 @@ class Fit:
 
     def changed_by_validation(self) -> dict[str, Any]:
         """The parts of this rank's state that validation changes, copied."""
-        return state.before_validation(self._trainer)
+        return before_validation(self._trainer)
 
     def checkpoint_folders(self) -> list[Path]:
-        """See `checkpoint_folders`."""
         return checkpoint_folders(self._trainer)
 
     def save(self, path: Path) -> None:
-        """Save a checkpoint. All ranks call it."""
         self._trainer.save_checkpoint(path)
 
     def save_loggers(self) -> None:
-        """Have the loggers write what they have."""
         for logger in self._trainer.loggers:
             logger.save()
 
@@ -120,7 +115,6 @@ def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
 
 
 def trainer_facts(trainer: Trainer) -> TrainerFacts:
-    """What an engine may ask of a Trainer."""
     return TrainerFacts(
         micro_batch_size=_lightning.train_batch_size(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,

@@ -10,7 +10,6 @@ class Freezing:
     """What was trainable at the last look."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Look at a module that an engine has prepared."""
         self._parameters = list(module.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
 

@@ -16,9 +16,7 @@ class FullTensors:
 
     def __init__(self, module: nn.Module, engine: Engine, checkpoints: Checkpoints, *, device: torch.device) -> None:
         """Look at the tensors of ``module`` under ``engine``; collectives run on ``device``."""
-        self._module = module
-        self._engine = engine
-        self._checkpoints = checkpoints
+        self._module, self._engine, self._checkpoints = module, engine, checkpoints
         self._device = device
 
     def read(self, fqn: str, kind: str = "parameter") -> Tensor | None:

@@ -40,11 +40,9 @@ class RunIdentity:
 
     @staticmethod
     def read(config: PreemptionConfig, environ: Mapping[str, str], root: str) -> RunIdentity:
-        """The identity that the launcher gave the run."""
         return RunIdentity(name=run_name(config, environ), job=read_job(environ), root=root)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
         return {"name": self.name, "step": step, "time": time.time()}
 
     def _folder(self, name: str) -> Path | None:

@@ -62,9 +62,7 @@ class FitLedger(RunLedger):
 
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
         """Read what was loaded, before ``engine`` prepares ``module``; ``aligned``: the contract is held."""
-        self._engine = engine
-        self._policy = policy
-        self._aligned = aligned
+        self._engine, self._policy, self._aligned = engine, policy, aligned
         self._recorder = Recorder(module, stepped=lambda optimizer: engine.tensors.stepped(optimizer))
         self._recorder.tensors("loaded")
 
@@ -87,7 +85,7 @@ class FitLedger(RunLedger):
         self._recorder.start()
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        return self._recorder.backward(loss) if self._recorder.recording else nullcontext()
+        return self._recorder.backward(loss)
 
     def after_backward(self, *, accumulates: bool) -> None:
         if self._recorder.recording and accumulates:
@@ -110,7 +108,7 @@ class FitLedger(RunLedger):
 
         try:
             result = step(noting_closure)
-        except Exception:
+        except RuntimeError:
             if has_gradients:
                 # torch's own message of two dtypes that do not go together names no parameter.
                 recorder.gradients()

@@ -24,11 +24,8 @@ class Memory:
         self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
     ) -> None:
         """Look at a module and its engine; ``recomputes``: activations are recomputed in backward."""
-        self._recomputes = recomputes
-        self._module = module
-        self._engine = engine
-        self._run = run
-        self._device = device
+        self._module, self._engine, self._run = module, engine, run
+        self._device, self._recomputes = device, recomputes
         self._facts: ModelFacts | None = None
         self.averaging: Averaging | None = None
 

@@ -58,10 +58,7 @@ class NonFiniteWatch:
 
     def __init__(self, config: NonFinite, module: nn.Module, engine: Engine, *, device: torch.device) -> None:
         """``module``: whose outputs are looked at where ``find_module`` asks for it; ``engine`` prepared it."""
-        self._config = config
-        self._module = module
-        self._engine = engine
-        self._device = device
+        self._config, self._module, self._engine, self._device = config, module, engine, device
         self._loss = self._no()
         self._pending: tuple[int, Callable[[], Tensor]] | None = None
         self._outputs: list[tuple[str, Tensor]] = []
@@ -121,16 +118,16 @@ class NonFiniteWatch:
     def _answer(self, what: str) -> None:
         action, limit = self._config.action, self._config.limit
         if action == "raise":
-            raise DataError(f"{what} Look at the data of that step, lower the learning rate, or clip.{self._advice()}")
+            advice = (
+                "" if self._config.find_module else " nonfinite: {action: raise, find_module: true} names the module."
+            )
+            raise DataError(f"{what} Look at the data of that step, lower the learning rate, or clip.{advice}")
         past, times = (self._in_a_row, "in a row") if action == "skip" else (self.steps, "in all")
         if past > limit:
             raise DataError(f"{what} It is the {past}th time {times}, more than nonfinite.limit = {limit}.")
         self.rollback_due = what if action == "rollback" else None
         if action == "skip":
             warn_on_first_rank(f"{what} The step is skipped.")
-
-    def _advice(self) -> str:
-        return "" if self._config.find_module else " nonfinite: {action: raise, find_module: true} names the module."
 
     def _where(self, outputs: Iterable[tuple[str, Tensor]]) -> str:
         """The first module, or parameter, of each rank, in words."""
@@ -163,8 +160,7 @@ class Rollback:
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
         """``trainer``: in a fit, whose checkpoints ``checkpoints`` saves."""
-        self._trainer = trainer
-        self._checkpoints = checkpoints
+        self._trainer, self._checkpoints = trainer, checkpoints
 
     def run(self, why: str) -> None:
         """Restore weights, optimizers, schedulers, loss scale, generators and the count of steps. All ranks call it.

@@ -34,7 +34,7 @@ class RunWatch:
         self._exit_process = exit_process
         self._watch: Watch | None = None
         self._failed: Watch | None = None  # has its last words to say
-        self._unmark: Callable[[], None] = _nothing
+        self._unmark: Callable[[], None] = lambda: None
 
     def mark_messages(self, rank: int, size: int) -> None:
         """Have this process' log lines and warnings say which rank they are of, until the run ends."""
@@ -92,7 +92,7 @@ class RunWatch:
     def end(self) -> None:
         """End with the run."""
         self._unmark()
-        self._unmark = _nothing
+        self._unmark = lambda: None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
@@ -110,10 +110,6 @@ def _say_nothing_of(outcome: BaseException) -> None:
             print_traceback(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _nothing() -> None:
-    """Messages are not marked."""
 
 
 def rank_prefix(rank: int, world_size: int, node: str) -> str:
