@@ -279,21 +279,20 @@ def _action(name: str) -> str | None:
 def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bool) -> None:
     """Log a window's values; on all ranks, which have the same."""
     tokens = window.tokens_per_second
-    if tokens is not None:
-        module.log("tokens/s", round(tokens), prog_bar=True)
-        module.log("tokens/s/device", round(tokens / window.devices))
-    if window.padding_share is not None:
-        module.log("padding_share", window.padding_share)
-    module.log("samples/s", window.samples_per_second, prog_bar=tokens is None)
-    module.log("samples/s/device", window.samples_per_second_per_device)
-    for name in ("step_seconds", "data_share", "checkpoint_seconds"):
-        module.log(name, getattr(window, name))
-    if window.mfu is not None:
-        module.log("mfu", window.mfu, prog_bar=True)
-    module.log("memory/rank", float(window.largest_rank))
-    module.log(f"memory/{'resident' if on_cpu else 'allocated'}_gib", window.allocated / 2**30)
-    if not on_cpu:
-        module.log("memory/reserved_gib", window.reserved / 2**30)
+    values = {
+        "tokens/s": None if tokens is None else round(tokens),
+        "tokens/s/device": None if tokens is None else round(tokens / window.devices),
+        "padding_share": window.padding_share,
+        "samples/s": window.samples_per_second,
+        "samples/s/device": window.samples_per_second_per_device,
+        **{name: getattr(window, name) for name in ("step_seconds", "data_share", "checkpoint_seconds", "mfu")},
+        "memory/rank": float(window.largest_rank),
+        f"memory/{'resident' if on_cpu else 'allocated'}_gib": window.allocated / 2**30,
+        "memory/reserved_gib": None if on_cpu else window.reserved / 2**30,
+    }
+    for name, value in values.items():
+        if value is not None:
+            module.log(name, value, prog_bar=name in ("mfu", "samples/s" if tokens is None else "tokens/s"))
 
 
 class StepFlops:

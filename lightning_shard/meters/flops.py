@@ -71,7 +71,9 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
         outputs = _outputs(function())
         forward = counted.total()
         counted.in_backward = True
-        _backward(outputs)
+        if leaves := _leaves(outputs):
+            # It leaves ``.grad`` alone, and with it hooks that wait for a gradient to be complete.
+            torch.autograd.grad([output.sum() for output in outputs], leaves, allow_unused=True)
     return FlopCount(forward=forward, backward=counted.total() - forward)
 
 
@@ -107,11 +109,12 @@ class _ModelFlops:
         masks them only afterwards.
         """
         flops = attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
-        self._add(flops if self._counts() else 0)
-        return _Attention.apply(query, key, value, attn_mask, lambda: self._add(2 * flops))
+        self.attention += flops if self._counts() else 0
 
-    def _add(self, flops: int) -> None:
-        self.attention += flops
+        def add_backward() -> None:
+            self.attention += 2 * flops
+
+        return _Attention.apply(query, key, value, attn_mask, add_backward)
 
 
 class _Attention(torch.autograd.Function):
@@ -171,13 +174,6 @@ def _outputs(output: object) -> list[Tensor]:
     if isinstance(output, list | tuple):
         return [tensor for item in output for tensor in _outputs(item)]
     return []
-
-
-def _backward(outputs: list[Tensor]) -> None:
-    """A backward pass that leaves ``.grad`` alone, and with it hooks that wait for a gradient to be complete."""
-    leaves = _leaves(outputs)
-    if leaves:
-        torch.autograd.grad([output.sum() for output in outputs], leaves, allow_unused=True)
 
 
 def _leaves(outputs: list[Tensor]) -> list[Tensor]:
@@ -255,13 +251,10 @@ def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
     return 2 * prod(steps.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
 
-def _recurrent_backward(*args: Any, **more: Any) -> int:
-    return 2 * _recurrent(*args, **more)
-
-
-_RECURRENT = dict.fromkeys(tracing.RECURRENT, _recurrent) | dict.fromkeys(
-    tracing.RECURRENT_BACKWARD, _recurrent_backward
-)
+_RECURRENT = {
+    **dict.fromkeys(tracing.RECURRENT, _recurrent),
+    **dict.fromkeys(tracing.RECURRENT_BACKWARD, lambda *args, **more: 2 * _recurrent(*args, **more)),
+}
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:

@@ -43,9 +43,9 @@ def account(held: Iterable[Resident], *, known: set[Storage] | None = None) -> M
 def storages(tensor: Tensor) -> Iterator[tuple[Storage, int]]:
     """The memory behind a tensor, with its bytes: a DTensor's and other wrappers' is that of the tensors inside."""
     for storage in _untyped(tensor):
-        with suppress(NotImplementedError, RuntimeError):  # On the meta device.
-            if (size := storage.nbytes()) and (address := storage.data_ptr()):
-                yield (storage.device, address), size
+        # On the meta device there is no address.
+        if (size := storage.nbytes()) and (address := storage.data_ptr()):
+            yield (storage.device, address), size
 
 
 def _untyped(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -56,7 +56,7 @@ def _untyped(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             if isinstance(inner := getattr(tensor, name), Tensor):
                 yield from _untyped(inner)
         return
-    with suppress(NotImplementedError, RuntimeError):  # A tensor without storage: sparse.
+    with suppress(NotImplementedError):  # A tensor without storage: sparse.
         yield tensor.untyped_storage()
 
 

@@ -1,7 +1,7 @@
 """Memory accounts as tables to read."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -53,13 +53,12 @@ _REASONS = {
 
 def to_numbers(account: MemoryAccount) -> list[int]:
     """The bytes of each kind in each place, for ranks to exchange."""
-    return [getattr(getattr(account, place), kind) for place in PLACES for kind in KINDS]
+    return [number for place in astuple(account) for number in place]
 
 
 def from_numbers(numbers: Sequence[int]) -> MemoryAccount:
-    kinds = [dict(zip(KINDS, numbers[i * len(KINDS) :], strict=False)) for i in range(len(PLACES))]
-    parts = {place: KindBytes(**values) for place, values in zip(PLACES, kinds, strict=True)}
-    return MemoryAccount(**parts)
+    values = iter(numbers)
+    return MemoryAccount(**{place: KindBytes(**dict(zip(KINDS, values, strict=False))) for place in PLACES})
 
 
 _STEPPED = frozenset({"masters", "optimizer"})
@@ -116,13 +115,11 @@ def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> Iter
 
 
 def _activations(activations: int, checkpointing: bool) -> Iterator[Suggestion]:
-    known = activations > 0
-    yield Suggestion(
-        text="half the batch size, with accumulate_grad_batches doubled", saves=activations // 2 if known else None
-    )
+    text = "half the batch size, with accumulate_grad_batches doubled"
+    yield Suggestion(text=text, saves=activations // 2 or None)
     if not checkpointing:
         text = "activation_checkpointing: units (at most, less what one unit keeps)"
-        yield Suggestion(text=text, saves=activations if known else None)
+        yield Suggestion(text=text, saves=activations or None)
 
 
 def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:
@@ -143,22 +140,15 @@ _WORDS = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error``, or what it was raised from, says so."""
-    return any(_says_so(each) for each in _causes(error))
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    seen: list[BaseException] = []
     following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
+    while following is not None and following not in seen:
+        said = isinstance(following, RuntimeError) and any(words in str(following) for words in _WORDS)
+        if said or isinstance(following, torch.OutOfMemoryError | MemoryError):
+            return True
+        seen.append(following)
         following = following.__cause__ or following.__context__
+    return False
 
 
 def append_to_message(error: BaseException, text: str) -> None:

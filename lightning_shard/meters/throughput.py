@@ -50,18 +50,12 @@ def batch_size(batch: Any, *, tokens_key: str | int | None = None, mask_key: str
 def _real(batch: Any, tensors: Sequence[Tensor], tokens: Tensor, mask_key: str | int | None) -> Tensor | None:
     mask = _entry(batch, mask_key if mask_key is not None else "attention_mask")
     if mask is not None and mask.shape == tokens.shape:
-        return _counted(mask)
+        return mask.sum() if mask.dtype == torch.bool else ((mask != 0) & (mask != IGNORED)).sum()
     labels = _entry(batch, "labels")
     others = [t for t in tensors if t is not tokens and t.shape == tokens.shape and _is_tokens(t)]
     if labels is None or labels.shape != tokens.shape:
         labels = others[0] if others else None
     return None if labels is None else (labels != IGNORED).sum()
-
-
-def _counted(mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask.sum()
-    return ((mask != 0) & (mask != IGNORED)).sum()
 
 
 def _entry(batch: Any, key: str | int | None) -> Tensor | None:
@@ -230,13 +224,13 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
             rows.append((label, *(form.format(value) for value in _spread(values))))
     last = windows[-1]
     steps = sum(window.steps for window in counted)
-    lines = [
+    memory = "resident" if on_cpu else f"allocated, {size_text(last.reserved)} reserved"
+    lines = (
         f"Throughput: {steps} optimizer steps in {len(counted)} windows, {last.devices} devices",
         columns(rows, numbers=True),
-    ]
-    lines.append(f"time blocked in checkpoints: {blocked:.1f} s")
-    memory = "resident" if on_cpu else f"allocated, {size_text(last.reserved)} reserved"
-    lines.append(f"peak memory: {size_text(last.allocated)} {memory}, most on rank {last.largest_rank}")
+        f"time blocked in checkpoints: {blocked:.1f} s",
+        f"peak memory: {size_text(last.allocated)} {memory}, most on rank {last.largest_rank}",
+    )
     return "\n".join(lines)
 
 

@@ -81,10 +81,10 @@ def install_casts(
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
     ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics. Modules
-    with running statistics compute in fp32 instead (`_compute_in_fp32`). The parameters of ``whole`` modules no engine
-    casts: they are cast here, for the time of their forward. ``output`` is what ``root``'s own code receives floating
-    outputs of modules in (None: as they computed them); what modules hand to each other stays in ``dtype``. Returns a
-    function that takes all of it back.
+    with running statistics compute in fp32 instead. The parameters of ``whole`` modules no engine casts: they are cast
+    here, for the time of their forward. ``output`` is what ``root``'s own code receives floating outputs of modules in
+    (None: as they computed them); what modules hand to each other stays in ``dtype``. Returns a function that takes all
+    of it back.
     """
     undo: list[Callable[[], None]] = []
 
@@ -95,8 +95,11 @@ def install_casts(
     for module in root.modules():
         if module in left_out:
             continue
-        if _has_running_statistics(module):
-            undo.append(_compute_in_fp32(module))
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            # torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its
+            # kernels take 16-bit inputs with fp32 weights, compute in fp32, keep the input as it is for backward, and
+            # return its dtype.
+            undo.append(compute_in(module, torch.float32))
         elif any(p.is_floating_point() for p in module.parameters()):
             undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
     undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
@@ -194,28 +197,8 @@ def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
     return nested
 
 
-def _has_running_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None
-
-
-def _compute_in_fp32(module: nn.Module) -> Callable[[], None]:
-    """Run ``module`` in fp32 from its parameters as they are seen (rounded to the compute dtype).
-
-    torch refuses 16-bit weights together with fp32 running statistics, and 16-bit statistics would drift. Its kernels
-    take 16-bit inputs with fp32 weights, compute in fp32, and keep the input as it is for backward. The output has the
-    input's dtype.
-    """
-    original = module.forward
-
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with _seen_in(module, torch.float32):
-            return original(x, *args, **kwargs)
-
-    return replace_forward(module, forward)
-
-
 def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Run ``module`` on its parameters, and those of the modules in it, rounded to ``dtype``."""
+    """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

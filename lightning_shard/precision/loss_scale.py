@@ -85,7 +85,6 @@ class LossScaleState:
 
 
 def initial_state(scaling: LossScaling) -> LossScaleState:
-    """The state before the first step."""
     return LossScaleState(scale=scaling.initial, good_steps=0, overflows_left=scaling.hysteresis)
 
 
@@ -112,7 +111,6 @@ def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -
 
 
 def state_to_dict(state: LossScaleState) -> dict[str, Any]:
-    """Plain numbers for a checkpoint."""
     return asdict(state)
 
 

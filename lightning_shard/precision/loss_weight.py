@@ -73,9 +73,7 @@ class LossWeights:
     def __init__(self, key: str | None, *, ranks: int, device: torch.device, scaled: bool) -> None:
         """``key``: as `WeightKey.parse` takes it; ``scaled``: the loss is multiplied by a loss scale besides."""
         self._key = None if key is None else WeightKey.parse(key)
-        self._ranks = ranks
-        self._device = device
-        self._scaled = scaled
+        self._ranks, self._device, self._scaled = ranks, device, scaled
         self.given: bool | None = None
         """Whether the losses come with weights, the same on every rank; None before the first."""
         self._weight: Tensor | None = None  # of the loss whose backward comes next

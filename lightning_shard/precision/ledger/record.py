@@ -40,7 +40,6 @@ class Entry:
     stages: dict[str, set[torch.dtype]] = field(default_factory=dict)
 
     def add(self, stage: str, dtype: torch.dtype) -> None:
-        """Note that it was seen in ``dtype``."""
         self.stages.setdefault(stage, set()).add(dtype)
 
     def column(self, stage: str) -> set[torch.dtype]:
@@ -142,14 +141,12 @@ class Violation:
     required: str
 
     def text(self) -> str:
-        """What is where in which dtype, and which it must be."""
         slot = self.stage.removeprefix(STATE)
         where = _WHERE.get(self.stage) or f"in the optimizer's state {slot!r}"
         return f"{self.name} is {self.found} {where}, required is {self.required}"
 
     @property
     def fix(self) -> str:
-        """What to do about it."""
         return _FIX.get(self.stage) or _FIX[STATE]
 
 

@@ -56,7 +56,6 @@ class Recorder:
         self._stepped: list[Optimizer] = []
 
     def tensors(self, stage: str) -> None:
-        """Note the dtype of every parameter, buffer and metric state."""
         for name, kind, tensor in _named_tensors(self._root):
             entry = self._entries.setdefault(name, Entry(kind=kind))
             if stage != "loaded" and kind in ("trainable", "frozen") and self._steps_masters():
@@ -73,9 +72,8 @@ class Recorder:
 
     def held(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Note the dtype of gradients, by their parameters' FQNs, that wait for those of further micro-batches."""
-        if self.recording:
-            for name, gradient in gradients:
-                self._add(name, "accumulated", gradient)
+        for name, gradient in gradients:
+            self._add(name, "accumulated", gradient)
 
     def _steps_masters(self) -> bool:
         return any(self._masters(optimizer) is not None for optimizer in self._optimizers)
@@ -96,11 +94,9 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        """Whether hooks are installed."""
         return bool(self._undo)
 
     def start(self) -> None:
-        """Install the hooks."""
         names = {id(p): name for name, p in self._root.named_parameters()}
         for module in self._root.modules():
             for attribute, parameter in _own(module):
@@ -228,7 +224,6 @@ class Recorder:
         return len(stepped) == len(self._optimizers) or len(self._stepped) > len(stepped)
 
     def ledger(self) -> Ledger:
-        """What was seen so far."""
         return Ledger(entries=self._entries, reductions=tuple(self._reductions), loss=frozenset(self._losses))
 
 
