@@ -38,7 +38,6 @@ def set_rank(rank: int) -> None:
 
 
 def layer_sync(strategy: ParallelStrategy) -> Any:
-    """The plugin that ``Trainer(sync_batchnorm=True)`` set, or None."""
     return strategy._layer_sync
 
 

@@ -51,7 +51,6 @@ class Replacements:
     """What one run has replaced; nothing else in this package sets such an attribute of a Lightning object."""
 
     def __init__(self) -> None:
-        """Nothing is replaced yet."""
         self._before: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:

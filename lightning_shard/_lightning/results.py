@@ -5,8 +5,7 @@ batches after the resume. An entry is created by the first ``log`` call of its k
 gives it the earlier batches' sum before the value is added, so that the order of additions is the uninterrupted run's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,11 +34,12 @@ def log_full_values(replacements: Replacements, module: LightningModule) -> None
 
     What is logged is the full value, the same on every rank.
     """
-    replacements.replace(module, "log", partial(_log_full, module.log))
+    log = module.log
 
+    def log_full(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
 
-def _log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    log(name, value.full_tensor() if isinstance(value, DTensor) else value, *args, **kwargs)
+    replacements.replace(module, "log", log_full)
 
 
 def training_results_state(trainer: Trainer) -> dict[str, Any]:
@@ -251,16 +251,12 @@ def _new_entry(trainer: Trainer, saved: Mapping[str, Any]) -> _ResultMetric | No
 
 
 def _metric(module: LightningModule, name: str | None) -> Metric | None:
-    try:
-        found = module.get_submodule(name) if name else None
-    except AttributeError:
-        return None
+    found = dict(module.named_modules(remove_duplicate=False)).get(name) if name else None
     return found if isinstance(found, Metric) else None
 
 
 def _reset_metrics(module: LightningModule, names: list[str]) -> None:
-    for name in names:
-        metric = _metric(module, name)
+    for metric in (_metric(module, name) for name in names):
         if metric is not None:
             metric.reset()
 
@@ -278,7 +274,9 @@ def _merged_entries(by_rank: list[dict[str, Any]], *, rank: int, world_size: int
         entry = dict(parts[0]) if parts else _neutral(anyone)
         for part in parts[1:]:
             if "value" in entry and "value" in part:
-                entry["value"] = _reduced(entry["meta"]["reduce_fx"], entry["value"], part["value"])
+                # Of a mean, the sum of values times batch sizes.
+                merge = {"min": torch.minimum, "max": torch.maximum}.get(entry["meta"]["reduce_fx"], torch.add)
+                entry["value"] = merge(entry["value"], part["value"])
             if "weight" in entry and "weight" in part:
                 entry["weight"] = entry["weight"] + part["weight"]
             entry["count"] += part["count"]
@@ -298,11 +296,3 @@ def _neutral(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "weight" in entry:
         neutral["weight"] = torch.zeros_like(entry["weight"])
     return neutral
-
-
-def _reduced(reduction: str, one: Tensor, other: Tensor) -> Tensor:
-    if reduction == "min":
-        return torch.minimum(one, other)
-    if reduction == "max":
-        return torch.maximum(one, other)
-    return one + other  # of a mean, the sum of values times batch sizes

@@ -25,12 +25,10 @@ _KEYS = 512  # of one request: one with 16,384 is never answered (torch 2.13)
 
 
 def multi_get(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """The values of keys that are all there."""
     return [value for part in _parts(keys) for value in store.multi_get(part)]
 
 
 def multi_set(store: Store, keys: Sequence[str], value: str) -> None:
-    """Give all keys one value."""
     for part in _parts(keys):
         store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]
 
@@ -93,7 +91,7 @@ def connect(place: Place, seconds: float) -> Store:
         socket.getaddrinfo(place.address, place.port)
     except OSError as error:
         raise ConfigurationError(
-            f"[rank {place.rank} on {_node()}] the main address {place.address!r} can't be resolved "
+            f"[rank {place.rank} on {socket.gethostname()}] the main address {place.address!r} can't be resolved "
             f"({error.strerror}). Set MASTER_ADDR to a name or an address of rank 0's node that all know."
         ) from error
     deadline = time.monotonic() + seconds
@@ -125,12 +123,12 @@ def connect(place: Place, seconds: float) -> Store:
     store = found[0] if found else RuntimeError(f"no answer in {seconds:g} s")
     if isinstance(store, RuntimeError) and keeps:
         raise ConfigurationError(
-            f"[rank 0 on {_node()}] port {place.port} can't be listened on, most likely since another process "
-            f"does: set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
+            f"[rank 0 on {socket.gethostname()}] port {place.port} can't be listened on, most likely since another "
+            f"process does: set MASTER_PORT to a free one. ({str(store).splitlines()[0]})"
         ) from store
     if isinstance(store, RuntimeError):
         raise ConfigurationError(
-            f"[rank {place.rank} on {_node()}] rank 0 did not answer at {where} in {seconds:g} s "
+            f"[rank {place.rank} on {socket.gethostname()}] rank 0 did not answer at {where} in {seconds:g} s "
             "(init_timeout_seconds): it has not started or has failed, which its own log says, or a firewall is "
             "between the nodes, or MASTER_ADDR is another host."
         ) from store
@@ -162,8 +160,9 @@ def _allow_connections(ranks: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigurationError(
-            f"rank 0 on {_node()} keeps connections of {ranks} ranks, {_CONNECTIONS} of each, and may have {hard} "
-            f"files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that starts processes)."
+            f"rank 0 on {socket.gethostname()} keeps connections of {ranks} ranks, {_CONNECTIONS} of each, and may "
+            f"have {hard} files open. Raise the limit to {needed} (ulimit -n, or LimitNOFILE of the service that "
+            "starts processes)."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -188,7 +187,10 @@ def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Pa
         store.set("verdict", verdict)
     else:
         # Rank 0 waits for the late for as long as this, and its answer takes a moment.
-        _answer_questions(store, place.rank, 2 * seconds + 2 * _FOLDER_SECONDS)
+        if not wait_for(store, ["question"], 2 * seconds + 2 * _FOLDER_SECONDS):
+            probe = json.loads(store.get("question")).get("probe")
+            answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
+            store.set(f"answer/{place.rank}", json.dumps(answer))
     verdict = store.get("verdict").decode()
     if verdict:
         store.set(f"read/{place.rank}", "")
@@ -233,14 +235,6 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     skewed = [rank for rank, seconds_off in off.items() if abs(seconds_off) > CLOCK_SECONDS + took]
     warnings = [f"the clock of {_ranks(skewed, facts)} is {off[skewed[0]]:+.0f} s off that of rank 0"] if skewed else []
     return "", warnings
-
-
-def _answer_questions(store: Store, rank: int, seconds: float) -> None:
-    if wait_for(store, ["question"], seconds):
-        return
-    probe = json.loads(store.get("question")).get("probe")
-    answer = {"time": time.time(), "sees": probe is None or _sees(Path(probe))}
-    store.set(f"answer/{rank}", json.dumps(answer))
 
 
 def _read_facts(told: Sequence[bytes]) -> list[Mapping[str, Any]]:
@@ -308,7 +302,3 @@ def _sees(path: Path) -> bool:
             pass
         time.sleep(0.2)
     return False
-
-
-def _node() -> str:
-    return socket.gethostname()

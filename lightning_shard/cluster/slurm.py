@@ -158,8 +158,6 @@ _FIRST_PORT, _PORTS = 15000, 17000  # below the ports that systems give to outgo
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the Trainer counts on."""
-
     nodes: int  # ``num_nodes``.
     devices: int  # Processes on each node.
     # Who starts the processes: ``"slurm"``, ``"torchrun"``, or anything else (Lightning itself, MPI, ...).
@@ -191,7 +189,12 @@ def check_launch(job: SlurmJob | None, launch: Launch, environ: Mapping[str, str
             )
         return
     _check_numbers(job, launch, wanted)
-    _check_gpus(job, launch, environ)
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if launch.gpu and gpus.isdigit() and int(gpus) < launch.devices:
+        raise ConfigurationError(
+            f"devices is {launch.devices}, but SLURM gave job {job.label} {gpus} GPUs on this node. Set "
+            f"#SBATCH --gpus-per-node={launch.devices}, or devices: {gpus}."
+        )
 
 
 def _check_own_launcher(job: SlurmJob, launch: Launch, wanted: str) -> None:
@@ -233,15 +236,6 @@ def _check_numbers(job: SlurmJob, launch: Launch, wanted: str) -> None:
         raise ConfigurationError(
             f"devices is {launch.devices}, but SLURM runs {count} {'task' if count == 1 else 'tasks'} on node {node} "
             f"of the step. Set #SBATCH --ntasks-per-node={launch.devices} (one for each device), or devices: {count}."
-        )
-
-
-def _check_gpus(job: SlurmJob, launch: Launch, environ: Mapping[str, str]) -> None:
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    if launch.gpu and gpus.isdigit() and int(gpus) < launch.devices:
-        raise ConfigurationError(
-            f"devices is {launch.devices}, but SLURM gave job {job.label} {gpus} GPUs on this node. Set "
-            f"#SBATCH --gpus-per-node={launch.devices}, or devices: {gpus}."
         )
 
 

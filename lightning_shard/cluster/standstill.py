@@ -24,7 +24,6 @@ class Report:
     last: Mapping[str, int]
 
     def place(self) -> str:
-        """In words."""
         where = f"in {self.phase} after step {self.step}"
         if self.waits is None:
             return where + self.line

@@ -101,7 +101,6 @@ class Watch:
     # The main thread
 
     def start(self) -> None:
-        """Begin to watch and to be watched."""
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             if not faulthandler.is_enabled():
                 # NCCL's watchdog aborts a process whose collective does not end in time.

@@ -126,7 +126,6 @@ class Planner:
         return Traces(one=one, two=two)
 
     def without_activations(self, reason: object) -> None:
-        """Trace nothing, and note why."""
         self.training_step = self.batch = None
         self.notes.append(f"ESTIMATE WITHOUT ACTIVATIONS: {reason}")
 
@@ -236,7 +235,6 @@ class Run:
         return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
 
     def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:
-        """The account at the moment when the device holds most."""
         return peak(self.points(engine, batch)).account
 
 

@@ -18,8 +18,6 @@ FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One engine of a comparison."""
-
     name: str
     checkpointing: Checkpointing = None
     refused: str = ""  # Why the engine does not run this configuration; "": it does.
@@ -156,7 +154,6 @@ def _reason(best: Row, count: str, memory: int) -> str:
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw without matplotlib, and say how to install it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

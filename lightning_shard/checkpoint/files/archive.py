@@ -25,7 +25,6 @@ from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
-from lightning_shard.tensors.tracing import tree_map
 
 require(torch.UntypedStorage, "_checkpoint_offset", tested="torch 2.11 to 2.13")
 require(torch.TypedStorage, "_pickle_storage_type", tested="torch 2.11 to 2.13")
@@ -203,7 +202,11 @@ def _identity(info: os.stat_result) -> tuple[int, ...]:
 
 def materialize(value: Any) -> Any:
     """``value`` with a tensor in the place of every `StoredTensor`; all of them are read."""
-    return tree_map(lambda part: part.read() if isinstance(part, StoredTensor) else part, value)
+    if isinstance(value, StoredTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: materialize(part) for key, part in value.items()}
+    return type(value)(map(materialize, value)) if type(value) in (list, tuple) else value
 
 
 # A meta tensor, kept so that its id stays its own, and what stands for it.

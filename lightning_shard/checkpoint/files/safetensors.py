@@ -1,14 +1,11 @@
 """Reading slices of tensors from one safetensors file or an index of many."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -30,21 +27,13 @@ class Entry:
     shape: tuple[int, ...]
 
 
-class SafetensorsReader:
+class SafetensorsReader(ExitStack):
     """Reads boxes of tensors; the files are mapped, not loaded, while it is open."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._opened: dict[Path, Any] = {}
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.clear()
-        self._stack.close()
+        self.callback(self._opened.clear)
 
     def entries(self, path: str | os.PathLike[str]) -> dict[str, Entry]:
         """Key to entry of every tensor in the file, the index (``*.index.json``) or the directory ``path``.
@@ -77,7 +66,7 @@ class SafetensorsReader:
             if not file.is_file():
                 raise CheckpointCorruptError(f"{file} is no regular file")
             try:
-                self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                self._opened[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointCorruptError(f"{file} is no whole safetensors file: {error}") from error
         return self._opened[file]
