@@ -80,6 +80,12 @@ def parse_flops(text: str) -> float:
     return float(peak)
 
 
+def first_line(error: BaseException, *, most: int = 200) -> str:
+    """An error's type and the first line of what it says, of at most ``most`` characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:most]}" if lines else type(error).__name__
+
+
 def show_bytes(count: float) -> str:
     """``"12.3 GB"``, ``"0"``: three digits, decimal units."""
     if count < 1:

@@ -23,6 +23,7 @@ from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
 from lightning_shard.precision.policy import BITS
 from lightning_shard.tensors.fake import meta_copy, put_on_device
+from lightning_shard.text import first_line
 
 
 class ThroughputCallback(Callback):
@@ -314,7 +315,7 @@ class StepFlops:
             try:
                 self._copy = _without_side_effects(meta_copy(module))
             except Exception as error:
-                self.why_not = f"it can't be copied ({_short(error)})"
+                self.why_not = f"it can't be copied ({first_line(error)})"
 
     @property
     def ready(self) -> bool:
@@ -334,7 +335,7 @@ class StepFlops:
         try:
             self.count = count_flops(step)
         except Exception as error:
-            self.why_not = f"its training_step does not run without values ({_short(error)})"
+            self.why_not = f"its training_step does not run without values ({first_line(error)})"
 
 
 def _without_side_effects(module: LightningModule) -> LightningModule:
@@ -351,11 +352,6 @@ def _without_side_effects(module: LightningModule) -> LightningModule:
             value: Any = (lambda *args, **kwargs: {}) if empty else (lambda *args, **kwargs: torch.zeros(()))
             vars(part).update(forward=value, compute=value, update=nothing, reset=nothing)
     return module
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def compute_dtype(trainer: Trainer) -> torch.dtype:

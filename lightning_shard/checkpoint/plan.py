@@ -28,8 +28,7 @@ from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes by dim."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes by dim.
 
 # Of each box in a file, beside its values: the archive that torch.save makes of it.
 _OVERHEAD_BYTES = 1600
@@ -81,7 +80,9 @@ class Plans:
         if self._plan is not None and signature == self._signature:
             return True
         for key, tensor in tensors.items():
-            _check_savable(key, tensor)
+            if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
+                what = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
+                raise CheckpointError(f"{key} is {what}; only dense tensors with values can be saved")
         self._local = tuple(_local(key, tensor, slots.get(key)) for key, tensor in tensors.items())
         self._signature, self._plan = signature, None
         return False
@@ -190,12 +191,6 @@ def _spread(tensors: Mapping[str, LocalTensor], owners: _Owners, size: int) -> d
         load[writer] += _OVERHEAD_BYTES - negative_bytes
         chosen[key][box] = writer
     return chosen
-
-
-def _check_savable(key: str, tensor: Any) -> None:
-    if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
-        what = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
-        raise CheckpointError(f"{key} is {what}; only dense tensors with values can be saved")
 
 
 def _signature(tensor: Any) -> Any:

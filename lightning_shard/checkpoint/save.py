@@ -180,7 +180,14 @@ class Begun:
         for name, data in plan.described[1].items():
             files[name] = write_file(self.temporary / name, data)
         for name, entry in files.items():
-            _check_arrived(self.temporary / name, entry)
+            path = self.temporary / name
+            size = path.stat().st_size if path.exists() else None
+            if size != entry.size:
+                seen = "does not exist" if size is None else f"has {size} bytes"
+                raise CheckpointError(
+                    f"a rank wrote {entry.size} bytes to {path}, but on rank 0 it {seen}: save to a directory that all "
+                    "machines share"
+                )
         tensors = {
             key: TensorEntry(shape=tuple(entry.size), dtype=layout.dtype_name(entry.properties.dtype))
             for key, entry in plan.tensors.items()
@@ -198,16 +205,6 @@ class Begun:
         )
         write_file(self.temporary / layout.MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)
-
-
-def _check_arrived(path: Path, entry: layout.FileEntry) -> None:
-    size = path.stat().st_size if path.exists() else None
-    if size != entry.size:
-        seen = "does not exist" if size is None else f"has {size} bytes"
-        raise CheckpointError(
-            f"a rank wrote {entry.size} bytes to {path}, but on rank 0 it {seen}: save to a directory that all "
-            "machines share"
-        )
 
 
 def begin_any(ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:

@@ -15,8 +15,7 @@ from lightning_shard.arguments import checked_fields
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.errors import ConfigurationError
 
-TIME_LIMIT = 255
-"""What `Agreement` carries in place of a signal's number when the time is nearly up."""
+TIME_LIMIT = 255  # What `Agreement` carries in place of a signal's number when the time is nearly up.
 
 
 @checked_fields("preemption")
@@ -101,8 +100,7 @@ class SignalFlag:
     """
 
     def __init__(self) -> None:
-        self.received = 0
-        """The number of the last signal, 0 before the first."""
+        self.received = 0  # The number of the last signal, 0 before the first.
         self._before: dict[int, Any] = {}
 
     def take_over(self, names: tuple[str, ...]) -> bool:

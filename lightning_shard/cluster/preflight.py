@@ -48,9 +48,7 @@ def _parts(keys: Sequence[str]) -> list[list[str]]:
     return [list(keys[first : first + _KEYS]) for first in range(0, len(keys), _KEYS)]
 
 
-CLOCK_SECONDS = 30.0
-"""How far clocks may be apart before it is said: the newest of two checkpoints is told by them."""
-
+CLOCK_SECONDS = 30.0  # How far clocks may be apart before it is said: the newest of two checkpoints is told by them.
 _CONNECTIONS = 2  # of each rank to the store: the process group's, and that of the ranks' watch
 _OWN_FILES = 1000  # of rank 0 itself
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from lightning_shard.errors import ConfigurationError
 
-COMMAND_SECONDS = 30.0
-"""How long one of SLURM's commands may take: a busy controller answers late, a dead one never."""
+COMMAND_SECONDS = 30.0  # How long one of SLURM's commands may take: a busy controller answers late, a dead one never.
 
 
 @dataclass(frozen=True, kw_only=True)

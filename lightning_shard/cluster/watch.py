@@ -29,12 +29,8 @@ from lightning_shard.cluster import standstill, traces
 from lightning_shard.cluster.preflight import Place, multi_get, multi_set
 from lightning_shard.cluster.standstill import Progress, Report
 
-INTERVAL_SECONDS = 1.0
-"""Between two signs of life; longer with more than 4,096 ranks, which all speak to one process."""
-
-GRACE_SECONDS = 5.0
-"""How long a main thread has to end by itself once the cause is known."""
-
+INTERVAL_SECONDS = 1.0  # Between two signs of life; longer with more than 4,096 ranks, which all speak to one process.
+GRACE_SECONDS = 5.0  # How long a main thread has to end by itself once the cause is known.
 _PART_OF_TIMEOUT, _COLLECTIVES_SECONDS = 0.8, 5.0  # how late a collective is told of, and how often that is looked at
 
 _FAREWELL_SECONDS = 3.0  # how long ranks wait for each other's last words

@@ -96,8 +96,7 @@ class StepMeter:
         self._held = held
         self._gathered = gathered or partial(unsharded, module)
         self._saved: WeakSet[_Saved] = WeakSet()
-        self._kept: list[_Saved] = []
-        """What selective checkpointing keeps, which autograd does not know of."""
+        self._kept: list[_Saved] = []  # What selective checkpointing keeps, which autograd does not know of.
         # Not their addresses, which activations get as soon as an engine has freed what was gathered.
         self._whole: WeakSet[torch.UntypedStorage] = WeakSet()
         self._hooks: list[RemovableHandle] = []

@@ -94,7 +94,12 @@ def suggestions(
     The account is measured or predicted; suggested presets of an ``aligned`` run keep the precision contract too;
     ``checkpointing`` says whether activations are checkpointed already.
     """
-    found = [*_presets(account, engine, aligned), *_activations(account.device.activations, checkpointing)]
+    activations = account.device.activations
+    text = "half the batch size, with accumulate_grad_batches doubled"
+    found = [*_presets(account, engine, aligned), Suggestion(text=text, saves=activations // 2 or None)]
+    if not checkpointing:
+        text = "activation_checkpointing: units (at most, less what one unit keeps)"
+        found.append(Suggestion(text=text, saves=activations or None))
     return sorted(found, key=lambda suggestion: -1 if suggestion.saves is None else suggestion.saves, reverse=True)
 
 
@@ -112,14 +117,6 @@ def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> Iter
         if after < 0.99 * now:
             suffix = "_aligned" if aligned else ""
             yield Suggestion(text=f"strategy: {name}{suffix}", saves=round(now - after))
-
-
-def _activations(activations: int, checkpointing: bool) -> Iterator[Suggestion]:
-    text = "half the batch size, with accumulate_grad_batches doubled"
-    yield Suggestion(text=text, saves=activations // 2 or None)
-    if not checkpointing:
-        text = "activation_checkpointing: units (at most, less what one unit keeps)"
-        yield Suggestion(text=text, saves=activations or None)
 
 
 def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:

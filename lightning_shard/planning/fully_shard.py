@@ -12,9 +12,9 @@ import torch
 
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
+from lightning_shard.planning.facts import ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
-from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device, with_segment
+from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, with_segment
 from lightning_shard.planning.traffic import Collective
 
 
@@ -75,43 +75,32 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
     waiting = waiting if training.micro_batches > 1 else 0
     computing = replace(resident, gathered=of_root + gathered)
-    memory = StepMemory(
+    # What waits unsharded stays on the device under offload too, as do parameters that FSDP does not shard.
+    unsharded = waiting if at_boundary else 0
+    on_device = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
+
+    def account(kinds: KindBytes, unsharded: int, sharded: int) -> MemoryAccount:
+        """With gradients that stay on the device, and those that are offloaded with the shards."""
+        if not engine.cpu_offload:
+            return MemoryAccount(device=replace(kinds, gradients=unsharded + sharded))
+        host = KindBytes(parameters=kinds.parameters - on_device, optimizer=kinds.optimizer, gradients=sharded)
+        return MemoryAccount(device=replace(kinds, parameters=on_device, optimizer=0, gradients=unsharded), host=host)
+
+    reduced_so_far = gradients if engine.cpu_offload else max(gradients, waiting) - unsharded
+    return StepMemory(
         # The strategy drops the last step's gradients ahead of forward.
-        forward=on_device(computing, gradients=waiting, communication=in_forward),
-        backward=on_device(
-            computing, gradients=max(gradients, waiting) + unreduced, communication=in_backward + reduced
+        forward=account(replace(computing, communication=in_forward), unsharded, waiting - unsharded),
+        backward=account(
+            replace(computing, communication=in_backward + reduced), unreduced + unsharded, reduced_so_far
         ),
-        step=on_device(resident, gradients=gradients),
+        step=account(resident, 0, gradients),
         waiting=waiting,
     )
-    return _offloaded(memory, model, engine, master) if engine.cpu_offload else memory
 
 
 def _of_neighbours(values: Sequence[int], count: int) -> int:
     """The largest sum of ``count`` values that follow one another."""
     return max((sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1))), default=0)
-
-
-def _offloaded(memory: StepMemory, model: ModelFacts, engine: FSDPFacts, master: torch.dtype) -> StepMemory:
-    """Shards move to the host; parameters that FSDP does not shard and unsharded gradients stay on the device."""
-    stays = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
-    gradients, waiting = memory.step.device.gradients, memory.waiting
-    unsharded = waiting if engine.reduce_at_boundary else 0
-
-    def moved(account: MemoryAccount, of_device: int, of_host: int) -> MemoryAccount:
-        device = account.device
-        return MemoryAccount(
-            device=replace(device, parameters=stays, optimizer=0, gradients=of_device),
-            host=KindBytes(parameters=device.parameters - stays, optimizer=device.optimizer, gradients=of_host),
-        )
-
-    unreduced = memory.backward.device.gradients - max(gradients, waiting)
-    return StepMemory(
-        forward=moved(memory.forward, unsharded, waiting - unsharded),
-        backward=moved(memory.backward, unreduced + unsharded, gradients),
-        step=moved(memory.step, 0, gradients),
-        waiting=waiting,
-    )
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:

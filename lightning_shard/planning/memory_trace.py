@@ -26,6 +26,7 @@ from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 from lightning_shard.tensors import fake
 from lightning_shard.tensors.tracing import READ_NUMBER, storage_key, tree_leaves, tree_map
+from lightning_shard.text import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +226,8 @@ def explained(error: BaseException, operation: str) -> str:
     """What failed, where, and, where that is the reason, that there is no data."""
     place = error_location(error)
     at = f", at {place}" if place else ""
-    text = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
     operation = str(getattr(error, "func", operation))
-    told = f"the step can't be traced without data: operation {operation}{at} ({reason})"
+    told = f"the step can't be traced without data: operation {operation}{at} ({first_line(error, most=300)})"
     if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):
         told += ". A size or a branch that depends on values does that, and a kernel without a fake implementation "
         told += "(torch.library.register_fake)"

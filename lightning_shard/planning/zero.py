@@ -63,6 +63,8 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, 
     total = max(1, sum(elements.values()))
     gathered = gathered_elements(training.model, engine, trace.order) if engine.stage == 3 else {}
     forward, backward = memory.forward, memory.backward
+    before, after = forward.device.gradients, backward.device.gradients - memory.newest_gradient
+    communication = backward.device.communication - memory.copies_after_backward
     always_gathered = memory.step.device.gathered
     done: tuple[str, ...] = ()
     for segment in trace.segments:
@@ -71,7 +73,11 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, 
         device = replace(base.device, activations=segment.activations)
         if segment.has_gradients:
             reached = sum(elements[name] for name in {*done, *([] if engine.stage <= 1 else [segment.unit])})
-            device = replace(device, **_in_backward(engine, memory, reached, total))
+            # Stage 2 allocates its partition when the first bucket is full, stage 3 for the whole run.
+            made = (after - before) * (reached > engine.reduce_bucket_size)
+            if engine.stage <= 1:
+                made = int((after - before) * reached / total)
+            device = replace(device, gradients=before + made, communication=communication)
         if engine.stage <= 1 and not memory.waiting:
             # Gradients stay as backward made them, also in a unit of which some are missing.
             gradients = device.gradients + segment.peak_gradients
@@ -84,21 +90,10 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, 
     end = replace(
         backward.device,
         gathered=always_gathered,
-        gradients=backward.device.gradients - memory.newest_gradient - memory.freed_in_reduction,
+        gradients=after - memory.freed_in_reduction,
         activations=trace.segments[-1].end_activations,
     )
     yield Point(name="end of backward", account=replace(backward, device=end))
-
-
-def _in_backward(engine: DeepSpeedFacts, memory: StepMemory, reached: int, total: int) -> dict[str, int]:
-    """Gradients and communication of the device when backward has made those of ``reached`` of ``total`` elements."""
-    device = memory.backward.device
-    before, after = memory.forward.device.gradients, device.gradients - memory.newest_gradient
-    communication = device.communication - memory.copies_after_backward
-    if engine.stage <= 1:
-        return {"gradients": before + int((after - before) * reached / total), "communication": communication}
-    # Stage 2 allocates its partition when the first bucket is full, stage 3 for the whole run.
-    return {"gradients": after if reached > engine.reduce_bucket_size else before, "communication": communication}
 
 
 def collectives(training: Training, engine: DeepSpeedFacts) -> list[Collective]:

@@ -7,7 +7,7 @@ becomes with bf16 parameters and fp32 sums.
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -16,7 +16,6 @@ from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.step_memory import StepMemory, compute_bytes, on_device
-from lightning_shard.precision.policy import PrecisionPolicy
 
 
 def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
@@ -35,29 +34,36 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     offload = engine.optimizer_device != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
         return _bf16_optimizer(device + state, flat, training)
-    gradients = _gradients(training, engine, flat)
-    summed = gradients.full if engine.stage == 1 else gradients.own
-    summed = summed if training.micro_batches > 1 else 0
-    if offload:
-        return _offloaded(device, state, flat, gradients, policy, summed, engine.stage)
-    device += state
+    gradients, stage_1 = _gradients(training, engine, flat), engine.stage == 1
+    summed = (gradients.full if stage_1 else gradients.own) if training.micro_batches > 1 else 0
     # Stage 1 allocates its buckets in the first micro-batch, and frees them at the accumulation boundary.
-    waiting = summed if engine.stage == 1 else 0
-    # The optimizer steps with a flat copy, unless gradients are summed in a flat partition of the masters' dtype.
-    update = 0 if gradients.in_flat_partition and engine.accumulate == master else flat.own * master.itemsize
-    # Stage 2 allocates the gradients of its partition's parameters after the bucket's copies are freed.
-    late = 0 if gradients.in_flat_partition or summed else min(gradients.own, gradients.copies)
+    waiting = summed if stage_1 else 0
+    if offload:
+        # Masters, state and gradients are resident on the host; what is reduced passes through the device.
+        own, late, passing, update = gradients.own * gradients.in_flat_partition, 0, gradients.largest, 0
+        staging = flat.own * compute.itemsize + passing
+        if summed and not gradients.in_flat_partition:
+            staging += flat.overlapping * master.itemsize
+        host = state + KindBytes(gradients=flat.own * master.itemsize, communication=staging)
+    else:
+        device, host, own, passing = device + state, KindBytes(), gradients.own, 0
+        # The optimizer steps with a flat copy, unless gradients are summed in a flat partition of the masters' dtype.
+        update = 0 if gradients.in_flat_partition and engine.accumulate == master else flat.own * master.itemsize
+        # Stage 2 allocates the gradients of its partition's parameters after the bucket's copies are freed.
+        late = 0 if gradients.in_flat_partition or summed else min(own, gradients.copies)
+
+    def account(kept: int, communication: int) -> MemoryAccount:
+        return MemoryAccount(device=replace(device, gradients=kept, communication=communication), host=host)
+
     return StepMemory(
-        forward=on_device(device, gradients=summed, communication=gradients.buckets if waiting else 0),
-        backward=on_device(
-            device,
-            gradients=gradients.full if engine.stage == 1 else gradients.own + gradients.largest,
-            communication=gradients.buckets + gradients.copies,
+        forward=account(waiting or (own if summed else 0), passing + (gradients.buckets if waiting else 0)),
+        backward=account(
+            gradients.full if stage_1 else own + gradients.largest, gradients.buckets + gradients.copies + passing
         ),
-        step=on_device(device, gradients=gradients.own, communication=update),
+        step=account(own, passing + update),
         copies_after_backward=gradients.copies_after_backward,
-        newest_gradient=0 if engine.stage == 1 else gradients.largest,
-        freed_in_reduction=gradients.freed_in_reduction if engine.stage == 1 else late,
+        newest_gradient=0 if stage_1 else gradients.largest,
+        freed_in_reduction=gradients.freed_in_reduction if stage_1 else late,
         waiting=waiting,
     )
 
@@ -168,39 +174,3 @@ def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int
     numel = sum(p.numel for p in model.trainable)
     copies = min(numel, engine.reduce_bucket_size) * per_element
     return copies, copies if numel <= engine.reduce_bucket_size else 0
-
-
-def _offloaded(
-    device: KindBytes,
-    state: KindBytes,
-    flat: _Flat,
-    gradients: _Gradients,
-    policy: PrecisionPolicy,
-    summed: int,
-    stage: int,
-) -> StepMemory:
-    """Masters, state and gradients are resident on the host; what is reduced passes through the device."""
-    staging = flat.own * policy.compute.itemsize + gradients.largest
-    if summed and not gradients.in_flat_partition:
-        staging += flat.overlapping * policy.master.itemsize
-    host = state + KindBytes(gradients=flat.own * policy.master.itemsize, communication=staging)
-    own = gradients.own if gradients.in_flat_partition else 0
-    waiting = summed if stage == 1 else 0
-    forward = KindBytes(
-        gradients=waiting or (own if summed else 0),
-        communication=gradients.largest + (gradients.buckets if waiting else 0),
-    )
-    backward = KindBytes(
-        gradients=gradients.full if stage == 1 else own + gradients.largest,
-        communication=gradients.buckets + gradients.copies + gradients.largest,
-    )
-    step = KindBytes(gradients=own, communication=gradients.largest)
-    return StepMemory(
-        forward=MemoryAccount(device=device + forward, host=host),
-        backward=MemoryAccount(device=device + backward, host=host),
-        step=MemoryAccount(device=device + step, host=host),
-        copies_after_backward=gradients.copies_after_backward,
-        newest_gradient=0 if stage == 1 else gradients.largest,
-        freed_in_reduction=gradients.freed_in_reduction if stage == 1 else 0,
-        waiting=waiting,
-    )

@@ -131,15 +131,11 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
             yield from _inside(child)
 
 
-_depth = 0
-"""How many modules with a cast output are being called, one inside the other."""
-
-_autocast: dict[str, bool] = {}
-"""Device type to whether autocast was on where the outermost of them was called."""
+_depth = 0  # How many modules with a cast output are being called, one inside the other.
+_autocast: dict[str, bool] = {}  # Device type to whether autocast was on where the outermost of them was called.
 
 
-_LEAVING = 2**62
-"""The number of the hook after a module's call, which no other hook has."""
+_LEAVING = 2**62  # The number of the hook after a module's call, which no other hook has.
 
 
 def _cast_output(module: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:

@@ -20,8 +20,7 @@ from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.tensors import clipping
 
-LARGEST = 2.0**126
-"""The scale and its inverse are normal fp32 numbers up to here."""
+LARGEST = 2.0**126  # The scale and its inverse are normal fp32 numbers up to here.
 
 
 @checked_fields("loss_scale", error=PrecisionError)

@@ -26,8 +26,7 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.clipping import multiply
 from lightning_shard.tensors.full import to_host_later
 
-WEIGHT, REDUCTION = "weight", "reduction"
-"""Keys of what ``training_step`` returns, beside "loss"."""
+WEIGHT, REDUCTION = "weight", "reduction"  # Keys of what ``training_step`` returns, beside "loss".
 
 
 @dataclass(frozen=True, kw_only=True)

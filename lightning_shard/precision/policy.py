@@ -9,9 +9,7 @@ import torch
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-"""The precision strings that run."""
-
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")  # The precision strings that run.
 SHORT_FORMS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Lightning's short words for some of its precision strings, one of which does not run here."""
 

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume.iterable import Delegating
 
-_LOOKS = 64
-"""Samples of a worker process after which numbers that were drawn are not looked for any more."""
+_LOOKS = 64  # Samples of a worker process after which numbers that were drawn are not looked for any more.
 
 
 class DrawingDataset(Delegating, Dataset[Any]):

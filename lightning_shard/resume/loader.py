@@ -39,7 +39,7 @@ class Draws:
 class _Run:
     epoch: int | None
     shape: Shape
-    rng: dict[str, Any]  # At the start, as `generators`.
+    rng: dict[str, Any] | None  # At the start, as `generators`.
     generators: list[Any]
     attributes: dict[str, Any]
     # What random numbers of samples are seeded by: seed, epoch, iteration in the epoch.
@@ -140,32 +140,31 @@ class ResumableLoader(DelegatingLoader):
         """
         if self._pending is not None:
             return dict(self._pending)
-        run = self._run
-        shape = self._shape if run is None else run.shape
-        start, batches = (run.start, run.batches) if run else (0, 0)
-        left = shape.batches_left(start)
+        run = self._run or _Run(self._epoch, self._shape, None, [], {}, None, seeded=True)
+        left = run.shape.batches_left(run.start)
+        ended = self._run is not None and (run.ended or (left is not None and run.batches >= left))
         sampler = self._epoch_sampler()
         generators_now, attributes_now = self._generators.states()
         return {
-            "kind": shape.kind,
-            "epoch": run.epoch if run else self._epoch,
-            "samples": shape.position(start, batches),
-            "batches": batches + (run.start_batches if run else 0),
-            "finished": run is not None and (run.ended or (left is not None and batches >= left)),
-            "length": shape.length,
+            "kind": run.shape.kind,
+            "epoch": run.epoch,
+            "samples": run.shape.position(run.start, run.batches),
+            "batches": run.batches + run.start_batches,
+            "finished": ended,
+            "length": run.shape.length,
             "world_size": self._world_size,
-            "replicas": shape.replicas,
-            "batch_size": shape.batch_size,
+            "replicas": run.shape.replicas,
+            "batch_size": run.shape.batch_size,
             "seed": getattr(sampler, "seed", None),
             "shuffle": getattr(sampler, "shuffle", None),
-            "seeded": run.seeded if run else True,
-            "rng": run.rng if run else None,
-            "generators": run.generators if run else [],
-            "attributes": run.attributes if run else {},
+            "seeded": run.seeded,
+            "rng": run.rng,
+            "generators": run.generators,
+            "attributes": run.attributes,
             "generators_now": generators_now,
             "attributes_now": attributes_now,
             "states": self._states.saved(),
-            "draws": run.draws if run else None,
+            "draws": run.draws,
             "drawn": self._drawing.drawn,
         }
 
@@ -230,7 +229,9 @@ class ResumableLoader(DelegatingLoader):
         loaded, self._pending = self._pending, None
         inner, generators = self._inner, self._generators
         epoch = self._epoch
-        resumed = loaded if loaded and is_midway(loaded) and not _differ(loaded["epoch"], epoch) else None
+        begun = loaded if loaded is not None and is_midway(loaded) else None
+        other_epoch = begun is not None and None not in (begun["epoch"], epoch) and begun["epoch"] != epoch
+        resumed = None if other_epoch else begun
         keeps_workers = inner.persistent_workers and inner.num_workers > 0
         creates = not keeps_workers or inner._iterator is None
         now = generators.snapshot()
@@ -349,7 +350,3 @@ def _iterate_with(batches: Iterable[Any], sampler: Any, settings: dict[str, Any]
     first = list(itertools.islice(iterator, 1))
     vars(sampler).update(own)
     yield from itertools.chain(first, iterator)
-
-
-def _differ(first: int | None, second: int | None) -> bool:
-    return first is not None and second is not None and first != second

@@ -17,6 +17,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from lightning_shard.tensors.names import unwrapped_modules
 from lightning_shard.tensors.tracing import tree_map, tree_map_only
+from lightning_shard.text import first_line
 
 
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -91,7 +92,9 @@ def _read(metric: nn.Module) -> dict[str, Any]:
     if isinstance(metric, MetricTracker):
         return {"steps": metric.n_steps}
     assert isinstance(metric, Metric)
-    states = _unsynced(metric)
+    # This rank's own, also between ``metric.sync()`` and ``unsync()``.
+    before_sync = getattr(metric, "_cache", None) if getattr(metric, "_is_synced", False) else None
+    states = dict(metric.metric_state if before_sync is None else before_sync)
     return {"count": metric.update_count, "states": states, "extra": _read_extra(metric)}
 
 
@@ -150,9 +153,7 @@ def _why_not_mergeable(metric: Metric, saved: list[dict[str, Any]]) -> str | Non
     try:
         _merge(trial, [saved[0], saved[-1]])
     except Exception as error:  # user-written reductions raise what they like
-        return (
-            f"can't be merged across ranks ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-        )
+        return f"can't be merged across ranks ({first_line(error)})"
     for name, value in trial.metric_state.items():
         one = saved[0]["states"][name]
         # Without a reduction torchmetrics stacks tensors, which only `compute` understands and no further update.
@@ -214,12 +215,6 @@ def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
 
 def set_update_count(metric: Metric, count: int) -> None:
     _set(metric, "_update_count", count)
-
-
-def _unsynced(metric: Metric) -> dict[str, Any]:
-    """This rank's own state, also between ``metric.sync()`` and ``unsync()``."""
-    before_sync = getattr(metric, "_cache", None) if getattr(metric, "_is_synced", False) else None
-    return dict(metric.metric_state if before_sync is None else before_sync)
 
 
 def _merge_state(metric: Metric, incoming: dict[str, Any]) -> None:

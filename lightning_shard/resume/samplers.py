@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume.iterable import has_state
 
-LARGEST = 2**20
-"""Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint."""
+LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
 
 _GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "torch": (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),

@@ -35,11 +35,6 @@ def rank_share(order: Sequence[int], start: int, rank: int, world_size: int, *, 
     return rest[rank::world_size]
 
 
-def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Batches that BatchSampler makes of `samples`."""
-    return samples // batch_size if drop_last else -(-samples // batch_size)
-
-
 def global_order(sampler: DistributedSampler[Any]) -> list[int]:
     """The epoch's order of all ranks together, without padding or cutting.
 
@@ -79,7 +74,7 @@ class Shape:
         if self.length is None:
             return None
         share = share_size(self.length, start, self.replicas, drop_last=self.drop_samples)
-        return batch_count(share, self.batch_size, drop_last=self.drop_batch)
+        return share // self.batch_size if self.drop_batch else -(-share // self.batch_size)
 
 
 def stock_type(sampler: Any) -> type:

@@ -42,8 +42,7 @@ class Checkpoints(CheckpointIO):
         from a checkpoint's, the configuration's win.
         """
         self._settle, self._configured = settle, configured
-        self.saver = Saver()
-        """What writes the checkpoints of all runs of a strategy, one after the other."""
+        self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
         self.opened: OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
         self._loading: OpenCheckpoint | None = None

@@ -17,17 +17,12 @@ from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
-AUTO = "auto"
-"""The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one."""
-
-FOLDER = "preempted"
-"""In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run."""
-
+AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one.
+FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
 FAILURES = "failures"
 """In the Trainer's ``default_root_dir``: traces of ranks that ended while they were stuck, a folder for each run."""
 
-NAMELESS = "local"
-"""The run's name where no launcher gave it one."""
+NAMELESS = "local"  # The run's name where no launcher gave it one.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,11 +63,9 @@ class NonFiniteWatch:
         self._pending: tuple[int, Callable[[], Tensor]] | None = None
         self._outputs: list[tuple[str, Tensor]] = []
         self._closing = ExitStack()
-        self.steps = 0
-        """Steps with a loss or gradient of inf or NaN so far."""
+        self.steps = 0  # Steps with a loss or gradient of inf or NaN so far.
         self._in_a_row = 0
-        self.rollback_due: str | None = None
-        """Why the fit has to go back to a checkpoint; None: it goes on."""
+        self.rollback_due: str | None = None  # Why the fit has to go back to a checkpoint; None: it goes on.
         if config.find_module:
             for name, part in module.named_modules():
                 self._closing.callback(part.register_forward_hook(partial(self._see, name)).remove)

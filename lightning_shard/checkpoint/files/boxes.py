@@ -20,8 +20,7 @@ from lightning_shard.checkpoint.files.layout import DATA_SUFFIX, FileEntry, torc
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.errors import CheckpointCorruptError
 
-Row = Sequence[int]
-"""Of a box: the number of its file, first byte, length, offsets, sizes."""
+Row = Sequence[int]  # Of a box: the number of its file, first byte, length, offsets, sizes.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -34,9 +34,7 @@ AVERAGE_PREFIX = "average."
 OPTIMIZER_STATES = "optimizer_states"
 """Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""
 
-EXTRA_STATE = "module_extra_state"
-"""Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers."""
-
+EXTRA_STATE = "module_extra_state"  # Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers.
 AVERAGING_STATE = "averaging_state"
 """Key in ``trainer.pt``, Lightning's own, of how many updates (``n_averaged``) are in the averages of weights."""
 

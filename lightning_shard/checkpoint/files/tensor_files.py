@@ -39,9 +39,7 @@ from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
 
-Values = Callable[[MetadataIndex], Tensor]
-"""Gives the values of a box that this rank is to write."""
-
+Values = Callable[[MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
 _SMALL_BYTES = 1 << 20
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 

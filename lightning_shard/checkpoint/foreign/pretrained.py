@@ -66,8 +66,22 @@ def load_pretrained(
             names = sharded_names(module)
             live = masters.live_tensors(names.tensors)
             entries = _renamed(reader.entries(path), rename or {})
-            chosen, report = _match(path, live, names.aliases, entries, strict)
-            _check_ties(path, live, names.aliases, entries, reader)
+            shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
+            found = match(shapes, names.aliases, {name: entry.shape for name, entry in entries.items()})
+            report = found.judge(path, strict, where="the files", hint="rename maps names. ")
+            if on_meta := [name for name in found.sources if getattr(live[name], "is_meta", False)]:
+                raise CheckpointError(
+                    f"{on_meta[0]} is on the meta device and has no memory yet: load pretrained weights in "
+                    "on_fit_start, when the strategy has sharded the module, not in configure_model"
+                )
+            for alias, name in names.aliases.items():
+                tied = alias in entries and name in entries
+                if tied and not _same(live[name], entries[alias], entries[name], reader):
+                    raise CheckpointMismatchError(
+                        f"{path} has different values for {name} and {alias}, which the module ties. Untie them, or "
+                        f"leave one out with rename={{{entries[alias].name!r}: None}}"
+                    )
+            chosen = {name: entries[source] for name, source in found.sources.items()}
             return names, {name: live[name] for name in chosen}, chosen, report
 
         names, tensors, chosen, report = ranks.agree(f"opening {path}", prepare)
@@ -114,40 +128,7 @@ def _new_name(key: str, rename: Rename) -> str | None:
     return ".".join(part for part in (new.rstrip("."), rest) if part)
 
 
-def _match(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    entries: Mapping[str, Entry],
-    strict: bool,
-) -> tuple[dict[str, Entry], LoadReport]:
-    """Name of each tensor that is filled to its entry, found under any of its tied names."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = match(shapes, aliases, {name: entry.shape for name, entry in entries.items()})
-    report = found.judge(path, strict, where="the files", hint="rename maps names. ")
-    if on_meta := [name for name in found.sources if getattr(tensors[name], "is_meta", False)]:
-        raise CheckpointError(
-            f"{on_meta[0]} is on the meta device and has no memory yet: load pretrained weights in on_fit_start, when "
-            "the strategy has sharded the module, not in configure_model"
-        )
-    return {name: entries[source] for name, source in found.sources.items()}, report
-
-
-def _check_ties(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    entries: Mapping[str, Entry],
-    reader: SafetensorsReader,
-) -> None:
-    """A tensor that the module ties must not have two values in the files; compared where this rank has it."""
-    for alias, name in aliases.items():
-        if alias not in entries or name not in entries:
-            continue
-        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks_of(tensors[name]) if c.sizes.numel()]
-        same = entries[alias].shape == entries[name].shape
-        if not same or any(not torch.equal(*(reader.read(entries[k], *box) for k in (name, alias))) for box in boxes):
-            raise CheckpointMismatchError(
-                f"{path} has different values for {name} and {alias}, which the module ties. Untie them, or leave one "
-                f"out with rename={{{entries[alias].name!r}: None}}"
-            )
+def _same(tensor: Any, one: Entry, other: Entry, reader: SafetensorsReader) -> bool:
+    """Whether two entries have the same values, compared where this rank has ``tensor``."""
+    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks_of(tensor) if c.sizes.numel()]
+    return one.shape == other.shape and all(torch.equal(reader.read(one, *b), reader.read(other, *b)) for b in boxes)

@@ -56,9 +56,10 @@ class Recorder:
         self._stepped: list[Optimizer] = []
 
     def tensors(self, stage: str) -> None:
+        steps_masters = any(self._masters(optimizer) is not None for optimizer in self._optimizers)
         for name, kind, tensor in _named_tensors(self._root):
             entry = self._entries.setdefault(name, Entry(kind=kind))
-            if stage != "loaded" and kind in ("trainable", "frozen") and self._steps_masters():
+            if stage != "loaded" and kind in ("trainable", "frozen") and steps_masters:
                 continue
             entry.kind = kind
             entry.add(stage, tensor.dtype)
@@ -74,9 +75,6 @@ class Recorder:
         """Note the dtype of gradients, by their parameters' FQNs, that wait for those of further micro-batches."""
         for name, gradient in gradients:
             self._add(name, "accumulated", gradient)
-
-    def _steps_masters(self) -> bool:
-        return any(self._masters(optimizer) is not None for optimizer in self._optimizers)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         masters = self._masters(optimizer)
@@ -227,8 +225,7 @@ class Recorder:
         return Ledger(entries=self._entries, reductions=tuple(self._reductions), loss=frozenset(self._losses))
 
 
-_STATUS = "ds_status"
-"""The mark that ZeRO-3 leaves on a parameter, asked for without importing DeepSpeed."""
+_STATUS = "ds_status"  # The mark that ZeRO-3 leaves on a parameter, asked for without importing DeepSpeed.
 
 
 def _is_cut_by_zero(parameter: Tensor | None) -> bool:
