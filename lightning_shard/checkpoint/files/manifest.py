@@ -186,21 +186,17 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def open_checkpoint_directory(path: str | os.PathLike[str]) -> tuple[Directory, Manifest]:
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint directory ``path``; errors as for `open_checkpoint_directory`."""
+    return open_checkpoint_directory(path, lock=False)[1]
+
+
+def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True) -> tuple[Directory, Manifest]:
     """The checkpoint directory ``path``, open, and its manifest.
 
     Raises CheckpointNotFoundError where there is no directory or no manifest in it (half-written),
     CheckpointCorruptError where the manifest is damaged.
     """
-    return _read(path, lock=True)
-
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint directory ``path``; errors as for `open_checkpoint_directory`."""
-    return _read(path, lock=False)[1]
-
-
-def _read(path: str | os.PathLike[str], *, lock: bool) -> tuple[Directory, Manifest]:
     path = Path(path)
     try:
         directory = open_directory(path, lock=lock)

@@ -14,7 +14,6 @@ import torch
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, raw_bytes
-from lightning_shard.checkpoint.files.layout import MODEL_PREFIX, dtype_name
 from lightning_shard.checkpoint.files.safetensors import INDEX, SINGLE
 from lightning_shard.checkpoint.files.tensor_files import HashedFile
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
@@ -59,7 +58,7 @@ def export(
     """
     target = Path(folder)
     tensors = _selected(stored, module)
-    if unknown := sorted({dtype_name(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}):
+    if unknown := sorted({layout.dtype_name(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}):
         raise CheckpointError(f"safetensors has no dtype for {', '.join(unknown)}")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
@@ -83,7 +82,7 @@ def export(
 
 def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
     """Name in the submodule to tensor, each tensor once."""
-    prefix = f"{MODEL_PREFIX}{module}." if module else MODEL_PREFIX
+    prefix = f"{layout.MODEL_PREFIX}{module}." if module else layout.MODEL_PREFIX
     chosen: dict[str, StoredTensor] = {}
     seen: set[int] = set()
     for key in [*sorted(stored.tensors), *sorted(stored.aliases)]:
@@ -93,7 +92,11 @@ def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
             chosen[key.removeprefix(prefix)] = tensor
     if not chosen:
         tops = sorted(
-            {k.removeprefix(MODEL_PREFIX).split(".")[0] for k in stored.tensors if k.startswith(MODEL_PREFIX)}
+            {
+                k.removeprefix(layout.MODEL_PREFIX).split(".")[0]
+                for k in stored.tensors
+                if k.startswith(layout.MODEL_PREFIX)
+            }
         )
         raise CheckpointMismatchError(f"there is no tensor of {module!r}; the module has {', '.join(tops)}")
     return chosen
