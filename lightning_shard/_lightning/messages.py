@@ -14,36 +14,10 @@ from lightning_shard.private_names import require
 require(_AcceleratorConnector, "_check_and_init_precision strategy", tested="lightning 2.6")
 
 
-class _NoAutocast(logging.Filter):
-    """Drops "Using bfloat16 Automatic Mixed Precision (AMP)" where the strategy casts modules instead.
-
-    The message is made from the Trainer's flag alone; who asked for it is found on the stack.
-    """
-
-    def __init__(self, kind: type[Strategy]) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "Automatic Mixed Precision (AMP)" not in str(record.msg):
-            return True
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
-            frame = frame.f_back
-        return frame is None or not isinstance(frame.f_locals["self"].strategy, self._kind)
-
-
-class _NoAdvertisement(logging.Filter):
-    """Drops tips to install other packages."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Tip: " not in str(record.msg)
-
-
 @cache
 def leave_out_noise() -> None:
     """Let Lightning advertise nothing, and not warn of its own calls of torch, in a process of the command line."""
-    logging.getLogger(rank_zero.__name__).addFilter(_NoAdvertisement())
+    logging.getLogger(rank_zero.__name__).addFilter(lambda record: "Tip: " not in str(record.msg))
     # Lightning 2.6 says this of itself on every rank with torch 2.13.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # The command line is used with srun where it is meant to be.
@@ -52,5 +26,18 @@ def leave_out_noise() -> None:
 
 @cache
 def leave_out_amp_message(kind: type[Strategy]) -> None:
-    """Let Lightning not say that strategies of class ``kind`` use autocast."""
-    logging.getLogger(rank_zero.__name__).addFilter(_NoAutocast(kind))
+    """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead.
+
+    "Using bfloat16 Automatic Mixed Precision (AMP)" is said for the Trainer's flag alone; who asked for it is found on
+    the stack.
+    """
+
+    def is_true(record: logging.LogRecord) -> bool:
+        if "Automatic Mixed Precision (AMP)" not in str(record.msg):
+            return True
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not _AcceleratorConnector._check_and_init_precision.__code__:
+            frame = frame.f_back
+        return frame is None or not isinstance(frame.f_locals["self"].strategy, kind)
+
+    logging.getLogger(rank_zero.__name__).addFilter(is_true)

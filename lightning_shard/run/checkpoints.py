@@ -14,7 +14,6 @@ from torch import nn
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
@@ -119,7 +118,7 @@ class Checkpoints(CheckpointIO):
             checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
-        with_optimizers = OPTIMIZER_STATES in checkpoint
+        with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
 
@@ -251,7 +250,6 @@ class Checkpoints(CheckpointIO):
         return target
 
     def remove_converted(self) -> None:
-        """Leave no converted checkpoint behind."""
         converted, self._converted = self._converted, None
         if converted is not None:
             self.remove_checkpoint(converted)

@@ -41,15 +41,12 @@ class Fit:
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     def accumulates(self) -> bool:
-        """Whether this batch's gradients are only added up, with no optimizer step after it."""
         return _lightning.should_accumulate(self._trainer)
 
     def validation_follows(self, fetcher: Any) -> bool:
-        """Whether validation is run after the batch that has just ended."""
         return _lightning.validation_follows(self._trainer, fetcher)
 
     def nothing_follows(self) -> bool:
-        """Whether the epoch, or the training, ends with the batch that has just ended."""
         return _lightning.nothing_follows(self._trainer)
 
     def go_on_after_batch(self) -> None:
@@ -61,7 +58,6 @@ class Fit:
         _lightning.mark_before_validation(self._trainer)
 
     def changed_by_validation(self) -> dict[str, Any]:
-        """The parts of this rank's state that validation changes, copied."""
         return before_validation(self._trainer)
 
     def checkpoint_folders(self) -> list[Path]:

@@ -58,8 +58,6 @@ class RunLedger:
 
 
 class FitLedger(RunLedger):
-    """The ledger of a fit."""
-
     def __init__(self, module: nn.Module, engine: Engine, policy: PrecisionPolicy, *, aligned: bool) -> None:
         """Read what was loaded, before ``engine`` prepares ``module``; ``aligned``: the contract is held."""
         self._engine, self._policy, self._aligned = engine, policy, aligned

@@ -18,8 +18,6 @@ from lightning_shard.run.averaging import Averaging
 
 
 class Memory:
-    """The memory of one rank in a run."""
-
     def __init__(
         self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
     ) -> None:
@@ -43,7 +41,6 @@ class Memory:
         return account(self.resident())
 
     def step_meter(self) -> StepMeter:
-        """A meter for one optimizer step of this rank."""
         return StepMeter(self._module, self.resident, self._engine.tensors.unsharded, device=self._device)
 
     def note_module(self) -> None:

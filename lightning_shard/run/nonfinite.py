@@ -149,7 +149,6 @@ class NonFiniteWatch:
         return None
 
     def close(self) -> None:
-        """Take the hooks off the module."""
         self._closing.close()
 
 
@@ -157,7 +156,6 @@ class Rollback:
     """Puts the newest whole checkpoint of a fit back in place: one that it saved, or went on from."""
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
-        """``trainer``: in a fit, whose checkpoints ``checkpoints`` saves."""
         self._trainer, self._checkpoints = trainer, checkpoints
 
     def run(self, why: str) -> None:

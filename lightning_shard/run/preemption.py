@@ -27,7 +27,6 @@ class Preemption:
     """Notes signals and the time limit, and saves and ends the run once all ranks know of one."""
 
     def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
-        """Nothing is taken over before `take_over_signals`."""
         self._config = config
         self._checkpoints = checkpoints
         self._identity = RunIdentity()
@@ -50,7 +49,6 @@ class Preemption:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Names of the signals that mean to stop."""
         return self._config.signals
 
     def take_over_signals(self) -> None:
@@ -104,7 +102,6 @@ class Preemption:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the ranks have agreed to stop."""
         return bool(self._agreed)
 
     def after_batch(self, fit: Fit, fetcher: Any) -> None:

@@ -62,7 +62,6 @@ class Processes:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective waits."""
         return timedelta(seconds=self._options.timeout_seconds)
 
     @property
@@ -137,12 +136,10 @@ class Processes:
         return store, place
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if dist.is_initialized():
             dist.barrier(device_ids=None if self._device.type == "cpu" else [self._device.index])
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s object, on every rank."""
         return Ranks.of().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -158,7 +155,6 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
 
 
 def check_launcher(launch: Launch, environ: Mapping[str, str]) -> None:
-    """See `check_launch`."""
     check_launch(read_job(environ), launch, environ)
 
 

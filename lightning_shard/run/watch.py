@@ -90,7 +90,6 @@ class RunWatch:
             _say_nothing_of(exception)
 
     def end(self) -> None:
-        """End with the run."""
         self._unmark()
         self._unmark = lambda: None
         watch, self._watch = self._watch, None

@@ -172,7 +172,6 @@ class Recorder:
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """Note the dtype of ``loss``, and watch the collectives of its backward pass."""
         if not self.recording:
             yield
             return
@@ -187,7 +186,6 @@ class Recorder:
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Watch collectives that reduce gradients outside of a backward pass."""
         if not self.recording:
             yield
             return
