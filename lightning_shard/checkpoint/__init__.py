@@ -2,8 +2,8 @@
 
 - `save`: what there is to save of a module and its optimizers, and writing it; `background` saves while training goes
   on. `plan` says which rank writes which boxes.
-- `load`: opening a checkpoint once, and reading it into live tensors; `load_optimizers` fits optimizer state by name,
-  `matching` tells what does not fit; `newest` opens the one that a run goes on from.
+- `load`: finding and opening a checkpoint, once, and reading it into live tensors; `load_optimizers` fits optimizer
+  state by name, `matching` tells what does not fit.
 - `module_state`, `optimizer_state`: live tensors under names that no engine changes.
 - `inspect`: what is in a checkpoint, and whether it is complete.
 - `files`: what is on disk. `foreign`: stock Lightning's and DeepSpeed's checkpoints, safetensors.

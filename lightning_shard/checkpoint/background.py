@@ -4,11 +4,9 @@ A save in the background blocks its caller for the plan, which is that of the sa
 in another way, and for copying this rank's boxes to the host. The rest is the code of any other save, in a thread and
 over a process group of its own.
 
-A thread and not a process: what takes the time of a save, hashing, writing and syncing, keeps no interpreter lock.
-Beside 200 MB in 100 boxes, on two CPU cores, steps of small operations took as long with a thread as with a process
-(medians of 11 and 10 ms), steps of matrix products too (107 and 130 ms, both with a spread of three times that), and
-the write did as well (0.8 s). A process costs a second interpreter with torch in it for each rank, and shared memory,
-which is not pinned.
+A thread and not a process: what takes the time of a save, hashing, writing and syncing, keeps no interpreter lock, and
+steps were measured to take as long beside either. A process costs a second interpreter with torch in it for each rank,
+and shared memory, which is not pinned.
 """
 
 import os

@@ -13,7 +13,7 @@ from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_d
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.errors import CheckpointError
 from lightning_shard.text import columns
 
 _BLOCK = 1 << 22
@@ -105,15 +105,11 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def _verify_archive(path: Path) -> list[str]:
     """Every record of a zip file against its CRC-32."""
-    try:
+    with layout.damaged_if(lambda error: f"{path} is damaged: {error}. Use another checkpoint."):
         records = check_archive(path, path)
         with zipfile.ZipFile(path) as archive:
             for info in records:
                 with archive.open(info) as record:  # raises at the end of a record that differs
                     while record.read(_BLOCK):
                         pass
-            return [path.name]
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file fails in any way there is
-        raise CheckpointCorruptError(f"{path} is damaged: {error}. Use another checkpoint.") from error
+    return [path.name]

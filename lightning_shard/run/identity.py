@@ -11,8 +11,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint.load import OpenCheckpoint
-from lightning_shard.checkpoint.newest import open_newest
+from lightning_shard.checkpoint.load import OpenCheckpoint, open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError

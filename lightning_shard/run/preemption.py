@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.cluster import preemption, slurm
 from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError

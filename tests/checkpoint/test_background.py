@@ -22,8 +22,7 @@ from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import leftovers
 from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
-from lightning_shard.checkpoint.load import open_checkpoint
-from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor
 from tests.checkpoint.calls import FACTS, load_into

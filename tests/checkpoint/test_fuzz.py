@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.foreign.export import export
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, verify
-from lightning_shard.checkpoint.newest import open_newest
+from lightning_shard.checkpoint.load import open_newest
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, load_module, save_module

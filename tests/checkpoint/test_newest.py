@@ -14,7 +14,7 @@ import torch
 
 from lightning_shard import CheckpointError, CheckpointNotFoundError, PreemptionConfig
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.registry import build
 from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed

@@ -14,7 +14,7 @@ import torch
 
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.inspect import verify
-from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints
 from tests.checkpoint.compare import stored
 from tests.checkpoint.test_commit import number_in, save_number
 from tests.harness import ROOT

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.checkpoint.newest import find_checkpoints
+from lightning_shard.checkpoint.load import find_checkpoints
 from tests.harness import run_distributed, until
 from tests.slurm.conftest import Jobs
 from tests.slurm.programs import slow

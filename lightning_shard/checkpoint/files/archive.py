@@ -15,6 +15,7 @@ import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
+from lightning_shard.checkpoint.files.layout import damaged_if
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
@@ -125,13 +127,9 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
     nothing in it ran.
     """
     file = _Archive(path)
-    with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()]):
-        try:
-            return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), file, {})
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged file fails in any way there is
-            raise CheckpointCorruptError(refusal(path, error)) from error
+    known = torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()])
+    with known, damaged_if(partial(refusal, path)):
+        return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), file, {})
 
 
 def refusal(path: Path, error: Exception) -> str:
@@ -156,17 +154,13 @@ class _Archive:
             raise CheckpointError(
                 f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
             )
-        try:
+        with damaged_if(lambda error: f"{path} can't be read: {error}"):
             self._identity = _identity(status := os.stat(path))
             self.size = status.st_size
             records = check_archive(path, path)
             with zipfile.ZipFile(path) as archive:
                 orders = [archive.read(info) for info in records if re.fullmatch("[^/]*/byteorder", info.filename)]
             self._records = sorted(records, key=lambda info: info.header_offset)
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged file fails in any way there is
-            raise CheckpointCorruptError(f"{path} can't be read: {error}") from error
         if orders not in ([], [sys.byteorder.encode()]):
             raise CheckpointError(f"{path} was written on a machine of another byte order ({orders[0]!r})")
         self._starts = [info.header_offset for info in self._records]

@@ -9,10 +9,11 @@ Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages
 slots have dots: what a key of the second kind stands for is in the manifest (`SlotName`) and is not read from the key.
 """
 
+import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -106,6 +107,17 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
     names = sorted(name if len(name) <= 100 else f"{name[:100]}..." for name in names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "nothing") + more
+
+
+@contextlib.contextmanager
+def damaged_if(said: Callable[[Exception], str]) -> Iterator[None]:
+    """Raise CheckpointCorruptError with what is ``said`` of an error: a damaged file fails in any way there is."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointCorruptError(said(error)) from error
 
 
 def foreign_entries(directory: Path) -> list[Path]:

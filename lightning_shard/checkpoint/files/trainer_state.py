@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import TRAINER_STATE
+from lightning_shard.checkpoint.files.layout import TRAINER_STATE, damaged_if
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -49,15 +49,11 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     (by the name of the class; nothing of it ran).
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
-    try:
+    with damaged_if(lambda error: f"{where} was refused, nothing in it ran: {_reason(error)}"):
         check_archive(io.BytesIO(data), where)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if _any_part(state, lambda part: isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
-    except CheckpointCorruptError:
-        raise
-    except Exception as error:
-        raise CheckpointCorruptError(f"{where} was refused, nothing in it ran: {_reason(error)}") from error
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
     return state
