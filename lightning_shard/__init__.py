@@ -6,7 +6,7 @@ imported when it is first used:
 
 - strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
 - their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
-  ZeroPlusPlus
+  ZeroPlusPlus, UnitRule
 - precision: ShardPrecision, PrecisionPolicy, LossScaling
 - functions: full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
     from lightning_shard.cluster.preemption import PreemptionConfig
     from lightning_shard.commands.cli import ShardCLI
+    from lightning_shard.engines.units import UnitRule
     from lightning_shard.engines.zero.config.fields import (
         OptimizerOffload,
         ParameterOffload,
@@ -85,6 +86,7 @@ __all__ = [
     "ShardFSDPStrategy",
     "ShardPrecision",
     "Stage3Options",
+    "UnitRule",
     "WrappingError",
     "ZeroBuckets",
     "ZeroPlusPlus",
@@ -106,6 +108,7 @@ _LAZY = {
     "ShardDeepSpeedStrategy": "lightning_shard.strategies.deepspeed",
     "ShardFSDPStrategy": "lightning_shard.strategies.fsdp",
     "ShardPrecision": "lightning_shard.strategies.precision",
+    "UnitRule": "lightning_shard.engines.units",
     **dict.fromkeys(
         ("OptimizerOffload", "ParameterOffload", "Stage3Options", "ZeroBuckets", "ZeroPlusPlus"),
         "lightning_shard.engines.zero.config.fields",

@@ -175,8 +175,9 @@ def _words(kind: Any) -> list[str]:
         return [kind.__name__, f"a mapping ({', '.join(f.name for f in fields(kind))})"]  # type: ignore[union-attr]
     if origin in (list, tuple):
         items = {str: "names", type: "classes", int: "integers"}
-        members = (get_origin(member) or member for member in _members(get_args(kind)[0]))
-        return [f"a list of {' or '.join(items.get(member, str(member)) for member in members)}"]
+        members = [get_origin(member) or member for member in _members(get_args(kind)[0])]
+        words = [items.get(m) or f"mappings ({', '.join(f.name for f in fields(m))})" for m in members]
+        return [f"a list of {' or '.join(words)}"]
     return [_NAMED.get(origin, getattr(origin, "__name__", str(origin)))]
 
 

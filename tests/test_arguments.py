@@ -25,6 +25,7 @@ from lightning_shard import (
     ShardDeepSpeedStrategy,
     ShardFSDPStrategy,
     ShardPrecision,
+    UnitRule,
 )
 from lightning_shard.arguments import read
 from lightning_shard.engines.settings import plain_settings
@@ -40,6 +41,11 @@ EQUAL: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
     (ShardFSDPStrategy, {"mesh": {"shard": "4"}}, {"mesh": MeshConfig(shard=4)}),
     (ShardFSDPStrategy, {"units": [nn.Linear, "Block"]}, {"units": ["Linear", "Block"]}),
     (ShardFSDPStrategy, {"units": {nn.Linear}}, {"units": ["Linear"]}),
+    (
+        ShardFSDPStrategy,
+        {"units": [{"modules": [nn.Linear], "reshard_after_forward": False}, {"pattern": "a", "compute": "fp32"}]},
+        {"units": [UnitRule(modules=["Linear"], reshard_after_forward=False), UnitRule(pattern="a", compute="fp32")]},
+    ),
     (ShardFSDPStrategy, {"units": "1000"}, {"units": 1000}),
     (ShardFSDPStrategy, {"ignored_modules": (nn.Linear,)}, {"ignored_modules": ["Linear"]}),
     (ShardFSDPStrategy, {"activation_checkpointing": [nn.Linear]}, {"activation_checkpointing": ["Linear"]}),
@@ -90,7 +96,11 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardFSDPStrategy, {"mesh": {"replicate": "two"}}, "mesh.replicate is 'two', but must be an integer or 'auto'."),
     (ShardFSDPStrategy, {"mesh": 2}, "mesh is 2, but must be MeshConfig, a mapping (replicate, shard) or None."),
     (ShardFSDPStrategy, {"units": "Linear"}, "Write units=['Linear'] for that name alone."),
-    (ShardFSDPStrategy, {"units": [3]}, "units is [3], but must be 'auto', an integer or a list of names or classes."),
+    (ShardFSDPStrategy, {"units": [3]}, "an integer or a list of names or classes or mappings (modules, pattern, "),
+    (ShardFSDPStrategy, {"units": [{"pattern": "a["}]}, "units' pattern 'a[' is no regular expression: unterminated"),
+    (ShardFSDPStrategy, {"units": [{"pattern": "a", "modules": 3}]}, "modules is 3 and pattern is 'a' in an entry"),
+    (ShardFSDPStrategy, {"units": [{"pattern": "a", "compute": "fp64"}]}, "units.compute is 'fp64', but must be"),
+    (ShardDDPStrategy, {"units": ["Block"]}, "Units are ShardFSDPStrategy's: DDP gathers nothing"),
     (ShardFSDPStrategy, {"forward_prefetch": 2.0}, "but must be an integer. Write forward_prefetch=2."),
     (ShardFSDPStrategy, {"timeout_seconds": -1}, "-1.0, but must be a number of seconds greater than 0."),
     (ShardFSDPStrategy, {"timeout_seconds": "1h"}, "timeout_seconds is '1h', but must be a number."),

@@ -42,6 +42,7 @@ def test_exact_public_names() -> None:
         "ShardFSDPStrategy",
         "ShardPrecision",
         "Stage3Options",
+        "UnitRule",
         "WrappingError",
         "ZeroBuckets",
         "ZeroPlusPlus",

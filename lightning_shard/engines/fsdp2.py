@@ -25,11 +25,11 @@ from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParame
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.units import Unit, UnitSpec, find_units, ignored_parameters
+from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
 from lightning_shard.engines.usage import SameUnits, UnitUsage
 from lightning_shard.engines.whole_steps import Shard, WholeSteps, needs_full_parameters
 from lightning_shard.engines.written import WrittenInSteps, assign_in_place
-from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingError
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
@@ -41,7 +41,7 @@ _STATE = "_shard_state"
 """Where a module keeps its `ShardedModule`, so that another Trainer can go on with it."""
 
 ApplyUnit = Callable[..., None]
-"""``(modules, *, reshard, ignored)``: makes FSDP modules of ``modules``, as one unit."""
+"""``(modules, *, reshard, compute, ignored)``: makes FSDP modules of ``modules``, as one unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,11 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._usage: UnitUsage | None = None
 
     @abstractmethod
-    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+    def _applier(self, run: Run) -> ApplyUnit:
         """How the modules of one unit become FSDP modules."""
 
     def units(self, module: nn.Module) -> list[Unit]:
-        return find_units(module, self._units.units, with_children=False)
+        return find_units(module, self._units.units)
 
     def ignored_modules(self) -> Sequence[str]:
         return self._units.ignored_modules
@@ -127,19 +127,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             forward.reshard(earlier.root)
             self._watch_steps(module)
             return module
-        mp_policy = MixedPrecisionPolicy(
-            # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32.
-            param_dtype=run.policy.compute,
-            reduce_dtype=run.policy.reduce,
-            # Inputs are cast by `install_casts`, which knows a batch's targets from a module's inputs.
-            cast_forward_inputs=False,
-        )
         self._sharded = shard(
             module,
             run,
             units=self._units,
             forward_options=self._forward_options,
-            apply=self._applier(run, mp_policy),
+            apply=self._applier(run),
             made_for=made_for,
         )
         earlier_parameters.follow_in_lists(module)
@@ -260,6 +253,13 @@ def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
     )
 
 
+def mixed_precision(run: Run, compute: torch.dtype) -> MixedPrecisionPolicy:
+    """FSDP2's dtypes of a unit that computes in ``compute``."""
+    # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by `install_casts`,
+    # which knows a batch's targets from a module's inputs.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=run.policy.reduce, cast_forward_inputs=False)
+
+
 def _check_adoption(earlier: ShardedModule, made_for: tuple[Any, ...]) -> None:
     """Refuse to go on with a module that an earlier run sharded in another way."""
     if earlier.made_for != made_for:
@@ -293,14 +293,20 @@ def shard(
     found = _users_units(root, policy)
     if found is None:
         found = find_units(root, units.units, with_children=not run.automatic)
+    elif any(rule.special for rule in unit_rules(units.units)):
+        raise WrappingError(
+            "units has entries with settings of their own, but configure_model applied fully_shard, whose units stay. "
+            "Pass these settings there, or leave the sharding to the strategy."
+        )
     ignored_modules, ignored = ignored_parameters(root, units.ignored_modules)
     transforms = find_transforms(root, found, forward_options)
     materializer = Materializer(root, device=run.device, seed=run.seed)
 
     # First, so that what checkpointing runs again in backward has the casts in it.
-    if policy.compute != torch.float32:
-        casting.install_casts(root, policy.compute, whole=ignored_modules, output=policy.output)
-        casting.round_scalars(root, policy.compute)
+    dtypes = computes(found, policy.compute)
+    if {policy.compute, *dtypes.values()} != {torch.float32}:
+        casting.install_casts(root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output)
+        casting.round_scalars(root, policy.compute, dtypes)
     else:
         for module in ignored_modules:
             casting.compute_in(module, torch.float32)
@@ -313,11 +319,13 @@ def shard(
         if isinstance(unit.modules[0], FSDPModule):
             continue
         outermost = not run.automatic and children.issuperset(unit.modules)
-        apply(unit.modules, reshard=False if outermost else units.reshard_after_forward, ignored=ignored())
+        own = unit.rule.reshard_after_forward
+        reshard = False if outermost else units.reshard_after_forward if own is None else own
+        apply(unit.modules, reshard=reshard, compute=dtypes[unit.modules[0]], ignored=ignored())
     prepare((root,))
     if not isinstance(root, FSDPModule):
         # None: torch keeps the root gathered between forward and backward, whatever the units do.
-        apply((root,), reshard=None, ignored=ignored())
+        apply((root,), reshard=None, compute=policy.compute, ignored=ignored())
     # Read after it, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
     forward.gather_on_read(root)

@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lightning_shard.engines._fsdp2 import reduce_over
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
-from lightning_shard.engines.fsdp2 import FORWARD_METHODS, ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.fsdp2 import FORWARD_METHODS, ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.errors import ConfigurationError, MeshError
+from lightning_shard.engines.units import unit_rules
+from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
 
 _OF_NEWER_TORCH = {
@@ -56,12 +57,22 @@ class FullyShard(FSDP2Engine):
                 f"symmetric_memory is true, but it is NCCL's, and this run is on {run.device_type}. Set it to false."
             )
         size = self._shape(run)[1]
-        ranks = self._units.reshard_after_forward
-        if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
-            divisors = [str(d) for d in range(2, size) if size % d == 0]
-            raise MeshError(
-                f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
-                f"neither 1 (that is false) nor {size} (that is true). Possible here: {', '.join(divisors) or 'none'}."
+        rules = unit_rules(self._units.units)
+        of_rules = [rule.reshard_after_forward for rule in rules]
+        for ranks in [self._units.reshard_after_forward, *(r for r in of_rules if r is not None)]:
+            if not isinstance(ranks, bool) and (ranks < 2 or ranks >= size or size % ranks != 0):
+                divisors = [str(d) for d in range(2, size) if size % d == 0]
+                raise MeshError(
+                    f"reshard_after_forward is {ranks}, but a number must divide the shard axis' size {size} and be "
+                    f"neither 1 (that is false) nor {size} (that is true). Possible here: "
+                    f"{', '.join(divisors) or 'none'}."
+                )
+        if any(rule.compute for rule in rules) and run.policy.autocast is not None:
+            raise PrecisionError("units have a compute dtype under autocast, which casts by operator. Remove one.")
+        if any(rule.compute == "fp16" for rule in rules) and run.policy.compute != torch.float16:
+            raise PrecisionError(
+                f"units compute in fp16 in precision {run.precision!r}, but small gradients of fp16 are lost without a "
+                "loss scale. Use precision '16-mixed', or bf16 for these units."
             )
 
     def _shape(self, run: PlannedRun) -> tuple[int, int]:
@@ -100,18 +111,20 @@ class FullyShard(FSDP2Engine):
                     unit.set_symm_mem_for_comm()
         return prepared
 
-    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+    def _applier(self, run: Run) -> ApplyUnit:
         mesh = run.mesh
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self._cpu_offload else OffloadPolicy()
         # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
         over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
 
-        def apply(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
+        def apply(
+            modules: tuple[nn.Module, ...], *, reshard: Any, compute: torch.dtype, ignored: Iterable[nn.Parameter]
+        ) -> None:
             fully_shard(
                 modules[0] if len(modules) == 1 else list(modules),
                 mesh=over,
                 reshard_after_forward=reshard,
-                mp_policy=mp_policy,
+                mp_policy=mixed_precision(run, compute),
                 offload_policy=offload,
                 ignored_params=set(ignored) or None,
             )

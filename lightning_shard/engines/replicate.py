@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import ReplicateFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
+from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
@@ -59,11 +58,15 @@ class Replicate(FSDP2Engine):
             module.register_state_dict_post_hook(_plain_values)
         return prepared
 
-    def _applier(self, run: Run, mp_policy: MixedPrecisionPolicy) -> ApplyUnit:
+    def _applier(self, run: Run) -> ApplyUnit:
         assert run.mesh[SHARD].size() == 1
 
-        def apply(modules: tuple[nn.Module, ...], *, reshard: Any, ignored: Iterable[nn.Parameter]) -> None:
-            replicate(modules, mesh=run.mesh[REPLICATE], mp_policy=mp_policy, ignored_params=set(ignored))
+        def apply(
+            modules: tuple[nn.Module, ...], *, reshard: Any, compute: torch.dtype, ignored: Iterable[nn.Parameter]
+        ) -> None:
+            replicate(
+                modules, mesh=run.mesh[REPLICATE], mp_policy=mixed_precision(run, compute), ignored_params=set(ignored)
+            )
 
         return apply
 

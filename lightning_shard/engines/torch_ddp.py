@@ -75,7 +75,7 @@ class TorchDDP(StepsOwnParameters):
         """Everything works on every number of processes."""
 
     def units(self, module: nn.Module) -> list[Unit]:
-        return find_units(module, "auto", with_children=False)
+        return find_units(module, "auto")
 
     def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
         return TorchDDPFacts(

@@ -1,17 +1,20 @@
 """Which modules become shard units: pure functions over a module tree, nothing is changed here."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchmetrics import Metric
 
+from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import WrappingError
-
-UnitSpec = Literal["auto"] | int | list[str]
+from lightning_shard.precision.policy import DTYPES
+from lightning_shard.text import did_you_mean
 
 ClassNames = list[str | type[nn.Module]]
 """Classes of modules, as a user names them."""
@@ -22,12 +25,77 @@ def class_names(classes: ClassNames) -> list[str]:
     return [found if isinstance(found, str) else found.__name__ for found in classes]
 
 
+@checked_fields("units", error=WrappingError)
+@dataclass(frozen=True, kw_only=True)
+class UnitRule:
+    """Shard units that have settings of their own, as an entry of a list of units.
+
+    Raises:
+        WrappingError: not exactly one of ``modules`` and ``pattern``, or a value that can't work.
+    """
+
+    modules: Literal["auto"] | int | ClassNames | None = None
+    """Which modules, as in ``units`` itself: "auto", a number of parameters, or a list of classes or their names."""
+
+    pattern: str | None = None
+    """In its place: a regular expression for the whole names of modules in the LightningModule, such as
+    ``model\\.layers\\.[01]``."""
+
+    reshard_after_forward: bool | int | None = None
+    """When these units are freed; null: as the strategy's argument of that name."""
+
+    compute: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype that their modules compute in, inputs and parameters; null: the precision's. What they return is in it too.
+    Masters, reduction and optimizer state stay as they are."""
+
+    def __post_init__(self) -> None:
+        if (self.modules is None) == (self.pattern is None):
+            shown = f"modules is {self.modules!r} and pattern is {self.pattern!r}"
+            raise WrappingError(f"{shown} in an entry of units, but it must have one of them. Remove the other.")
+        if isinstance(self.modules, list):
+            object.__setattr__(self, "modules", class_names(self.modules))
+        if isinstance(self.modules, int) and self.modules < 1:
+            raise WrappingError(f"units is {self.modules!r}, but a number of parameters must be at least 1.")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            reason = f"{error}. A point, brackets and other signs of its own are written with a backslash before"
+            raise WrappingError(f"units' pattern {self.pattern!r} is no regular expression: {reason}.") from error
+
+    @property
+    def special(self) -> bool:
+        """Whether it has settings of its own."""
+        return self.reshard_after_forward is not None or self.compute is not None
+
+
+UnitSpec = Literal["auto"] | int | list[str | type[nn.Module] | UnitRule]
+
+
+def unit_rules(spec: UnitSpec) -> tuple[UnitRule, ...]:
+    """``spec`` as entries: those that a list has in their order, and behind them its classes together as one."""
+    if not isinstance(spec, list):
+        return (UnitRule(modules=spec),)
+    classes = [entry for entry in spec if not isinstance(entry, UnitRule)]
+    rules = [entry for entry in spec if isinstance(entry, UnitRule)]
+    return (*rules, *([UnitRule(modules=classes)] if classes else []))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """A set of modules whose parameters are gathered together; more than one only where they share parameters."""
 
     names: tuple[str, ...]  # FQNs of the modules in the root.
     modules: tuple[nn.Module, ...]
+    rule: UnitRule = field(default_factory=lambda: UnitRule(modules="auto"))  # What named them, for its settings.
+
+
+def computes(units: Iterable[Unit], default: torch.dtype) -> dict[nn.Module, torch.dtype]:
+    """The dtype that each module in ``units``, inner before outer, computes in; in others it is ``default``."""
+    found: dict[nn.Module, torch.dtype] = {}
+    for unit in units:
+        dtype = DTYPES.get(unit.rule.compute or "", default)
+        found = {**{m: dtype for top in unit.modules for m in top.modules()}, **found}
+    return found
 
 
 def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) -> list[Unit]:
@@ -38,27 +106,44 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
     it, and what is shared with a module outside every unit is the root's.
 
     ``spec``: "auto": a Hugging Face model's ``_no_split_modules``, else the repeated blocks of ``ModuleList`` and
-    ``Sequential`` containers; a list: class names; a number: the smallest modules that have at least that many
-    parameters which no inner unit has taken. ``with_children``: each child of ``root`` is a unit as well.
-    WrappingError: a class name that matches nothing or is no class to shard.
+    ``Sequential`` containers; a number: the smallest modules that have at least that many parameters which no inner
+    unit has taken; a list: classes and rules, of which the first that names a module counts. ``with_children``: each
+    child of ``root`` is a unit as well. WrappingError: a name that matches nothing or is no class to shard, or settings
+    that a unit can't have because it shares parameters with what has others.
     """
-    if isinstance(spec, str) and spec != "auto":
-        raise WrappingError(f"units is {spec!r}, but must be 'auto', a list of class names or a number of parameters.")
-    if isinstance(spec, int) and (isinstance(spec, bool) or spec < 1):
-        raise WrappingError(f"units is {spec!r}, but a number of parameters must be at least 1.")
-    if spec == "auto":
-        names = _no_split_classes(root)
-        modules = _by_class(root, names) if names else _repeated_blocks(root)
-    elif isinstance(spec, int):
-        modules = _by_size(root, spec)
-    else:
-        assert not isinstance(spec, str)
-        _check_names(root, spec)
-        modules = _by_class(root, set(spec))
-    chosen = set(modules.values())
+    chosen: dict[nn.Module, UnitRule] = {}
+    for rule in unit_rules(spec):
+        for module in _named_by(rule, root, {id(p) for m in chosen for p in m.parameters()}):
+            chosen.setdefault(module, rule)
     if with_children:
-        chosen.update(_nearest_with_forward(root))
-    return _settle_shared(root, {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)})
+        chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
+    units = _settle_shared(root, {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)})
+    found = [Unit(names=u.names, modules=u.modules, rule=chosen[u.modules[0]]) for u in units]
+    kept = {m: unit.rule for unit in found for m in unit.modules}
+    for fqn, module in _below(root).items():
+        own = chosen.get(module)
+        if own is None or not _has_parameters(module) or kept.get(module, UnitRule(modules="auto")) == own:
+            continue
+        if own.special or (module in kept and kept[module].special):
+            raise WrappingError(
+                f"units gives {fqn} settings of its own, but it shares parameters with modules that have others, which "
+                "are gathered with it. Give all of them the same, or none."
+            )
+    return found
+
+
+def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.Module]:
+    """The modules that a rule names; ``taken``: ids of the parameters that earlier rules' modules have."""
+    if rule.pattern is not None:
+        return _by_pattern(root, rule.pattern).values()
+    if rule.modules == "auto":
+        names = _no_split_classes(root)
+        return (_by_class(root, names) if names else _repeated_blocks(root)).values()
+    if isinstance(rule.modules, int):
+        return _by_size(root, rule.modules, taken).values()
+    named = class_names(rule.modules or [])
+    _check_names(root, named)
+    return _by_class(root, named).values()
 
 
 def ignored_parameters(
@@ -180,8 +265,19 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _by_size(root: nn.Module, smallest: int) -> dict[str, nn.Module]:
-    taken: set[int] = set()
+def _by_pattern(root: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    below = {fqn: m for fqn, m in _below(root).items() if _has_parameters(m) and runs_forward(m)}
+    found = {fqn: m for fqn, m in below.items() if re.fullmatch(pattern, fqn)}
+    if not found:
+        near = did_you_mean(pattern.replace("\\", ""), below) or f" Modules that are there: {', '.join([*below][:20])}."
+        raise WrappingError(
+            f"units has the pattern {pattern!r}, but that is the whole name of no module with parameters and a forward "
+            f"of its own.{near}"
+        )
+    return found
+
+
+def _by_size(root: nn.Module, smallest: int, taken: set[int]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for fqn, module in _below(root).items():
         # FSDP hands a unit copies of its inputs, and attention computes otherwise where its inputs are not one tensor.

@@ -15,7 +15,7 @@ from lightning_shard.checkpoint.optimizer_state import state_of_small
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
-from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class ParameterFacts:
     unit: str = ""  # Name of the shard unit that gathers it; "": the root's.
     unsharded: bool = False  # Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``.
     group: int = 0  # Index of its parameter group in the optimizer.
+    reshard: bool | int | None = None  # Its unit's own ``reshard_after_forward``.
+    compute: torch.dtype | None = None  # Its unit's own compute dtype.
 
     @property
     def numel(self) -> int:
@@ -36,7 +38,7 @@ class ParameterFacts:
 
     def seen_in(self, compute: torch.dtype) -> torch.dtype:
         """Dtype in which forward sees it."""
-        return compute if self.dtype.is_floating_point else self.dtype
+        return (self.compute or compute) if self.dtype.is_floating_point else self.dtype
 
     def stepped_in(self, master: torch.dtype) -> torch.dtype:
         """Dtype in which an engine without a second copy keeps it: a frozen one keeps its own."""
@@ -77,7 +79,7 @@ def model_facts(
 
     ``unsharded`` are parameters that FSDP does not shard, besides 0-d ones and metrics'; ``groups`` the optimizer's.
     """
-    unit_of = unit_names(units)
+    unit_of, rules = unit_names(units), {unit.names[0]: unit.rule for unit in units}
     metrics = (m for m in root.modules() if isinstance(m, Metric))
     ignored = {id(p) for p in unsharded} | {id(p) for m in metrics for p in m.parameters()}
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
@@ -90,6 +92,8 @@ def model_facts(
             unit=unit_of.get(id(p), ""),
             unsharded=id(p) in ignored or not p.ndim,
             group=group_of.get(id(p), 0),
+            reshard=rule.reshard_after_forward if (rule := rules.get(unit_of.get(id(p), ""))) else None,
+            compute=DTYPES.get(rule.compute or "") if rule else None,
         )
         for fqn, p in root.named_parameters()
     )

@@ -38,6 +38,13 @@ def _unsharded_gradient_bytes(parameters: Iterable[ParameterFacts], dtype: torch
     return sum(p.numel * dtype.itemsize for p in parameters if _is_reduced(p))
 
 
+def _kept_of(members: Sequence[ParameterFacts], engine: FSDPFacts) -> tuple[bool, float]:
+    """Whether a unit stays gathered after forward, and what part of it does."""
+    own = members[0].reshard if members else None
+    again = engine.reshard_after_forward if own is None else own
+    return again is False, 1 if again is False else 0 if again is True else 1 / again
+
+
 def _is_reduced(parameter: ParameterFacts) -> bool:
     return parameter.trainable and parameter.dtype.is_floating_point and not parameter.unsharded
 
@@ -60,17 +67,16 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     root, units = model.units[""], [members for name, members in model.units.items() if name]
     of_units = [_gathered_bytes(members, shards, compute) for members in units]
     of_root = _gathered_bytes(root, shards, compute)
-    stays = engine.reshard_after_forward is False
-    if stays:
-        gathered = sum(of_units)
-    else:
-        part = 0 if engine.reshard_after_forward is True else sum(of_units) // int(engine.reshard_after_forward)
-        gathered = max(of_units, default=0) + part
+    kept = [_kept_of(members, engine) for name, members in model.units.items() if name]
+    again = [0 if stays else size for size, (stays, _) in zip(of_units, kept, strict=True)]
+    gathered = max(again, default=0) + sum(round(size * part) for size, (_, part) in zip(of_units, kept, strict=True))
     # Bytes of all-gather buffers.
     in_forward = 0 if shards == 1 else max(_of_neighbours(of_units, 2), of_root)
-    in_backward = 0 if shards == 1 or stays else _of_neighbours(of_units, max(1, engine.backward_prefetch))
+    in_backward = 0 if shards == 1 else _of_neighbours(again, max(1, engine.backward_prefetch))
     reduced = max(_reduced_bytes(members, shards, policy.reduce) for members in [root, *units])
-    unreduced = max(_unsharded_gradient_bytes(members, compute) for members in [root, *units])
+    unreduced = max(
+        sum(p.numel * p.seen_in(compute).itemsize for p in members if _is_reduced(p)) for members in [root, *units]
+    )
     at_boundary = engine.reduce_at_boundary
     waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
     waiting = waiting if training.micro_batches > 1 else 0
@@ -120,6 +126,10 @@ class _TracedUnits:
         self.unsharded = {name: _gathered_bytes(members, shards, policy.compute) for name, members in units.items()}
         self.reduced = {name: _reduced_bytes(members, shards, policy.reduce) for name, members in units.items()}
         self.waiting = {name: _unsharded_gradient_bytes(members, policy.reduce) for name, members in units.items()}
+        kept = {name: _kept_of(members, engine) for name, members in units.items()}
+        self.kept = {name: round(self.unsharded[name] * part) for name, (_, part) in kept.items()}
+        # What is gathered again in backward.
+        self.again = {name: 0 if stays else self.unsharded[name] for name, (stays, _) in kept.items()}
         self.elements = gradient_elements(training.model, lambda p: _shard_elements(p, shards))
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
         step = memory.step
@@ -152,10 +162,9 @@ class _TracedUnits:
 
     def _gathered(self, unit: str, passed: Sequence[str], done: Sequence[str]) -> int:
         """Of the root, of the unit that computes, and of those that stay gathered, all or a part of them."""
-        others = sum(self.unsharded.get(name, 0) for name in passed if name != unit)
-        again = self.engine.reshard_after_forward
+        others = sum(self.kept.get(name, 0) for name in passed if name != unit)
         own = self.unsharded.get(unit, 0) if unit and unit not in done else 0
-        return self.unsharded[""] + own + (others if again is False else 0 if again is True else others // again)
+        return self.unsharded[""] + own + others
 
     def _all_gather_buffers(self, segment: Segment, last: str) -> int:
         """In forward the unit's own buffer or the last one's, in backward the next one's."""
@@ -163,9 +172,7 @@ class _TracedUnits:
             return 0
         if segment.phase == "forward":
             return self.unsharded.get(segment.unit or last, 0)
-        if self.engine.reshard_after_forward is False:
-            return 0
-        return self.unsharded.get(self.before.get(segment.unit, "-"), 0)
+        return self.again.get(self.before.get(segment.unit, "-"), 0)
 
     def _gradients(self, done: Sequence[str]) -> MemoryAccount:
         """Reduced gradients, summed over micro-batches, and unsharded ones that wait on the device."""
@@ -181,9 +188,7 @@ class _TracedUnits:
 
     def _gathering(self, segment: Segment, base: MemoryAccount, gathered: int, before: int, reducing: int) -> Point:
         """The unit is copied out of its all-gather buffer; ``before``: what the step had made until then."""
-        buffer = self.unsharded.get(segment.unit, 0)
-        if segment.phase == "backward" and self.engine.reshard_after_forward is False:
-            buffer = 0
+        buffer = (self.again if segment.phase == "backward" else self.unsharded).get(segment.unit, 0)
         start = replace(segment, peak=before, peak_gradients=0)
         account = with_segment(base, start, gradients=0, gathered=gathered, communication=buffer + reducing)
         return Point(name=f"{segment.phase} of {segment.unit}, gathering", account=account)
@@ -209,11 +214,14 @@ def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:
     reduced *= 1 if engine.reduce_at_boundary else micro_batches
     forward = Collective(kind="all-gather", what="parameters, forward", axis="shard", ranks=shards, payload=gathered)
     found = [forward, replace(forward, kind="reduce-scatter", what="gradients", payload=reduced)]
-    again = engine.reshard_after_forward
-    if again is not False:
+    below: dict[int, int] = {}
+    for name, members in training.model.units.items():
+        stays, part = _kept_of(members, engine)
         # The root stays gathered from forward to backward.
-        below, ranks = gathered - units[""] * micro_batches, shards if again is True else int(again)
-        found.insert(1, replace(forward, what="parameters, backward", ranks=ranks, payload=below))
+        if name and not stays:
+            ranks = round(1 / part) if part else shards
+            below[ranks] = below.get(ranks, 0) + units[name] * micro_batches
+    found[1:1] = [replace(forward, what="parameters, backward", ranks=r, payload=sent) for r, sent in below.items()]
     if engine.replicate > 1:
         copies = replace(
             forward, kind="all-reduce", what="gradient shards", axis="replicate", payload=reduced // shards

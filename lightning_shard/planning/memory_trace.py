@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
-from lightning_shard.engines.units import Unit
+from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout, flop_counter
 from lightning_shard.precision.casting import install_casts
@@ -69,9 +69,10 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
     batch = resized(step.batch, size)
     with ExitStack() as stack:
         stack.callback(restoring(root))
-        cast_parameters(root, policy.compute)
-        if policy.compute != torch.float32:
-            stack.callback(install_casts(root, policy.compute, output=policy.output))
+        dtypes = computes(step.units, policy.compute)
+        cast_parameters(root, policy.compute, dtypes)
+        if {policy.compute, *dtypes.values()} != {torch.float32}:
+            stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))
         for module in checkpointed_modules(root, list(step.units), step.checkpointing):
             stack.callback(checkpoint_forward(module, step.checkpointing))
         live, flops = LiveBytes([*root.parameters(), *root.buffers()]), flop_counter()
@@ -174,12 +175,14 @@ def unit_names(units: Sequence[Unit]) -> dict[int, str]:
     return found
 
 
-def cast_parameters(root: nn.Module, compute: torch.dtype) -> None:
-    """Replace every floating parameter by one of dtype ``compute``; ties stay ties."""
+def cast_parameters(root: nn.Module, compute: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
+    """Replace every floating parameter by one of dtype ``compute``, or of its module's, ``inside``; ties stay ties."""
+    others = {id(p): dtype for module, dtype in inside.items() for p in module.parameters(recurse=False)}
 
     def cast(tensor: Tensor) -> Tensor:
-        own = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != compute
-        return tensor.detach().to(compute) if own else tensor
+        dtype = others.get(id(tensor), compute)
+        own = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dtype != dtype
+        return tensor.detach().to(dtype) if own else tensor
 
     fake.replace_tensors(root, cast)
 

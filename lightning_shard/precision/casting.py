@@ -6,7 +6,7 @@ boolean inputs, targets, losses and metric inputs are never touched: they do not
 unless the user's own code sends them there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -76,10 +76,16 @@ def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
 
 
 def install_casts(
-    root: nn.Module, dtype: torch.dtype, *, whole: Iterable[nn.Module] = (), output: torch.dtype | None = None
+    root: nn.Module,
+    dtype: torch.dtype,
+    *,
+    inside: Mapping[nn.Module, torch.dtype] | None = None,
+    whole: Iterable[nn.Module] = (),
+    output: torch.dtype | None = None,
 ) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
+    Some modules have another dtype, ``inside``.
     ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics. Modules
     with running statistics compute in fp32 instead. The parameters of ``whole`` modules no engine casts: they are cast
     here, for the time of their forward. ``output`` is what ``root``'s own code receives floating outputs of modules in
@@ -87,10 +93,8 @@ def install_casts(
     of it back.
     """
     undo: list[Callable[[], None]] = []
-
-    def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast_floating((args, kwargs), dtype)
-
+    others = inside or {}
+    hooks = {to: _casting_to(to) for to in {dtype, *others.values()}}
     left_out = {root} | {m for metric in root.modules() if isinstance(metric, Metric) for m in metric.modules()}
     for module in root.modules():
         if module in left_out:
@@ -101,9 +105,10 @@ def install_casts(
             # return its dtype.
             undo.append(compute_in(module, torch.float32))
         elif any(p.is_floating_point() for p in module.parameters()):
-            undo.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+            hook = hooks[others.get(module, dtype)]
+            undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
-    if output is not None and output != dtype:
+    if output is not None and {output} != {dtype, *others.values()}:
         callable_by_root = dict.fromkeys(module for module in _callable_by(root) if module not in left_out)
         undo.extend(step for module in callable_by_root for step in _cast_output(module, output))
 
@@ -112,6 +117,13 @@ def install_casts(
             step()
 
     return remove
+
+
+def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:
+    def pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floating((args, kwargs), dtype)
+
+    return pre_hook
 
 
 def _callable_by(root: nn.Module) -> Iterator[nn.Module]:
@@ -204,8 +216,12 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return replace_forward(module, forward)
 
 
-def round_scalars(root: nn.Module, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Run every module below ``root`` on its own parameters without a dimension rounded to ``dtype``.
+def round_scalars(
+    root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]
+) -> list[Callable[[], None]]:
+    """Run every module below ``root`` on its own parameters without a dimension rounded to its dtype.
+
+    That is ``dtype``, or for some modules another one, ``inside``.
 
     No engine that shards by dimensions casts them. What ``root`` itself has is left to `scalars_rounded`, because its
     code is not run by its forward.
@@ -215,7 +231,7 @@ def round_scalars(root: nn.Module, dtype: torch.dtype) -> list[Callable[[], None
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with scalars_rounded(module, dtype):
+            with scalars_rounded(module, inside.get(module, dtype)):
                 return original(*args, **kwargs)
 
         return forward

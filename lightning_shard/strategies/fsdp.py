@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fsdp2 import FORWARD_METHODS, UnitOptions
 from lightning_shard.engines.fully_shard import FullyShard
-from lightning_shard.engines.units import ClassNames, class_names
+from lightning_shard.engines.units import ClassNames, UnitRule, class_names, unit_rules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.settings import CommonArguments, CommonSettings, with_common_arguments
@@ -23,7 +23,7 @@ class ShardFSDPStrategy(ShardStrategy):
         self,
         *,
         mesh: MeshConfig | None = None,
-        units: Literal["auto"] | int | ClassNames = "auto",
+        units: Literal["auto"] | int | list[str | type[nn.Module] | UnitRule] = "auto",
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         forward_prefetch: int = 0,
@@ -42,7 +42,10 @@ class ShardFSDPStrategy(ShardStrategy):
                 sharding give ``replicate: auto`` and ``shard: auto``: shards inside a node, replicas across nodes.
             units: which modules are gathered together. "auto": a Hugging Face model's own ``_no_split_modules``,
                 else the repeated blocks of module lists; a list of classes or their names; or a number of parameters,
-                for the smallest modules that have as many. What is in no unit is gathered with the LightningModule.
+                for the smallest modules that have as many. An entry of the list may also be a mapping, with settings
+                of its own: ``modules`` (any of these) or ``pattern`` (a regular expression for whole names of modules),
+                ``reshard_after_forward`` and ``compute`` ("fp32", "bf16"). What is in no unit is gathered with the
+                LightningModule.
             reshard_after_forward: true: free a unit after its forward and gather it again in backward (ZeRO-3);
                 false: keep it (ZeRO-2); a number: keep a part of this many ranks (hpZ), a divisor of the shard
                 axis' size other than 1 and itself.
@@ -66,8 +69,11 @@ class ShardFSDPStrategy(ShardStrategy):
         for name, depth in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if depth < 0:
                 raise ConfigurationError(f"{name} is {depth}, but must be 0 or the number of units to gather ahead.")
+        if not isinstance(units, str | int):
+            units = [entry if isinstance(entry, UnitRule) else class_names([entry])[0] for entry in units]
+        unit_rules(units)  # raises
         self._units = UnitOptions(
-            units=units if isinstance(units, str | int) else class_names(units),
+            units=units,
             reshard_after_forward=reshard_after_forward,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,

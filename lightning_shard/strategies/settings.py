@@ -166,7 +166,11 @@ class CommonSettings:
 def _stock_argument(name: str) -> str:
     from lightning_shard.migrate.lightning_fields import called_here
 
-    return called_here(name)
+    units = (
+        " Units are ShardFSDPStrategy's: DDP gathers nothing (for a dtype of their own give it mesh={'replicate': n, "
+        "'shard': 1}, which is DDP), and DeepSpeed has stage3.module_granularity_threshold."
+    )
+    return units if name == "units" else called_here(name)
 
 
 def with_common_arguments(constructor: C) -> C:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_shard.engines.units import class_name, find_units
+from lightning_shard.engines.units import UnitRule, class_name, computes, find_units
 from lightning_shard.errors import WrappingError
 from tests.models import llama
 
@@ -333,6 +333,33 @@ def test_attention_is_never_cut_apart() -> None:
         find_units(root, ["NonDynamicallyQuantizableLinear"])
 
 
+def test_the_first_rule_that_names_a_module_counts() -> None:
+    root = Root(embed=nn.Embedding(30, 4), blocks=nn.ModuleList(layers(3)), head=nn.Linear(4, 3))
+    first, wide = UnitRule(pattern=r"blocks\.0", compute="fp32"), UnitRule(modules=["Linear"], compute="bf16")
+    units = find_units(root, ["Layer", first, UnitRule(modules=100), wide])
+    found = {unit.names[0]: unit.rule.compute for unit in units}
+    assert [(n, c) for n, c in found.items() if n in ("embed", "blocks.0", "blocks.1", "head")] == [
+        ("embed", None),
+        ("blocks.0", "fp32"),
+        ("blocks.1", None),
+        ("head", "bf16"),
+    ]
+    dtypes = computes(units, torch.float16)
+    assert dtypes[root.blocks[0]] == torch.float32  # type: ignore[index]
+    assert dtypes[root.blocks[0].a] == torch.bfloat16  # type: ignore[index, union-attr]
+    assert dtypes[root.blocks[1]] == torch.float16  # type: ignore[index]
+
+
+def test_settings_that_sharing_would_lose_are_refused() -> None:
+    root = Root(embed=nn.Embedding(3, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 3))
+    root.head.weight = root.embed.weight  # type: ignore[union-attr, assignment]
+    wide = UnitRule(pattern="head", compute="fp32")
+    for spec in ([wide], [wide, "Embedding"]):
+        with pytest.raises(WrappingError, match=r"units gives (head|embed) settings of its own, but it shares"):
+            find_units(root, spec)  # type: ignore[arg-type]
+    assert len(find_units(root, [UnitRule(pattern="head|embed", compute="fp32")])) == 1
+
+
 # Mistakes.
 
 
@@ -360,5 +387,5 @@ def test_containers_are_refused(container: str) -> None:
 
 @pytest.mark.parametrize("spec", ["Layer", 0, -5, True])
 def test_other_values_are_refused(spec: object) -> None:
-    with pytest.raises(WrappingError, match=f"units is {spec!r}"):
+    with pytest.raises(WrappingError, match=rf"units(\.modules)? is {spec!r}"):
         find_units(Root(layer=Layer()), spec)  # type: ignore[arg-type]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.planning.facts import Training
+from lightning_shard.planning.facts import ModelFacts, Training
 from lightning_shard.planning.predict import collectives, predict
 from lightning_shard.planning.traffic import Nodes, step_time
 from tests.planning.support import BF16, FP32, model
@@ -52,6 +56,20 @@ def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
     ).largest
     assert (away.device.parameters, away.device.optimizer) == (0, 0)
     assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
+
+
+def test_units_with_settings_of_their_own() -> None:
+    plain, engine = model(100, 50, 50, 50, units=3), FSDPFacts(replicate=1, shard=2)
+    *others, last = plain.parameters
+    stays, wide = replace(last, reshard=False), replace(last, compute=torch.float32)
+    kinds = {
+        name: Training(model=ModelFacts(parameters=(*others, one)), policy=BF16)
+        for name, one in (("plain", last), ("stays", stays), ("wide", wide))
+    }
+    gathered = {name: predict(training, engine).backward.device.gathered for name, training in kinds.items()}
+    assert gathered == {"plain": 2 * 1500, "stays": 2 * 1500 + 2 * 500, "wide": 2 * 1000 + 4 * 500}
+    sent = collectives(kinds["stays"], engine)
+    assert next(c.payload for c in sent if c.what == "parameters, backward") == 2 * 1000
 
 
 def test_ranks_cost_nothing() -> None:

@@ -112,7 +112,7 @@ class Zero:
         return replace(policy, loss_scale=loss_scale)
 
     def units(self, module: nn.Module) -> list[Unit]:
-        return find_units(module, "auto", with_children=False)
+        return find_units(module, "auto")
 
     def ignored_modules(self) -> Sequence[str]:
         return ()
