@@ -25,12 +25,8 @@ def validate_by_one_clock(replacements: Replacements, trainer: Trainer, broadcas
     """
     loop = trainer.fit_loop.epoch_loop
     due_here = loop._should_check_val_fx
-
-    def due(data_fetcher: Any) -> bool:
-        return broadcast(due_here(data_fetcher))
-
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        replacements.replace(loop, "_should_check_val_fx", due)
+        replacements.replace(loop, "_should_check_val_fx", lambda fetcher: broadcast(due_here(fetcher)))
 
 
 def should_accumulate(trainer: Trainer) -> bool:

@@ -23,10 +23,7 @@ class PretrainedWeights(Callback):
             rename: beginnings of the files' names to what stands there in the module; null leaves tensors out.
             strict: refuse tensors of the module that the files lack and tensors of the files that the module lacks.
         """
-        self.path = path
-        self.module = module
-        self.rename = rename
-        self.strict = strict
+        self.path, self.module, self.rename, self.strict = path, module, rename, strict
         self._filled: WeakSet[LightningModule] = WeakSet()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -67,12 +67,8 @@ class ProfilerCallback(Callback):
         if not chosen or min(chosen) < 1:
             raise ConfigurationError(f"steps is {chosen}, but must be numbers of optimizer steps, from 1 on.")
         self.steps = sorted(set(chosen))
-        self.ranks = ranks
-        self.folder = folder
-        self.shapes = shapes
-        self.stacks = stacks
-        self.memory = memory
-        self.snapshots = snapshots
+        self.ranks, self.folder, self.shapes, self.stacks = ranks, folder, shapes, stacks
+        self.memory, self.snapshots = memory, snapshots
         self.files: list[Path] = []
         self.communication: Communication | None = None
         self._profile: profile | None = None

@@ -77,13 +77,8 @@ class ThroughputCallback(Callback):
             raise ConfigurationError(f"every_n_steps is {every_n_steps}, but must be 1 or more.")
         if peak_tflops is not None and not peak_tflops > 0:
             raise ConfigurationError(f"peak_tflops is {peak_tflops}, but must be greater than 0.")
-        self.every_n_steps = every_n_steps
-        self.tokens_key = tokens_key
-        self.mask_key = mask_key
-        self.peak_tflops = peak_tflops
-        self.mfu = mfu
-        self.summary = summary
-        self.csv = csv
+        self.every_n_steps, self.tokens_key, self.mask_key = every_n_steps, tokens_key, mask_key
+        self.peak_tflops, self.mfu, self.summary, self.csv = peak_tflops, mfu, summary, csv
         self.windows: list[throughput.Window] = []
         self.flops = StepFlops()
         self._actions: ActionClock | None = None

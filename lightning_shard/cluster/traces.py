@@ -91,10 +91,10 @@ def record_into(folder: Path, environ: MutableMapping[str, str]) -> None:
     environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / PREFIX))
 
 
-def last_collectives(recorded: bytes, count: int = 20) -> list[str]:
-    """A line for each of the last ``count`` collectives of a record: number, name, sizes, state, and who called it."""
+def last_collectives(recorded: bytes) -> list[str]:
+    """A line for each of the last 20 collectives of a record: number, name, sizes, state, and who called it."""
     lines = []
-    for entry in _entries([recorded])[-count:]:
+    for entry in _entries([recorded])[-20:]:
         group = entry["process_group"][1] or entry["process_group"][0]
         lines.append(
             f"{entry['collective_seq_id']} of {group}: {entry['profiling_name']} {entry['input_sizes']} "

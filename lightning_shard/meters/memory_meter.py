@@ -92,8 +92,7 @@ class StepMeter:
         ``gathered`` gives what is whole for the moment, of engines that free it before forward ends; default: FSDP2's.
         """
         self.account = MemoryAccount()
-        self._module = module
-        self._held = held
+        self._module, self._held = module, held
         self._gathered = gathered or partial(unsharded, module)
         self._saved: WeakSet[_Saved] = WeakSet()
         self._kept: list[_Saved] = []  # What selective checkpointing keeps, which autograd does not know of.

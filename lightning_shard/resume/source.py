@@ -85,8 +85,7 @@ class IndexSource(Delegating):
 
     def __init__(self, full: Any, states: States) -> None:
         super().__init__(full)
-        self.full = full
-        self._states = states
+        self.full, self._states = full, states
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Any]:

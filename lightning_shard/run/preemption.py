@@ -27,8 +27,7 @@ class Preemption:
     """Notes signals and the time limit, and saves and ends the run once all ranks know of one."""
 
     def __init__(self, config: preemption.PreemptionConfig, checkpoints: Checkpoints) -> None:
-        self._config = config
-        self._checkpoints = checkpoints
+        self._config, self._checkpoints = config, checkpoints
         self._identity = RunIdentity()
         self._flag: preemption.SignalFlag | None = None
         self._limit: preemption.TimeLimit | None = None

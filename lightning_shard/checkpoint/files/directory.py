@@ -26,8 +26,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self.descriptor = descriptor
+        self.path, self.descriptor = path, descriptor
         self._unchecked: dict[str, FileEntry] = {}
         self.close = weakref.finalize(self, _release, descriptor)
         """Let go of it now; else with this object, which a traceback may keep."""

@@ -268,8 +268,7 @@ class WatchReductions(TorchDispatchMode):
     def __init__(self, found: list[Reduction], after: Callable[[], str]) -> None:
         """Append to ``found``; ``after`` tells the parameter whose gradient came last."""
         super().__init__()
-        self._found = found
-        self._after = after
+        self._found, self._after = found, after
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
