@@ -63,39 +63,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointCorruptError",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "ConfigurationError",
-    "DataError",
-    "LossScaling",
-    "MaterializationError",
-    "MeshConfig",
-    "MeshError",
-    "OptimizerOffload",
-    "ParameterOffload",
-    "PrecisionContractError",
-    "PrecisionError",
-    "PrecisionPolicy",
-    "PreemptionConfig",
-    "ShardCLI",
-    "ShardDDPStrategy",
-    "ShardDeepSpeedStrategy",
-    "ShardError",
-    "ShardFSDPStrategy",
-    "ShardPrecision",
-    "Stage3Options",
-    "UnitRule",
-    "WrappingError",
-    "ZeroBuckets",
-    "ZeroPlusPlus",
-    "__version__",
-    "full_tensor",
-    "load_from_checkpoint",
-    "load_pretrained",
-    "set_full_tensor",
-]
+    "CheckpointCorruptError", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError",
+    "ConfigurationError", "DataError", "LossScaling", "MaterializationError", "MeshConfig", "MeshError",
+    "OptimizerOffload", "ParameterOffload", "PrecisionContractError", "PrecisionError", "PrecisionPolicy",
+    "PreemptionConfig", "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy",
+    "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__",
+    "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+]  # fmt: skip
 
 # Public names whose modules import engines or jsonargparse.
 _LAZY = {

@@ -48,52 +48,25 @@ _NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
 _TABLE: list[tuple[str, str, dict[str, Any], str]] = [
     ("shard_ddp", _DDP, {}, "DDP: model and optimizer state replicated, gradients averaged"),
     ("shard_fsdp", _FSDP, {}, "FSDP2 full shard: parameters, gradients and optimizer state are sharded (as ZeRO-3)"),
-    (
-        "shard_fsdp_grad_op",
-        _FSDP,
-        {"reshard_after_forward": False},
-        "FSDP2 with parameters kept gathered after forward: less traffic, more memory (as ZeRO-2)",
-    ),
-    (
-        "shard_fsdp_hybrid",
-        _FSDP,
-        {"mesh": {"replicate": "auto", "shard": "auto"}},
-        "FSDP2 shard inside a node, replicate across nodes",
-    ),
-    (
-        "shard_fsdp_offload",
-        _FSDP,
-        {"cpu_offload": True},
-        "FSDP2 full shard with parameters, gradients and optimizer state in host memory",
-    ),
+    ("shard_fsdp_grad_op", _FSDP, {"reshard_after_forward": False},
+     "FSDP2 with parameters kept gathered after forward: less traffic, more memory (as ZeRO-2)"),
+    ("shard_fsdp_hybrid", _FSDP, {"mesh": {"replicate": "auto", "shard": "auto"}},
+     "FSDP2 shard inside a node, replicate across nodes"),
+    ("shard_fsdp_offload", _FSDP, {"cpu_offload": True},
+     "FSDP2 full shard with parameters, gradients and optimizer state in host memory"),
     ("shard_deepspeed_stage_0", _ZERO, {"stage": 0}, "DeepSpeed without ZeRO: everything replicated (as shard_ddp)"),
-    (
-        "shard_deepspeed_stage_1",
-        _ZERO,
-        {"stage": 1},
-        "DeepSpeed ZeRO-1: optimizer state and master weights are sharded",
-    ),
+    ("shard_deepspeed_stage_1", _ZERO, {"stage": 1},
+     "DeepSpeed ZeRO-1: optimizer state and master weights are sharded"),
     ("shard_deepspeed_stage_2", _ZERO, {"stage": 2}, "DeepSpeed ZeRO-2: gradients are sharded too"),
-    (
-        "shard_deepspeed_stage_2_offload",
-        _ZERO,
-        {"stage": 2, "offload_optimizer": _CPU},
-        "DeepSpeed ZeRO-2 with optimizer state and master weights in host memory",
-    ),
+    ("shard_deepspeed_stage_2_offload", _ZERO, {"stage": 2, "offload_optimizer": _CPU},
+     "DeepSpeed ZeRO-2 with optimizer state and master weights in host memory"),
     ("shard_deepspeed_stage_3", _ZERO, {"stage": 3}, "DeepSpeed ZeRO-3: parameters are sharded too"),
-    (
-        "shard_deepspeed_stage_3_offload",
-        _ZERO,
-        {"stage": 3, "offload_optimizer": _CPU, "offload_parameters": _CPU},
-        "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in host memory",
-    ),
-    (
-        "shard_deepspeed_stage_3_offload_nvme",
-        _ZERO,
-        {"stage": 3, "offload_optimizer": _NVME, "offload_parameters": _NVME},
-        "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in files, in ./nvme_offload",
-    ),
-]
+    ("shard_deepspeed_stage_3_offload", _ZERO, {"stage": 3, "offload_optimizer": _CPU, "offload_parameters": _CPU},
+     "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in host memory"),
+    ("shard_deepspeed_stage_3_offload_nvme", _ZERO,
+     {"stage": 3, "offload_optimizer": _NVME, "offload_parameters": _NVME},
+     "DeepSpeed ZeRO-3 with parameters, optimizer state and master weights in files, in ./nvme_offload"),
+]  # fmt: skip
 
 
 def _presets() -> Iterator[Preset]:

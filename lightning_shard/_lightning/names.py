@@ -24,10 +24,8 @@ _REQUIRED = (
     (LightningOptimizer, "_to_lightning_optimizer"),
     (ModelCheckpoint, "file_exists _link_checkpoint"),
     (ModelSummary, "_summary _max_depth"),
-    (
-        StochasticWeightAveraging,
-        "_average_model _clear_schedulers _device _init_n_averaged _latest_update_epoch _scheduler_state",
-    ),
+    (StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged"),
+    (StochasticWeightAveraging, "_latest_update_epoch _scheduler_state"),
     (WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
     (ParallelStrategy, "_layer_sync"),
     (_CheckpointConnector, "resume_start"),

@@ -16,17 +16,12 @@ def rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    # uint32 words; torch tensors have no full uint32 support, int64 holds them.
+    keys64 = np.asarray(keys).astype(np.int64)
     state: dict[str, Any] = {
         # A tensor and not a list: a checkpoint has the words of all ranks, each of which reads them.
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        # uint32 words; torch tensors have no full uint32 support, int64 holds them.
-        "numpy": [
-            str(name),
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [str(name), torch.from_numpy(keys64), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
     if cuda and torch.cuda.is_initialized():

@@ -26,15 +26,8 @@ from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
 
 _DCP = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
+_NAMES = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta"
+_RECORDS = {(_DCP, name) for name in _NAMES.split()} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 # What torch's own writer notes besides: items that are no tensors, and the path that was written to.
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
