@@ -59,7 +59,10 @@ def plan(
         f"--device-memory={device_memory}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
     ]
-    return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
+    try:
+        return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
+    except SystemExit as ended:  # what the command line makes of an error
+        raise ended.__cause__ or ended from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import CheckpointError, ConfigurationError, callbacks
+from lightning_shard.commands.options import UsageError
 from lightning_shard.tools import convert, export, migrate, plan, verify
 
 
@@ -65,6 +66,11 @@ def test_a_run_is_planned(tmp_path: Path) -> None:
     assert not plan(run, device_memory="1KB", devices=2).fits
     with pytest.raises(ConfigurationError, match="--nodes is 0, but must be 1 or more"):
         plan(run, device_memory="1GB", nodes=0)
+
+
+def test_a_plan_of_a_file_that_is_not_there_raises() -> None:
+    with pytest.raises(UsageError, match=r"nope\.yaml"):
+        plan("nope.yaml", device_memory="1GB")
 
 
 def test_callbacks_are_imported_from_one_place() -> None:

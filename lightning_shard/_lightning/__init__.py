@@ -47,10 +47,9 @@ from lightning_shard._lightning.optimizers import (
 )
 from lightning_shard._lightning.processes import (
     DDPForwardRedirection,
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
     destroy_at_exit,
     init_process_group,
+    launcher,
     layer_sync,
     let_children_end,
     prepare_for_backward,

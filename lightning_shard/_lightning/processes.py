@@ -3,15 +3,16 @@
 # Some of the imports are for others.
 # ruff: noqa: F401
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as destroy_at_exit
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_reduce
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
@@ -19,6 +20,48 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as M
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError
+
+
+class ScriptLauncher(SubprocessScriptLauncher):
+    """Runs the script again for each other process; where there is none, a notebook can be what runs."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes * self.num_nodes == 1
+
+
+class ChildrenLauncher(MultiProcessingLauncher):
+    """Starts all processes as children of this one, whose module is given the full weights at the end of a fit."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._start_method == "fork" and dist.is_initialized():
+            raise ConfigurationError(
+                "start_method is 'fork', but this process has a process group, such as that of an earlier fit with "
+                "devices=1, which forked processes would take for their own. Start the notebook's kernel anew and fork "
+                "first, or call torch.distributed.destroy_process_group(), after which modules that were sharded in "
+                "this process can't be used any more."
+            )
+        return super().launch(*args, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        trainer.lightning_module.register_state_dict_post_hook(_full_tensors)
+        return super()._collect_rank_zero_results(trainer, results)
+
+
+def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "forkserver"]) -> Any:
+    """What starts the other processes of this node, by the script again ("popen") or as children of this one."""
+    if start_method != "popen":
+        return ChildrenLauncher(strategy, start_method=start_method)
+    return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+
+def _full_tensors(module: LightningModule, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            state_dict[name] = value.full_tensor()
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:

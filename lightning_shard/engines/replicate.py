@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
@@ -24,14 +23,11 @@ class Replicate(FSDP2Engine):
     name = "ddp"
     strategy = "ShardDDPStrategy"
 
-    def __init__(
-        self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool, plain_state_dict: bool = False
-    ) -> None:
-        """Most ``options`` are refused; ``plain_state_dict`` puts plain tensors into the module's ``state_dict``."""
+    def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
+        """Most ``options`` are refused."""
         units = UnitOptions(find_unused_parameters=options.find_unused_parameters)
         super().__init__(units, forward, at_boundary=at_boundary)
         self._options = options
-        self._plain_state_dict = plain_state_dict
 
     def check(self, run: PlannedRun) -> None:
         lacking = {name: value for name, value in self._options.changed().items() if name != "find_unused_parameters"}
@@ -53,10 +49,7 @@ class Replicate(FSDP2Engine):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         # Frozen 16-bit parameters are seen here only.
         self.check(run.planned)
-        prepared = super().prepare(module, run)
-        if self._plain_state_dict:
-            module.register_state_dict_post_hook(_plain_values)
-        return prepared
+        return super().prepare(module, run)
 
     def _applier(self, run: Run) -> ApplyUnit:
         assert run.mesh[SHARD].size() == 1
@@ -74,9 +67,3 @@ class Replicate(FSDP2Engine):
 def needs_replicate(root: nn.Module) -> bool:
     """Whether a parameter that keeps its dtype must be seen in fp32, which torch's DDP does not do."""
     return any(p.is_floating_point() and not p.requires_grad and p.dtype != torch.float32 for p in root.parameters())
-
-
-def _plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, value in state_dict.items():
-        if isinstance(value, DTensor):
-            state_dict[name] = value.to_local()

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from lightning_shard import _lightning
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicate import Replicate, needs_replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
@@ -94,14 +93,7 @@ class ShardDDPStrategy(ShardStrategy):
         forward, at_boundary = self._settings.forward, self._settings.at_boundary
         if not casts:
             return TorchDDP(self._options, forward, at_boundary=at_boundary)
-        # Lightning hands a state dict back to the main process, whose module is full and plain.
-        plain = self._start_method != "popen"
-        return Replicate(self._options, forward, at_boundary=at_boundary, plain_state_dict=plain)
-
-    def _make_launcher(self) -> Any:
-        if self._start_method == "popen":
-            return super()._make_launcher()
-        return _lightning.MultiProcessingLauncher(self, start_method=self._start_method)
+        return Replicate(self._options, forward, at_boundary=at_boundary)
 
 
 def _named(value: Any) -> str:

@@ -33,6 +33,7 @@ class ShardFSDPStrategy(ShardStrategy):
         find_unused_parameters: bool = False,
         separate_reduce_scatter: bool = False,
         symmetric_memory: bool = False,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **common: Unpack[CommonArguments],
     ) -> None:
         """Set up FSDP2.
@@ -61,6 +62,9 @@ class ShardFSDPStrategy(ShardStrategy):
             separate_reduce_scatter: reduce gradients over a communicator of their own, so that in backward they go
                 beside the gathers (torch's ``set_separate_reduce_scatter_group``, from 2.13 on).
             symmetric_memory: gather through NCCL's symmetric memory (torch's ``set_symm_mem_for_comm``). CUDA only.
+            start_method: how the other processes of this node are started: "popen" runs the script again; "fork"
+                works in notebooks, "spawn" and "forkserver" where the script's objects can be pickled. But for
+                "popen" each process gathers the full weights at the end of a fit, for the main process's module.
 
         Raises:
             ConfigurationError: a value that can't work, before anything is touched.
@@ -81,6 +85,7 @@ class ShardFSDPStrategy(ShardStrategy):
             find_unused_parameters=find_unused_parameters,
         )
         self._cpu_offload = cpu_offload
+        self._start_method = start_method
         self._separate_reduce_scatter, self._symmetric_memory = separate_reduce_scatter, symmetric_memory
         self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -68,6 +68,8 @@ class ShardStrategy(ParallelStrategy):
         self._engine: Engine | None = None
 
     # Settings
+
+    _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     @abstractmethod
     def engine_for(self, module: nn.Module | None = None) -> Engine:
@@ -179,10 +181,7 @@ class ShardStrategy(ParallelStrategy):
         parts.check_launcher(self._launch, os.environ)
         self.check()
         if not self._environment.creates_processes_externally:
-            self._launcher = self._make_launcher()
-
-    def _make_launcher(self) -> Any:
-        return _lightning.SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = _lightning.launcher(self, self._start_method)
 
     def setup_environment(self) -> None:
         self._failed, self._replacements = False, _lightning.Replacements()

