@@ -1,7 +1,6 @@
 """The commands as functions: plan a run, migrate a configuration, verify, convert and export checkpoints."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.commands.migrate import Migrated, migrate
 from lightning_shard.commands.plan import Plan, parsed
-from lightning_shard.errors import CheckpointError, ConfigurationError
+from lightning_shard.errors import CheckpointError
+from lightning_shard.text import parse_bytes
 
 __all__ = ["Converted", "Migrated", "Plan", "convert", "export", "migrate", "plan", "verify"]
 
@@ -24,7 +24,6 @@ StrPath = str | os.PathLike[str]
 DType = Literal["fp32", "bf16", "fp16"]
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def plan(
@@ -124,16 +123,12 @@ def export(
         CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
         ConfigurationError: a size that is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", max_shard_size.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
-        raise ConfigurationError(
-            f"max_shard_size is {max_shard_size!r}, but must be a number of bytes, such as 5GB or 500MB."
-        )
+    size = parse_bytes(max_shard_size)
     stored = open_any(path, optimizers="none")
     return export_contents(
         stored.averaged() if ema else stored,
         folder,
         dtype=layout.torch_dtype(_DTYPES[dtype]) if dtype else None,
         module=module,
-        max_shard_bytes=int(float(found[1]) * _UNITS[(found[2] or "").upper()]),
+        max_shard_bytes=size,
     )

@@ -39,7 +39,7 @@ def test_a_checkpoint_is_converted_verified_and_exported(saved: Path, tmp_path: 
     assert [file.suffix for file in files] == [".safetensors"]
     with pytest.raises(CheckpointError, match=r"back\.ckpt exists: choose another path"):
         convert(done.path, back.path)
-    with pytest.raises(ConfigurationError, match="max_shard_size is '5 apples', but must be a number of bytes"):
+    with pytest.raises(ConfigurationError, match=r"'5 apples' is no size\. Write a number and a unit"):
         export(done.path, tmp_path / "again", max_shard_size="5 apples")
 
 
