@@ -175,6 +175,12 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
+                        plain_value = value.to_local() if isinstance(value, DTensor) else value
+                        if hasattr(plain_value, "__tensor_flatten__"):
+                            raise CheckpointError(
+                                f"{name.key} is a {type(plain_value).__name__}, a tensor of a class of its own, which "
+                                "would be loaded as a plain one with other numbers: use an optimizer with plain state"
+                            )
                         if part.stored_shape(fqn, value) is None:
                             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
                         found.tensors[name] = part.view(fqn, value)

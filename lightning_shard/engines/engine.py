@@ -112,6 +112,7 @@ class Engine(Protocol):
     name: str  # "ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine.
     replicates: bool  # Whether parameters are plain tensors, full on every rank, in a fit.
     gathers_in_forward: bool  # Whether a forward pass of one rank needs a forward pass of all others.
+    follows_freezing: bool  # Whether what is trainable may change during a fit.
 
     # Before a run
 

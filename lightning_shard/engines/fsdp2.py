@@ -217,6 +217,11 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             self._usage.finish()
 
     def follow_freezing(self) -> nn.Module:
+        if full := [o for o in self._optimizers if id(o) in self._whole or needs_full_parameters(o, self._run)]:
+            raise ConfigurationError(
+                f"Parameters were frozen or thawed after the fit began, but {type(full[0]).__qualname__} steps full "
+                "parameters at owners that were chosen then. Freeze before the fit, or use shard_ddp in '32-true'."
+            )
         # FSDP reads `requires_grad` whenever it gathers.
         self._look_at_usage()
         return self._sharded.root

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
 
-# Block-wise states quantise from 4,096 elements on; odd sizes, so that no block ends where a part does.
-_SHAPES = {0: (), 1: (16_647,), 2: (129, 129), 3: (31, 27, 21), 4: (17, 11, 10, 9)}
+# Block-wise states quantise from 4,096 elements on, some only full blocks, of 2,048 at most; no block ends where a part
+# does.
+_SHAPES = {0: (), 1: (18_432,), 2: (128, 144), 3: (32, 24, 24), 4: (16, 12, 12, 8)}
 _CUTS = (4_999, 11_111)
 _STEPS = 3
 
@@ -93,6 +94,12 @@ def _try(
             return Needs.SHARDS
         if alone and (draws or not all(map(_equal, full, apart))):
             return Needs.FULL_PARAMETERS
+        if copies.kinds and not alone:
+            raise ConfigurationError(
+                f"{name} keeps its state in tensors of a class of its own ({', '.join(sorted(copies.kinds))}), which "
+                "can be neither divided over ranks nor saved. Use torch.optim.AdamW (in bf16-true its state is small "
+                "too), or shard_ddp without checkpoints."
+            )
         if draws and (aligned or dtype == torch.float32):
             raise ConfigurationError(
                 f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
@@ -140,6 +147,7 @@ class _Copies:
         generator = torch.Generator().manual_seed(0)
         like = next((p for p in group["params"]), None)
         self.closure: Callable[[], Tensor] | None = None
+        self.kinds: set[str] = set()  # Classes of state tensors that are not plain ones.
         self.device = device = torch.device("cpu") if like is None else like.device
 
         def made() -> Tensor:
@@ -167,6 +175,9 @@ class _Copies:
                 tensor.grad = gradient.clone()
             for copy in copies:
                 self._step(copy)
+        self.kinds |= {
+            type(t).__name__ for c in copies for t in tensors_in(c.state) if hasattr(t, "__tensor_flatten__")
+        }
         return [tensor.detach() for tensor in tensors]
 
     def same_in_parts(self, full: Tensor) -> bool:

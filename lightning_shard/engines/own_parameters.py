@@ -25,6 +25,7 @@ class StepsOwnParameters:
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
+    follows_freezing = True
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Optimizer] = ()

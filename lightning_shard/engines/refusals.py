@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
@@ -18,6 +19,13 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
         raise ConfigurationError(
             f"{strategy} needs a module with full parameters, but this one was sharded with FSDP2, by an earlier run "
             "or in configure_model. Build a new module, or use shard_fsdp."
+        )
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    inside = {p for unit in units for p in unit.parameters()}
+    if found := [n for n, p in module.named_parameters() if isinstance(p, DTensor) and p not in inside]:
+        raise ConfigurationError(
+            f"{strategy} shards full parameters, but {len(found)} come already sharded as DTensors, {found[0]} first, "
+            "as from_pretrained with tp_plan or distributed_config makes them. Load the model without these."
         )
     # The mark that DeepSpeed leaves on a parameter, asked for without importing it.
     if by_zero and any(hasattr(p, "ds_tensor") for p in module.parameters()):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -44,12 +44,13 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
     )
 
 
-def refuse_callbacks(trainer: Trainer, *, full: bool, run: str) -> None:
+def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, run: str) -> None:
     """Refuse the callbacks of a fit that would fail, or save something else than the user thinks.
 
     Args:
         trainer: whose callbacks.
         full: every rank has plain parameters; else they are sharded, or replicated as DTensors.
+        follows_freezing: the engine steps what is thawed during the fit.
         run: what the message calls the run: strategy and precision.
 
     Raises:
@@ -57,6 +58,11 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, run: str) -> None:
     """
     saving = bool(trainer.checkpoint_callbacks)
     for callback in _lightning.callbacks(trainer):
+        if isinstance(callback, BaseFinetuning) and not follows_freezing:
+            raise ConfigurationError(
+                f"{type(callback).__name__} thaws parameters during the fit, but {run} steps those that are trainable "
+                "when it begins. Use shard_fsdp or shard_ddp, or freeze before the fit and remove the callback."
+            )
         if not isinstance(callback, ModelPruning):
             continue
         # It looks for single elements.

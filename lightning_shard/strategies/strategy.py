@@ -244,7 +244,7 @@ class ShardStrategy(ParallelStrategy):
         self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             name = f"{type(self).__name__} in precision {planned.precision!r}"
-            refuse_callbacks(trainer, full=engine.replicates, run=name)
+            refuse_callbacks(trainer, full=engine.replicates, follows_freezing=engine.follows_freezing, run=name)
             parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
             parts.before_sharding(trainer, module, _lightning.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)

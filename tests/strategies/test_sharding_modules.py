@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
@@ -317,7 +317,17 @@ class ShardsItself(Regression):
             fully_shard(self, **settings)
 
 
+class HasDTensors(Regression):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        weight = distribute_tensor(self.net[0].a.weight.detach(), self.device_mesh["shard"])
+        self.net[0].a.weight = nn.Parameter(weight)
+
+
 def _check_shards_itself() -> None:
+    for strategy in (ShardFSDPStrategy(), ShardDDPStrategy()):
+        with pytest.raises(ConfigurationError, match=r"1 come already sharded as DTensors, net\.0\.a\.weight first"):
+            fit(HasDTensors, strategy)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for precision, policy in [("32-true", None), ("bf16-mixed", bf16)]:
         expected = fit(Plain, ShardFSDPStrategy(), precision)

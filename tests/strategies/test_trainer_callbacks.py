@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole, whole_parameters
+from tests.optimizers import Lamb
 from tests.strategies.indexed import ALL, BOTH, PRECISIONS, ROUNDING, Indexed, build, data, refusal
 
 CLASSES, COUNT = 3, 22
@@ -361,6 +362,28 @@ def _averaged(kind: str) -> None:
 )
 def test_averages_that_cannot_be_had_are_refused(kind: str, said: str) -> None:
     for error, message in run_distributed(refusal, 2, _averaged, kind):
+        assert error == "ConfigurationError"
+        assert said in message
+
+
+class Moments(Backbone):
+    def configure_optimizers(self) -> Any:
+        return Lamb([p for p in self.parameters() if p.requires_grad])
+
+
+def _finetunes(strategy: str, kind: type[Backbone]) -> None:
+    quiet_trainer(strategy=strategy, max_epochs=2, callbacks=[Refreezing()]).fit(kind(), data())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "said"),
+    [
+        ("shard_deepspeed_stage_1", Backbone, "Refreezing thaws parameters during the fit, but ShardDeepSpeedStrategy"),
+        ("shard_fsdp", Moments, "but Lamb steps full parameters at owners that were chosen then"),
+    ],
+)
+def test_thawing_where_an_engine_can_not_follow_is_refused(strategy: str, kind: type[Backbone], said: str) -> None:
+    for error, message in run_distributed(refusal, 2, _finetunes, strategy, kind):
         assert error == "ConfigurationError"
         assert said in message
 

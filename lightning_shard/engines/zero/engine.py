@@ -56,6 +56,7 @@ class Zero:
     name = "deepspeed"
     strategy = "ShardDeepSpeedStrategy"
     replicates = False
+    follows_freezing = False
     steps_itself = True
 
     def __init__(
