@@ -113,8 +113,9 @@ class Attributes:
         for path, owner in self._owners().items():
             sampler = self._is_sampler(owner)
             for name, value in list(_attributes(owner).items()):
-                # The epoch is the training loop's to set.
-                if value is self._dataset or (name == "epoch" and hasattr(owner, "set_epoch")):
+                # The epoch is the training loop's to set, and Lightning notes what a sampler was made with.
+                epoch = name == "epoch" and hasattr(owner, "set_epoch")
+                if value is self._dataset or epoch or name.startswith("__pl_"):
                     continue
                 if _kind(value) or (sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))):
                     yield f"{path}.{name}", owner, name, value

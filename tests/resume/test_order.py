@@ -7,10 +7,13 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from torch.utils.data import (
+    BatchSampler,
     DistributedSampler,
 )
 
+from lightning_shard.resume.samplers import Attributes
 from lightning_shard.resume.shape import rank_share, share_size
 from tests.resume.support import SIZES, WORLDS, Numbers, distributed_loader, flat, ids, through_file
 
@@ -111,3 +114,15 @@ def test_worlds_in_turn_cover_the_epoch_once(
     else:
         assert set(counts) == set(range(length))
         assert len(seen) - length < world_size
+
+
+def test_what_lightning_notes_on_a_sampler_is_not_its_state() -> None:
+    """It notes what samplers made in a hook were made with, another sampler with an epoch among that."""
+    data = Numbers(6)
+    with _replace_dunder_methods(BatchSampler):
+        sampler = DistributedSampler(data, 1, 0)
+        batches = BatchSampler(sampler, 2, False)
+    attributes = Attributes([batches, sampler], data)
+    assert "__pl_saved_args" in vars(batches)
+    sampler.set_epoch(3)
+    assert attributes.read() == {"lost": []}
