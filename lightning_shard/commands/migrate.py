@@ -25,9 +25,10 @@ from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.strategies.precision import ShardPrecision
 
 _DESCRIPTION = """\
-Write the YAML for this package from an Accelerate config file, a DeepSpeed file, or a Lightning YAML with a stock
-strategy or one of this package; and a table of what became what. Several Lightning YAMLs are laid over one another,
-as with --config; beside them one Accelerate or DeepSpeed file may say the strategy.
+Write the YAML for this package from an Accelerate config file, Hugging Face TrainingArguments (JSON or YAML), a
+DeepSpeed file, or a Lightning YAML with a stock strategy or one of this package; and a table of what became what.
+Several Lightning YAMLs are laid over one another, as with --config; beside them one file of another kind may say the
+strategy.
 
 The YAML goes to --output and the table to stdout; without --output the YAML goes to stdout and the table to stderr.
 A field that has no counterpart is refused, with the reason and what comes nearest, unless --lossy is given.

@@ -22,7 +22,7 @@ from lightning_shard.migrate.neutral import (
     word_of,
 )
 
-_REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
+REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
@@ -211,7 +211,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         engine = reading.engine
         if engine == "deepspeed" and kind == "FP16":
             reading.meet(field, given, SCALE_NOTE)
-        note = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}.get(str(engine), "")
+        note = {"fsdp": REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}.get(str(engine), "")
         loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
         reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
 

@@ -16,6 +16,7 @@ from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.dependent_settings import CLASSES, Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
 from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, read_file, shown
+from lightning_shard.migrate.training_arguments import read_training_arguments
 from lightning_shard.text import columns
 
 
@@ -75,6 +76,8 @@ def _read(paths: Sequence[Path], known: Known) -> Reading:
         elif kind == "deepspeed":
             reading.ask("engine", "deepspeed", path.name, "a DeepSpeed file")
             read_deepspeed(reading, content)
+        elif kind == "transformers":
+            read_training_arguments(reading, content)
         else:
             lightning = merged(lightning, content)
     if lightning:
@@ -100,7 +103,7 @@ def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
     return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **target.top, **carried}
 
 
-Format = Literal["accelerate", "deepspeed", "lightning"]
+Format = Literal["accelerate", "deepspeed", "lightning", "transformers"]
 
 _SIGNS: Mapping[Format, tuple[str, ...]] = {
     "accelerate": (
@@ -113,6 +116,10 @@ _SIGNS: Mapping[Format, tuple[str, ...]] = {
         "wall_clock_breakdown",
     ),
     "lightning": ("trainer", "model", "data", "seed_everything", "ckpt_path", "optimizer", "lr_scheduler"),
+    "transformers": (
+        "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16",
+        "fsdp", "fsdp_config", "deepspeed", "num_train_epochs", "average_tokens_across_devices", "lr_scheduler_type",
+    ),
 }  # fmt: skip
 """Top-level keys by which a format is known."""
 
@@ -127,8 +134,8 @@ def format_of(path: Path, content: Mapping[str, Any]) -> Format:
     if scores[best] == 0:
         raise ConfigurationError(
             f"{path} is none of the known formats: it has the keys {', '.join(map(repr, content)) or 'none'}, but an "
-            "Accelerate config file has distributed_type, a DeepSpeed file zero_optimization, and a Lightning YAML "
-            "trainer."
+            "Accelerate config file has distributed_type, a DeepSpeed file zero_optimization, TrainingArguments "
+            "per_device_train_batch_size, and a Lightning YAML trainer."
         )
     return best
 

@@ -1,0 +1,110 @@
+"""``TrainingArguments`` of Hugging Face's Trainer, read into the neutral form: sharding, precision and batches.
+
+After ``transformers/training_args.py`` of 5.23; Accelerate's readers read what it hands on to Accelerate.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_shard.migrate.accelerate import REDUCED, read_fsdp, read_mesh
+from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, read_deepspeed
+from lightning_shard.migrate.neutral import (
+    READ_ELSEWHERE,
+    Engine,
+    Field,
+    Reading,
+    content_of,
+    read_fields,
+    setting,
+    shown,
+)
+from lightning_shard.migrate.neutral import satisfied as met
+
+_TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
+_SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+FIELDS: Mapping[str, Field] = {
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "bf16", "fp16", "parallelism_config"), READ_ELSEWHERE),
+    "per_device_train_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
+    "per_device_eval_batch_size": met("the validation dataloader's batch_size", "int"),
+    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
+    "max_grad_norm": setting("trainer.gradient_clip_val", "float", 0.0),
+    "average_tokens_across_devices": met(_TOKENS, "bool", False),
+    "gradient_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
+    "torch_compile": setting("compile", "bool", False),
+    "tf32": met("torch.set_float32_matmul_precision in the script", "bool", False),
+    "use_cpu": setting("trainer.accelerator", "bool", False, words={True: "cpu"}),
+    "ddp_find_unused_parameters": setting("find_unused_parameters", "bool", False),
+    "ddp_bucket_cap_mb": setting("bucket_cap_mb", "float"),
+    "ddp_broadcast_buffers": setting("broadcast_buffers", "bool", True),
+    "ddp_static_graph": setting("static_graph", "bool", False),
+    "ddp_backend": setting("process_group_backend", "str"),
+    "ddp_timeout": setting("timeout_seconds", "float"),
+    **dict.fromkeys(
+        (
+            "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
+            "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+        ),
+        met("configure_optimizers, or `optimizer` and `lr_scheduler` in the YAML", "any"),
+    ),
+}  # fmt: skip
+
+
+def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:
+    """Add to ``reading`` what a file of ``TrainingArguments`` asks for, and what is wrong with it."""
+    deepspeed, options = content.get("deepspeed"), _options(content.get("fsdp"))
+    engine: Engine = "deepspeed" if deepspeed else "fsdp" if options else "ddp"
+    reading.engine = engine
+    field = "deepspeed" if deepspeed else "fsdp"
+    reading.ask("engine", engine, field, shown(content.get(field)) if deepspeed or options else None)
+    if deepspeed and options:
+        reading.problems.append("fsdp and deepspeed are both given, where the Trainer takes one: remove the other")
+    elif deepspeed:
+        read_deepspeed(reading, content_of(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
+    elif options:
+        _fsdp(reading, options, content_of(content.get("fsdp_config") or {}, "fsdp_config"))
+    if isinstance(content.get("parallelism_config"), Mapping):
+        read_mesh(reading, content["parallelism_config"], {})
+    read_fields(reading, "", FIELDS, {"max_grad_norm": 1.0, **content})
+    given = [name for name in ("bf16", "fp16") if str(content.get(name)).lower() == "true"]
+    if len(given) > 1:
+        reading.problems.append("bf16 and fp16 are both true: set one of them")
+    note = {"fsdp": REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}[engine]
+    for name in given[:1]:
+        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, True, note)
+    if not given:
+        reading.ask("precision", "32-true", "bf16, fp16", None)
+    others = sorted(str(name) for name in content if name not in FIELDS)
+    for name in others:
+        for near in difflib.get_close_matches(name, FIELDS, 1, 0.9):
+            reading.problems.append(f"{name} is no field of TrainingArguments: the nearest is {near!r}")
+    if others:
+        reading.meet("others", others, "not of sharding, precision or batches: see Lightning's Trainer")
+
+
+def _options(given: Any) -> list[str]:
+    """``"full_shard auto_wrap"`` and its other forms as words."""
+    if isinstance(given, bool):
+        return ["full_shard"] if given else []
+    return given.split() if isinstance(given, str) else [str(word) for word in given or ()]
+
+
+def _fsdp(reading: Reading, options: list[str], config: dict[str, Any]) -> None:
+    """The options are keys of Accelerate's ``fsdp_config``, to which the Trainer hands them on."""
+    for word in {*options} - {*_SHARDING, "offload", "auto_wrap"}:
+        reading.problems.append(f"fsdp has {word!r}, but its words are {', '.join(_SHARDING)}, offload, auto_wrap")
+    section = {str(key).removeprefix("fsdp_"): value for key, value in config.items() if not str(key).startswith("xla")}
+    section["version"] = version = int(section.get("version", 1))
+    kind = next((word.upper() for word in options if word in _SHARDING), "FULL_SHARD")
+    if version == 1:
+        section.setdefault("sharding_strategy", kind)
+        section.pop("reshard_after_forward", None)
+    else:
+        section.setdefault("reshard_after_forward", kind != "SHARD_GRAD_OP")
+    if "offload" in options:
+        section["offload_params"] = True
+    if "auto_wrap" in options:
+        section["auto_wrap_policy"] = "SIZE_BASED_WRAP" if section.get("min_num_params") else "TRANSFORMER_BASED_WRAP"
+    section.pop("limit_all_gathers", None)  # FSDP2 always does
+    read_fsdp(reading, section)

@@ -1,0 +1,63 @@
+"""``TrainingArguments`` of Hugging Face's Trainer: sharding, precision and batches, by whichever engine they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.migrate.support import BASE, arguments
+
+Files = Callable[..., dict[str, Any]]
+COMMON = {"output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def test_fsdp(migrated: Files) -> None:
+    config = {"transformer_layer_cls_to_wrap": ["Block"], "limit_all_gathers": True, "xla": False}
+    fields = {"bf16": True, "fsdp": "hybrid_shard auto_wrap offload", "fsdp_config": config, "max_grad_norm": 0.5}
+    result = migrated({**COMMON, **fields})
+    expected = {"units": ["Block"], "cpu_offload": True, "mesh": {"replicate": "auto", "shard": "auto"}}
+    assert arguments(result) == expected
+    section = result["trainer"]
+    assert (section["precision"], section["accumulate_grad_batches"]) == ("bf16-mixed", 2)
+    assert section["gradient_clip_val"] == 0.5
+    second = {"fsdp": ["shard_grad_op"], "fsdp_config": {"version": 2, "reshard_after_forward": False}}
+    assert arguments(migrated({**COMMON, **second}))["reshard_after_forward"] is False
+
+
+def test_deepspeed(migrated: Files, refused: Callable[..., str]) -> None:
+    auto = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    auto["gradient_accumulation_steps"] = "auto"
+    result = migrated({**COMMON, "bf16": True, "deepspeed": auto})
+    assert arguments(result)["stage"] == 3
+    section = result["trainer"]
+    given = section["precision"], section["accumulate_grad_batches"], section["gradient_clip_val"]
+    assert given == ("bf16-mixed", 2, 1.0)  # 1.0 is the Trainer's default
+    other = {**auto, "gradient_accumulation_steps": 8}
+    message = refused({**COMMON, "deepspeed": other})
+    assert "gradient_accumulation_steps is 8, but gradient_accumulation_steps is 2" in message
+
+
+def test_all_that_a_trainer_saves(migrated: Files) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.TrainingArguments(output_dir="out", use_cpu=True, gradient_accumulation_steps=3).to_dict()
+    result = migrated(BASE, saved)
+    assert result["trainer"]["strategy"] == "shard_ddp"
+    assert result["trainer"]["precision"] == "32-true"
+    assert result["trainer"]["accumulate_grad_batches"] == 3
+    assert result["model"]["class_path"] == "examples.gpt.GPT"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed are both given"),
+        ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"fsdp": "ful_shard"}, "fsdp has 'ful_shard', but its words are full_shard"),
+        ({"gradient_acumulation_steps": 2}, "the nearest is 'gradient_accumulation_steps'"),
+        ({"gradient_accumulation_steps": "many"}, "gradient_accumulation_steps is 'many', but must be a whole number"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], says: str, refused: Callable[..., str]) -> None:
+    assert says in refused({**COMMON, **fields})
