@@ -137,7 +137,8 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
     offloaded = most.host.optimizer + most.nvme.optimizer > 0
     sent = (sum(c.between(nodes) for c in row.sent), sum(c.inside(nodes) for c in row.sent))
     time = row.time.expected if row.time else 0.0
-    return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total)
+    # What differs by less than a MiB is equal: the first of such rows is the simplest engine.
+    return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total >> 20)
 
 
 def _reason(best: Row, count: str, memory: int) -> str:
