@@ -175,12 +175,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
-                        plain_value = value.to_local() if isinstance(value, DTensor) else value
-                        if hasattr(plain_value, "__tensor_flatten__"):
-                            raise CheckpointError(
-                                f"{name.key} is a {type(plain_value).__name__}, a tensor of a class of its own, which "
-                                "would be loaded as a plain one with other numbers: use an optimizer with plain state"
-                            )
+                        _refuse_class_of_its_own(name, value)
                         if part.stored_shape(fqn, value) is None:
                             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
                         found.tensors[name] = part.view(fqn, value)
@@ -222,6 +217,15 @@ def _with_tensor_step(slots: Mapping[str, Any]) -> dict[str, Any]:
     return dict(slots)
 
 
+def _refuse_class_of_its_own(name: SlotName, value: Tensor) -> None:
+    value = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(value, "__tensor_flatten__"):
+        raise CheckpointError(
+            f"{name.key} is a {type(value).__name__}, a tensor of a class of its own, which would be loaded as a plain "
+            "one with other numbers: use an optimizer with plain state"
+        )
+
+
 def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
     """What is wrong with a slot of that shape, of a sharded parameter or flat tensor of that shape."""
     return (
@@ -249,13 +253,17 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
         for is_sharded, ndim in sorted(kinds):
             # DeepSpeed's kernels have known state, and making one allocates.
             own = not type(live).__module__.startswith("deepspeed")
-            small, state = (own and state_of_small(live, tuple(range(2, 2 + ndim)))) or (torch.empty(0), {})
+            # A matrix has as many elements as it takes for a state in blocks.
+            shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
+            small, state = (own and state_of_small(live, shape)) or (torch.empty(0), {})
             try:
                 for slot, value in state.items():
                     name = SlotName(index, "parameter", slot)
                     if not isinstance(value, Tensor):
                         encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})
-                    elif is_sharded and value.shape not in ((), small.shape):
+                        continue
+                    _refuse_class_of_its_own(name, value)
+                    if is_sharded and value.shape not in ((), small.shape):
                         raise CheckpointError(unshardable(name, tuple(value.shape), tuple(small.shape)))
             except CheckpointError as error:
                 raise ConfigurationError(f"the state of {kind_of(live)} can't be saved: {error}") from error
