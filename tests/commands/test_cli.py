@@ -146,7 +146,7 @@ def test_mistake(case: str, command: Callable[..., ShardCLI], capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], ["no command was given", "fit, validate, test, predict, strategies"]),
+        ([], ["no command was given", "fit, validate, test, predict, init"]),
         (["fot"], ["'fot'", "'fit'"]),
         (["fit"], ["model: is required"]),
         (["strategies", "shard_fdsp"], ["'shard_fdsp'", "Did you mean shard_fsdp"]),
