@@ -181,7 +181,15 @@ TABLE: Mapping[str, Row] = {
     "bucket_cap_mb": _ddp_only("float", "speed", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
     "comm_hook": _ddp_only("str", "numbers", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
     "comm_state": _ddp_only("any", "numbers", _PUBLIC_DDP),
-    "start_method": _ddp_only("str", "speed", "the other processes run the script again", "popen", "popen"),
+    "start_method": Row(
+        kind="str",
+        ddp=_SAME,
+        fsdp=_SAME,
+        deepspeed=(
+            Holds(note=_ANYWAY, values=("popen",)),
+            Unsupported(reason="the other processes run the script again", nearest="popen", effect="speed"),
+        ),
+    ),
     # DeepSpeed's.
     "offload_optimizer.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps state in files"),
     "offload_optimizer.pin_memory": _PINNED,

@@ -75,7 +75,11 @@ MISTAKES = {
         ["trainer.strategy", "'shard_fsdp' is a name", "cpu_offload", "lightning-shard strategies shard_fsdp"],
     ),
     "wrong argument": (_strategy(cpu_ofload=True), [], ["strategy.init_args.cpu_ofload", "mean cpu_offload", "units"]),
-    "wrong argument type": (_strategy(units=3.5), [], ["strategy.init_args.units", "3.5", "'auto', int, list[str", "pattern"]),
+    "wrong argument type": (
+        _strategy(units=3.5),
+        [],
+        ["strategy.init_args.units", "3.5", "'auto', int, list[str", "pattern"],
+    ),
     "wrong argument choice": (
         _strategy(accumulate_sync="always"),
         [],

@@ -41,6 +41,7 @@ def test_deepspeed(migrated: Files, refused: Callable[..., str]) -> None:
 
 def test_all_that_a_trainer_saves(migrated: Files) -> None:
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # TrainingArguments ask it for the device
     saved = transformers.TrainingArguments(output_dir="out", use_cpu=True, gradient_accumulation_steps=3).to_dict()
     result = migrated(BASE, saved)
     assert result["trainer"]["strategy"] == "shard_ddp"
