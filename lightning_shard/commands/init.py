@@ -126,7 +126,6 @@ def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
 
 
 def _modules(train: str) -> str:
-    """The YAML of the model and the data."""
     arguments = ""
     if train == "quickstart" and Path("examples/gpt.py").is_file():
         train = "examples.gpt.GPT,examples.python_corpus.PythonCorpus"

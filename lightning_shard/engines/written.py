@@ -113,7 +113,6 @@ def _has_its_values(full: Tensor, shard: DTensor) -> bool:
 
 
 def _own_part(full: Tensor, shard: DTensor) -> Tensor:
-    """This rank's part of a gathered parameter."""
     for axis, placement in enumerate(shard.placements):
         if isinstance(placement, Shard):
             parts = full.chunk(shard.device_mesh.size(axis), placement.dim)

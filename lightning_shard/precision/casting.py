@@ -36,7 +36,6 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 # Written so that torch.compile can follow: it breaks a graph at a comprehension that names what it computes, and at
 # `is` between containers.
 def _holds_others(value: Any, dtype: torch.dtype) -> bool:
-    """Whether a floating tensor in ``value`` has another dtype."""
     if isinstance(value, Tensor):
         return value.is_floating_point() and value.dtype != dtype
     return any(_holds_others(item, dtype) for item in _items(value))

@@ -26,7 +26,6 @@ class Section:
 
 
 def _keys(**kinds: str) -> dict[str, Section | str]:
-    """Key to kind, from the keys of each kind."""
     return {key: kind for kind, keys in kinds.items() for key in keys.split()}
 
 
