@@ -76,15 +76,15 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
         elif first.startswith("-") or first in (*FIT, *COMMANDS):
             return None
         else:
-            raise UsageError(f"there is no command {first!r}.{did_you_mean(first, [*FIT, *COMMANDS])}\n{_names()}")
+            known = [*FIT, *COMMANDS]
+            raise UsageError(
+                f"there is no command {first!r}.{did_you_mean(first, known)}\nCommands: {', '.join(known)}. "
+                "`lightning-shard` alone shows an example of each."
+            )
     except (UsageError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _names() -> str:
-    return f"Commands: {', '.join([*FIT, *COMMANDS])}. `lightning-shard` alone shows an example of each."
 
 
 def overview(program: str) -> str:

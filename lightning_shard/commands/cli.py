@@ -4,7 +4,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
@@ -54,15 +54,18 @@ class ShardCLI(ConfiguredCLI):
         self._environ = os.environ if environ is None else environ
         arguments = sys.argv[1:] if args is None else args
         self._arguments = list(arguments) if isinstance(arguments, list) else []
-        _find_modules_in_current_folder(sys.path)
+        # As ``python -m`` does; a console script's own folder stands first instead.
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         leave_out_noise()
         kwargs.setdefault("parser_class", ShardArgumentParser)
         kwargs["parser_kwargs"] = {"version": commands.versions(), **(kwargs.get("parser_kwargs") or {})}
         # The others, of one command or for all at once, may speak of commands that are not run.
         self._builds_one = not kwargs["parser_kwargs"].keys() - {"version", "prog", "description"}
         try:
-            if kwargs.get("run", True):
-                self._run_own_command()
+            words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments
+            if kwargs.get("run", True) and words and words[0] in commands.COMMANDS:
+                raise SystemExit(commands.run(words[0], words[1:]))
             super().__init__(model_class, datamodule_class, args=args, **kwargs)
         except SystemExit as ended:
             # Lightning ends a run in which Ctrl-C was pressed by itself.
@@ -77,12 +80,6 @@ class ShardCLI(ConfiguredCLI):
             if cause is error:
                 raise
             raise cause from None
-
-    def _run_own_command(self) -> None:
-        """Run the command if it is one of this package, and exit."""
-        words = self._arguments[1:] if self._arguments[:1] == ["--traceback"] else self._arguments
-        if words and words[0] in commands.COMMANDS:
-            raise SystemExit(commands.run(words[0], words[1:]))
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Lightning's parser with ``--traceback``, whose help has the texts below the fields of dataclasses."""
@@ -168,9 +165,3 @@ def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
 
 def _program(prog: str) -> str:
     return f"python {prog}" if prog.endswith(".py") else prog
-
-
-def _find_modules_in_current_folder(path: MutableSequence[str]) -> None:
-    """As ``python -m`` does; a console script's own folder stands first instead."""
-    if "" not in path and os.getcwd() not in path:
-        path.insert(0, os.getcwd())

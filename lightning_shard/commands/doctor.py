@@ -174,7 +174,9 @@ def table(ranks: Sequence[Rank]) -> str:
         devices = dict.fromkeys(ranks[i].device for i in own)
         shown = ", ".join(f"{sum(ranks[i].device == d for i in own)} {d}" for d in devices)
         versions = [ranks[own[0]].versions.get(name, "-") for name in ("python", "torch", "lightning")]
-        rows.append((node, _span(own), shown, *versions, *(_slowest(kind, own) for kind in links.values())))
+        speeds = [[kind[i] for i in own if i in kind] for kind in links.values()]
+        slowest = [f"{min(each):.2f}" if each else "-" for each in speeds]
+        rows.append((node, _span(own), shown, *versions, *slowest))
     return columns(rows)
 
 
@@ -220,11 +222,6 @@ def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
         if following is not rank:
             links["inside" if rank.node == following.node else "between"][i] = rank.link
     return links
-
-
-def _slowest(links: Mapping[int, float], ranks: Sequence[int]) -> str:
-    speeds = [links[rank] for rank in ranks if rank in links]
-    return f"{min(speeds):.2f}" if speeds else "-"
 
 
 def _span(numbers: Sequence[int]) -> str:

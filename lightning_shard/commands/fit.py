@@ -49,10 +49,8 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
     if _is_own(settings.get("strategy")) and precision is not None:
         word = SHORT_FORMS.get(str(precision), str(precision))
         if word not in PRECISIONS:
-            raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {_PRECISIONS}.")
-
-
-_PRECISIONS = ", ".join(PRECISIONS)
+            known = ", ".join(PRECISIONS)
+            raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {known}.")
 
 
 def check_ckpt_path(path: Any) -> None:

@@ -123,8 +123,8 @@ def known() -> Known:
 def check(content: Mapping[str, Any]) -> None:
     """Let the parser of ``lightning-shard fit`` read the Trainer's section but `_CARRIED`, and the strategy check."""
     trainer = {key: value for key, value in content["trainer"].items() if key.rstrip("+") not in _CARRIED}
-    own = [plugin for plugin in trainer.get("plugins") or [] if _is_own(plugin)]
-    trainer["plugins"] = own or None
+    plugins = [plugin for plugin in trainer.get("plugins") or [] if isinstance(plugin, Mapping)]
+    trainer["plugins"] = [p for p in plugins if p.get("class_path") == "lightning_shard.ShardPrecision"] or None
     parser = ShardArgumentParser()
     parser.add_lightning_class_args(Trainer, "trainer")
     parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
@@ -137,10 +137,6 @@ def check(content: Mapping[str, Any]) -> None:
         failure = parser.failure or error
         raise ConfigurationError(f"the result can't be used:\n{failure}") from failure
     _ask(built)
-
-
-def _is_own(plugin: Any) -> bool:
-    return isinstance(plugin, Mapping) and str(plugin.get("class_path")) == "lightning_shard.ShardPrecision"
 
 
 def _ask(trainer: Any) -> None:

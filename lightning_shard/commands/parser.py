@@ -30,7 +30,8 @@ class ShardArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         # jsonargparse reports from the parser above the subcommand's, which has the keys.
         parser = getattr(ex, "subcommand_parser", None) or self
-        raise UsageError(explain(message, _keys(parser))) from ex
+        keys = [action.dest for action in actions(parser) if action.dest != "help"]
+        raise UsageError(explain(message, keys)) from ex
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """As jsonargparse's, and keep what a constructor raised in ``self.failure``.
@@ -58,10 +59,6 @@ class ShardArgumentParser(LightningArgumentParser):
             self.subcommands.add_subcommand(name, type(self)(description=text), help=text)
 
 
-def _keys(parser: Any) -> list[str]:
-    return [action.dest for action in actions(parser) if action.dest != "help"]
-
-
 def explain(message: str, keys: Collection[str]) -> str:
     """A parser's error in one message: the key, the value and what is allowed; ``keys``: all that the parser knows."""
     unknown = re.match(r"unrecognized arguments: (.*)", message, re.DOTALL)
@@ -78,9 +75,7 @@ def explain(message: str, keys: Collection[str]) -> str:
     choices = re.match(r"expected \"(?:sub)?command\" to be one of \{(.*?)\}", message)
     if choices:
         return f"no command was given. Commands: {choices[1].replace(',', ', ')}."
-    if message.startswith("Parser key"):
-        return _explain_value(message)
-    return message
+    return _explain_value(message) if message.startswith("Parser key") else message
 
 
 def _unknown_key(key: str, keys: Collection[str]) -> str:
@@ -96,7 +91,9 @@ def _explain_value(message: str) -> str:
     """The deepest branch of jsonargparse's tree of attempts: that is the form the user wrote the value in."""
     # Classes of modules are for Python; YAML names them.
     branches = _branches(re.sub(r" \| type\[torch\.nn[\w.]+\]", "", message))
-    telling = [branch for branch in branches if not _is_bare_type_mismatch(branch[1])]
+    # The others say no more than that the value is not of their type.
+    bare = ("Expected a", "Does not validate", "Not a valid subclass", "Subclass types expect", "a ")
+    telling = [branch for branch in branches if "Got value:" in branch[1] or not branch[1].startswith(bare)]
     path, text = max(telling or branches, key=lambda branch: len(branch[0]))
     key = _key(path)
     owner = next((scope.name for scope in reversed(path) if scope.kind != "union"), "")
@@ -188,13 +185,6 @@ def _branches(tree: str) -> list[_Branch]:
         if text:
             found.append((tuple(stack), text))
     return found
-
-
-def _is_bare_type_mismatch(text: str) -> bool:
-    """A branch that says no more than that the value is not of its type."""
-    if "Got value:" in text:
-        return False
-    return text.startswith(("Expected a", "Does not validate", "Not a valid subclass", "Subclass types expect", "a "))
 
 
 def _key(path: Sequence[_Scope]) -> str:

@@ -78,8 +78,13 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         name=name,
     )
     inputs.standin = _stand_in(trainer, inputs.nodes)
-    _attach(inputs.module, inputs.standin)
-    _configure(inputs)
+    inputs.module.trainer = inputs.standin
+    for part in inputs.module.modules():
+        if isinstance(part, LightningModule):
+            # What is logged has no value.
+            part.__dict__["log"] = part.__dict__["log_dict"] = lambda *args, **kwargs: None
+    _without_data(inputs.module.configure_model, mode)
+    fake.make_fake(inputs.module, mode)
     return inputs
 
 
@@ -188,20 +193,6 @@ def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
     )
 
 
-def _attach(module: LightningModule, standin: Any) -> None:
-    module.trainer = standin
-    for part in module.modules():
-        if isinstance(part, LightningModule):
-            # What is logged has no value.
-            part.__dict__["log"] = part.__dict__["log_dict"] = lambda *args, **kwargs: None
-
-
-def _configure(inputs: Inputs) -> None:
-    """Run ``configure_model``, without data if it can be, and take what data there is from the tensors."""
-    _without_data(inputs.module.configure_model, inputs.mode)
-    fake.make_fake(inputs.module, inputs.mode)
-
-
 def first_batch(inputs: Inputs) -> Any:
     """The first batch of the training data, on the CPU, after the transfer hooks."""
     owner: Any = inputs.data if inputs.data is not None else inputs.module
@@ -210,7 +201,8 @@ def first_batch(inputs: Inputs) -> Any:
         owner.setup("fit")
         loader = owner.train_dataloader()
         batch = next(iter(loader[0] if isinstance(loader, list) else loader))
-        hooks: Any = inputs.data if _has_hooks(inputs.data) else inputs.module
+        names = ("on_before_batch_transfer", "on_after_batch_transfer")
+        hooks: Any = owner if any(is_overridden(name, owner) for name in names) else inputs.module
         batch = hooks.on_before_batch_transfer(batch, 0)
         return hooks.on_after_batch_transfer(batch, 0)
     except Exception as error:
@@ -219,11 +211,6 @@ def first_batch(inputs: Inputs) -> Any:
             f"the first batch of the training data can't be read: {type(error).__name__}: {error}"
             + (f" (at {place})" if place else "")
         ) from error
-
-
-def _has_hooks(data: LightningDataModule | None) -> bool:
-    hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
-    return data is not None and any(is_overridden(hook, data) for hook in hooks)
 
 
 def loss_of(module: LightningModule) -> Any:

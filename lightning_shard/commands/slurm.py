@@ -92,9 +92,7 @@ def _as_module(command: Sequence[str]) -> str:
     """The command as torchrun takes it: a script, or ``-m`` and a module."""
     if command[0].rpartition("/")[2] == "lightning-shard":
         return shlex.join(["-m", "lightning_shard", *command[1:]])
-    if command[0].rpartition("/")[2].startswith("python"):
-        return shlex.join(command[1:])
-    return shlex.join(command)
+    return shlex.join(command[1:] if command[0].rpartition("/")[2].startswith("python") else command)
 
 
 _DESCRIPTION = """\
@@ -150,7 +148,6 @@ def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    """Variables of the processes."""
     environment = {"PYTHONUNBUFFERED": "1"}
     if options.nccl_debug:
         environment["NCCL_DEBUG"] = options.nccl_debug
