@@ -299,6 +299,4 @@ def _config_row(name: str) -> Row:
     key = name.removeprefix("config.")
     other = _OF_NUMBERS if key.startswith(_NUMBERS) else _OTHER
     row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or other
-    if not isinstance(row.deepspeed[0], Same):
-        return row
-    return replace(row, deepspeed=(Same(path=name),))
+    return replace(row, deepspeed=(Same(path=name),)) if isinstance(row.deepspeed[0], Same) else row

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_shard.engines.zero.config.reading import put
 from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Effect, Engine, Reading
 
 CLASSES: Mapping[Engine, str] = {
@@ -40,10 +41,7 @@ class Target:
         """Write a setting at a path that begins with ``strategy.`` or ``trainer.``."""
         root, _, rest = path.partition(".")
         content = self.arguments if root == "strategy" else self.trainer
-        *groups, key = rest.split(".")
-        for group in groups:
-            content = content.setdefault(group, {})
-        content[key] = copy.deepcopy(value)
+        put(content, rest, copy.deepcopy(value))
         self.note(asked, path, value, note)
 
     def note(self, asked: Asked, path: str, value: Any, note: str = "") -> None:
@@ -66,9 +64,8 @@ def level_of(engine: Engine, arguments: Mapping[str, Any]) -> str:
     if engine == "deepspeed":
         stage = int(arguments.get("stage", 2))
         return f"stage {stage}: {LEVELS[stage]} sharded" if stage else "stage 0: nothing sharded"
-    if arguments.get("reshard_after_forward") is False:
-        return "parameters kept gathered after forward"
-    return "parameters sharded"
+    kept = arguments.get("reshard_after_forward") is False
+    return "parameters kept gathered after forward" if kept else "parameters sharded"
 
 
 _AS_TOLD = "as --to says"
@@ -87,7 +84,8 @@ def _fsdp_version(target: Target, asked: Asked) -> None:
 def _shard(target: Target, asked: Asked) -> None:
     level = LEVELS.index(asked.value)
     if target.told:
-        wanted = {"ddp": 0, "deepspeed": target.stage}.get(target.engine, _fsdp_level(target))
+        fsdp = "gradients" if target.arguments.get("reshard_after_forward") is False else "parameters"
+        wanted = {"ddp": 0, "deepspeed": target.stage, "fsdp": LEVELS.index(fsdp)}[target.engine]
         target.note(asked, "strategy", level_of(target.engine, target.arguments), _AS_TOLD * (wanted != level))
     elif target.engine == "deepspeed":
         target.set(asked, "strategy.stage", level)
@@ -101,10 +99,6 @@ def _shard(target: Target, asked: Asked) -> None:
         target.lose(asked, "FSDP2 shards gradients with the optimizer state", "--to shard_fsdp_grad_op", "memory")
     else:
         target.note(asked, "strategy.reshard_after_forward", "the default")
-
-
-def _fsdp_level(target: Target) -> int:
-    return LEVELS.index("gradients" if target.arguments.get("reshard_after_forward") is False else "parameters")
 
 
 def _mesh(target: Target, asked: Asked) -> None:

@@ -40,15 +40,12 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
     result = copy.deepcopy(dict(first))
     for key, value in second.items():
         there = result.get(key)
-        if isinstance(there, Mapping) and isinstance(value, Mapping) and _same_class(there, value):
+        path = there.get("class_path") if isinstance(there, Mapping) else None
+        if isinstance(there, Mapping) and isinstance(value, Mapping) and value.get("class_path", path) == path:
             result[key] = merged(there, value)
         else:
             result[key] = copy.deepcopy(value)
     return result
-
-
-def _same_class(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    return first.get("class_path") == second.get("class_path", first.get("class_path"))
 
 
 def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -> None:

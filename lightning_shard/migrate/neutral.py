@@ -239,9 +239,8 @@ def _kind(types: tuple[Any, ...], expected: str) -> Callable[[Any], Any]:
 
 def _word(value: Any) -> Any:
     """A word or the number that stands for it."""
-    return (
-        int(value) if isinstance(value, str) and value.strip().isdigit() else _kind((str, int, bool), "a word")(value)
-    )
+    is_number = isinstance(value, str) and value.strip().isdigit()
+    return int(value) if is_number else _kind((str, int, bool), "a word")(value)
 
 
 def _names(value: Any) -> list[str]:
