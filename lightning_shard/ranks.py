@@ -40,7 +40,9 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(group=None, rank=0, size=1)
         if group is None:
-            group = _cpu_group()
+            default = dist.group.WORLD
+            assert default is not None
+            group = default if _has_cpu_backend(default) else _own_group("cpu")
         elif not _has_cpu_backend(group):
             raise CheckpointError(
                 "the process group given for a checkpoint has no CPU backend: give a gloo group, or none"
@@ -195,12 +197,6 @@ def _summary(doing: str, failures: dict[int, _Failure], size: int) -> _Failure:
 
 def _has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return "cpu" in dist.get_backend_config(group)
-
-
-def _cpu_group() -> dist.ProcessGroup:
-    default = dist.group.WORLD
-    assert default is not None
-    return default if _has_cpu_backend(default) else _own_group("cpu")
 
 
 def _own_group(purpose: str) -> dist.ProcessGroup:

@@ -122,7 +122,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._closing.callback(forward.reshard, module)
         self._closing.callback(assign_in_place())
         if earlier is not None:
-            _check_adoption(earlier, made_for)
+            if earlier.made_for != made_for:
+                raise ConfigurationError(
+                    "The module was sharded by an earlier run of another strategy, precision or set of options, and "
+                    "its parameters can't be put together in place. Build a new module, and load the earlier one's "
+                    "checkpoint with ckpt_path."
+                )
             self._sharded = earlier
             forward.reshard(earlier.root)
             self._watch_steps(module)
@@ -263,16 +268,6 @@ def mixed_precision(run: Run, compute: torch.dtype) -> MixedPrecisionPolicy:
     # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by `install_casts`,
     # which knows a batch's targets from a module's inputs.
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=run.policy.reduce, cast_forward_inputs=False)
-
-
-def _check_adoption(earlier: ShardedModule, made_for: tuple[Any, ...]) -> None:
-    """Refuse to go on with a module that an earlier run sharded in another way."""
-    if earlier.made_for != made_for:
-        raise ConfigurationError(
-            "The module was sharded by an earlier run of another strategy, precision or set of options, and its "
-            "parameters can't be put together in place. Build a new module, and load the earlier one's checkpoint "
-            "with ckpt_path."
-        )
 
 
 def shard(

@@ -52,9 +52,14 @@ def probe(
         return Needs.SHARDS
     known = _found.setdefault(type(optimizer), {})
     needs = Needs.SHARDS
+    inner = [type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     for group, full in zip(optimizer.param_groups, shapes, strict=True):
+        # What chooses what is computed: hyperparameters that are no numbers, and which numbers are 0.
+        flags = {
+            k: bool(v) if isinstance(v, int | float | Tensor) else repr(v) for k, v in group.items() if k != "params"
+        }
         for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in full}):
-            kind = (ndim, dtype, aligned, alone, _inner(optimizer), *_flags(group))
+            kind = (ndim, dtype, aligned, alone, *inner, *sorted(flags.items()))
             if kind not in known:
                 known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone)
             if known[kind] == Needs.FULL_PARAMETERS:
@@ -120,18 +125,6 @@ def _try(
                 "sharded it is called after backward, without one. Use shard_ddp."
             )
         return Needs.FULL_PARAMETERS
-
-
-def _inner(optimizer: Optimizer) -> tuple[type, ...]:
-    """The classes of the optimizers that this one wraps."""
-    return tuple(type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer))
-
-
-def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The hyperparameters that choose what is computed: those that are no numbers, and which numbers are 0."""
-    numbers = int | float | Tensor
-    shown = {k: str(bool(v)) if isinstance(v, numbers) else repr(v) for k, v in group.items() if k != "params"}
-    return tuple(sorted(shown.items()))
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

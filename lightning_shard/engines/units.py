@@ -211,11 +211,8 @@ def class_name(module: nn.Module) -> str:
 
 def _no_split_classes(root: nn.Module) -> set[str]:
     """Class names that Hugging Face models declare as not to be split."""
-    names: set[str] = set()
-    for module in root.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    present = {class_name(m) for m in root.modules()}
-    return names & present
+    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return names & {class_name(m) for m in root.modules()}
 
 
 def _by_class(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

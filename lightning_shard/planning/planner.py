@@ -14,7 +14,7 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
-from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, resized, trace_step
+from lightning_shard.planning.memory_trace import MEASURES, Step, Trace, resized, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import POINTS, Point, peak, with_averages
@@ -194,7 +194,10 @@ class Traces:
         above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
         a, b = known[max(0, above - 1)], known[max(1, above)]
         ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)
-        segments = [_between(x, y, ratio) for x, y in zip(a.segments, b.segments, strict=True)]
+        segments = [
+            replace(x, **{name: _line(getattr(x, name), getattr(y, name), ratio) for name in MEASURES})  # type: ignore[arg-type]
+            for x, y in zip(a.segments, b.segments, strict=True)
+        ]
         return replace(
             self.one,
             segments=tuple(segments),
@@ -206,10 +209,6 @@ class Traces:
 
 def _parts(trace: Trace) -> list[tuple[str, str, bool]]:
     return [(s.phase, s.unit, s.has_gradients) for s in trace.segments]
-
-
-def _between(a: Segment, b: Segment, ratio: float) -> Segment:
-    return replace(a, **{name: _line(getattr(a, name), getattr(b, name), ratio) for name in MEASURES})  # type: ignore[arg-type]
 
 
 def _line(a: int, b: int, ratio: float) -> int:

@@ -55,12 +55,6 @@ def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[di
     return tuple(found)
 
 
-def _sum_of_squares(locals_: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements as an fp64 scalar on their device, without fp64 copies of them."""
-    norms = torch._foreach_norm([t for t in locals_ if t.numel() > 0], 2, dtype=torch.float64)
-    return torch.stack(norms).square().sum()
-
-
 @torch.no_grad()
 def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | None = None) -> Tensor:
     """Total 2-norm of ``gradients`` (fp32, bf16 or fp16); the same fp32 0-d tensor on every rank.
@@ -78,20 +72,18 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
         return torch.zeros(())
     total: Tensor | None = None
     for (axes, _), locals_ in by_axes.items():
-        filled = [t for t in locals_ if t.numel() > 0]
-        square = _sum_of_squares(filled) if filled else locals_[0].new_zeros((), dtype=torch.float64)
+        square = locals_[0].new_zeros((), dtype=torch.float64)
+        if filled := [t for t in locals_ if t.numel() > 0]:
+            # Without fp64 copies of the gradients.
+            square = torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float64)).square().sum()
         for group, device_type in axes:
-            square = _all_reduce(square, group, device_type)
+            # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
+            moved = square.to(device_type)
+            dist.all_reduce(moved, group=group)
+            square = moved.to(square.device)
         total = square if total is None else total + square.to(total.device)
     assert total is not None
     return total.sqrt().to(torch.float32)
-
-
-def _all_reduce(value: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
-    # A CPU-offloaded shard of a CUDA mesh has its gradient on the host, where the group may have no backend.
-    moved = value.to(device_type)
-    dist.all_reduce(moved, group=group)
-    return moved.to(value.device)
 
 
 @torch.no_grad()

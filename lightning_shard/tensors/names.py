@@ -91,14 +91,10 @@ def without_wrappers(fqn: str) -> str:
 def _modules(module: nn.Module, key: str, prefix: str) -> Iterator[tuple[str, str, nn.Module]]:
     """Each module under each of its names, in registration order: prefix in ``state_dict()``, prefix of FQNs."""
     yield key, prefix, module
+    wrapped = _WRAPPED | {"module"} if isinstance(module, (DistributedDataParallel, DataParallel)) else _WRAPPED
     for name, child in module._modules.items():
         if child is not None:
-            wraps = _is_wrapper_name(module, name)
-            yield from _modules(child, f"{key}{name}.", prefix if wraps else f"{prefix}{name}.")
-
-
-def _is_wrapper_name(parent: nn.Module, name: str) -> bool:
-    return name in _WRAPPED or (name == "module" and isinstance(parent, (DistributedDataParallel, DataParallel)))
+            yield from _modules(child, f"{key}{name}.", prefix if name in wrapped else f"{prefix}{name}.")
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

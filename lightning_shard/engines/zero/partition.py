@@ -50,7 +50,9 @@ def partition(
                 made[before[name]] = parameter
                 names[id(parameter)] = f"{fqn}.{name}" if fqn else name
             _shard_parameter(parameter, names[id(parameter)], device, compute, init, loaded)
-        _move_buffers(module, device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
         if module not in materializer.initializers:
             broadcast_from_rank_0(module.buffers(recurse=False))
     return loaded, made
@@ -87,12 +89,6 @@ def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) 
         loaded[fqn] = FlatSlice(shard.detach()[:length].to("cpu", copy=True), start)
     shard.data = shard.data.to(compute)
     parameter.data = parameter.data.to(compute)
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.device != device:
-            setattr(module, name, buffer.to(device))
 
 
 def replace_parameters(optimizers: Iterable[torch.optim.Optimizer], made: Mapping[Tensor, Tensor]) -> None:

@@ -276,16 +276,11 @@ def replace_hooks(offload: Any, device: torch.device) -> None:
     """
     # Each module has one before its forward and one after it.
     for handle in offload.forward_hooks[1::2]:
-        _put(handle, partial(_after_forward, _hook(handle)))
+        _put(handle, partial(_after_forward, handle.hooks_dict_ref()[handle.id]))
     for joins, marks in zip(offload.backward_hooks[::2], offload.backward_hooks[1::2], strict=True):
         backward = _Backward(offload, device)
         _put(marks, backward.begin_forward)
         _put(joins, backward.end_forward)
-
-
-def _hook(handle: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] = handle.hooks_dict_ref()[handle.id]
-    return found
 
 
 def _put(handle: Any, hook: Callable[..., Any]) -> None:

@@ -61,8 +61,11 @@ class SavedWeights:
         if not self._freed or not torch.is_grad_enabled():
             yield
             return
-        outer = _surrounding_hooks()
-        save, give = outer or (_save, _give)
+        # Private, and the only way to the hooks in force, of which torch calls the innermost alone: without it a meter
+        # or `save_on_cpu` around a whole step would see nothing.
+        outer: Hooks | None = _top_saved_tensors_default_hooks(False)
+        # An output that its own node saves would keep the node alive. Both have one version counter.
+        save, give = outer or (lambda tensor: (tensor.detach(), version(tensor)), _give)
 
         def pack(tensor: Tensor) -> Any:
             base = tensor._base
@@ -135,11 +138,6 @@ def _is_gathered(parameter: Any) -> bool:
     return parameter.ds_status.name == "AVAILABLE" and parameter.shape == parameter.ds_shape
 
 
-def _save(tensor: Tensor) -> tuple[Tensor, int]:
-    # An output that its own node saves would keep the node alive. Both have one version counter.
-    return tensor.detach(), version(tensor)
-
-
 def _give(packed: tuple[Tensor, int]) -> Tensor:
     tensor, expected = packed
     if version(tensor) != expected:
@@ -154,9 +152,3 @@ def _changed_in_place(tensor: Tensor, found: int, expected: int) -> RuntimeError
         f"[{tensor.type()} {list(tensor.shape)}] is at version {found}; expected version {expected} instead. "
         "Change a copy of it, or change it after backward."
     )
-
-
-def _surrounding_hooks() -> Hooks | None:
-    """The hooks on saved tensors that are in force, of which torch calls the innermost alone."""
-    # Private, and the only way to them: without it a meter or `save_on_cpu` around a whole step would see nothing.
-    return _top_saved_tensors_default_hooks(False)

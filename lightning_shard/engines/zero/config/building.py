@@ -42,23 +42,23 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]
     # Else DeepSpeed waits for the device twice in each micro-batch, to log a throughput (utils/timer.py).
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if facts.aligned:
-        _pin_contract(config)
+        # Written out, so that no default of DeepSpeed's is relied upon.
+        for path, (allowed, _) in CONTRACT.items():
+            section = path.rpartition(".")[0]
+            if allowed and (section in ("", ZERO) or get(config, section) is not None) and path not in _BY_POLICY:
+                put(config, path, allowed[0])
     config["managed_gradient_accumulation"] = True
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
-    return _plain(_without_auto(config))
+    try:
+        return json.loads(dump_config(_without_auto(config)))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
 
 
 def dump_config(config: dict[str, Any]) -> str:
     """The configuration as JSON text, keys sorted."""
     return json.dumps(config, indent=2, sort_keys=True, allow_nan=False)
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(dump_config(config))
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +195,6 @@ def _zero(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
         problems.append(
             f"{ZERO}.zero_hpz_partition_size is {hpz}, but must divide the {facts.ranks} processes of the run"
         )
-
-
-def _pin_contract(config: dict[str, Any]) -> None:
-    """Write out what the contract asks for, so that no default of DeepSpeed's is relied upon."""
-    for path, (allowed, _) in CONTRACT.items():
-        section = path.rpartition(".")[0]
-        if allowed and (section in ("", ZERO) or get(config, section) is not None) and path not in _BY_POLICY:
-            put(config, path, allowed[0])
 
 
 _BY_POLICY = ("communication_data_type", "data_types.grad_accum_dtype")

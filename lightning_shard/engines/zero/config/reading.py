@@ -120,7 +120,6 @@ def _zero_without_old_keys(config: dict[str, Any], problems: list[str]) -> dict[
     old_name = "stage3_gather_fp16_weights_on_model_save"
     if old_name in zero:
         zero.setdefault("stage3_gather_16bit_weights_on_model_save", zero.pop(old_name))
-        zero.pop(old_name, None)
     return {**config, "zero_optimization": zero}
 
 
@@ -131,7 +130,10 @@ def _section(content: Mapping[str, Any], section: Section, path: str, problems: 
         name = section.aliases.get(key, key)
         where = f"{path}{name}"
         if name not in section.keys:
-            problems.append(_unknown(f"{path}{key}", key, section))
+            candidates = [*section.keys, *section.aliases]
+            near = [section.aliases.get(word, word) for word in nearest(key, candidates)]
+            hint = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(candidates)}"
+            problems.append(f"{path}{key} is no key of DeepSpeed's: {hint}")
             continue
         if value is None:
             continue
@@ -151,13 +153,6 @@ def _section(content: Mapping[str, Any], section: Section, path: str, problems: 
             problems.append(f"{where} is given twice, as {result[name]!r} and, under another name, as {value!r}")
         result[name] = value
     return result
-
-
-def _unknown(where: str, key: str, section: Section) -> str:
-    candidates = [*section.keys, *section.aliases]
-    near = nearest(key, candidates)
-    hint = f"the nearest is {section.aliases.get(near[0], near[0])!r}" if near else f"known are {', '.join(candidates)}"
-    return f"{where} is no key of DeepSpeed's: {hint}"
 
 
 def understood(value: Any, kind: str, path: str, problems: list[str]) -> Any:

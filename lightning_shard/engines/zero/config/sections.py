@@ -143,7 +143,9 @@ def resolve_sections(config: dict[str, Any], facts: RunFacts, problems: list[str
 
 def _optimizer(config: dict[str, Any], known: dict[str, Any], problems: list[str]) -> None:
     kind, existing = config["optimizer"]["type"], known.get("type")
-    if existing is not None and not _same_type(kind, existing):
+    # Adam is DeepSpeed's name of AdamW too, unless ``adam_w_mode`` is off.
+    word = "adam" if kind.lower() == "adamw" else kind.lower()
+    if existing is not None and word not in existing.lower():
         problems.append(
             f"optimizer.type is {kind!r}, but configure_optimizers returns {existing}: remove the section, or return "
             "no optimizer"
@@ -173,12 +175,6 @@ def _adam(section: dict[str, Any], facts: RunFacts) -> None:
         params.setdefault("torch_adam", True)
     if facts.policy.is_low_memory and not params.get("torch_adam"):
         params.setdefault("fp32_optimizer_states", False)
-
-
-def _same_type(kind: str, existing: str) -> bool:
-    """Whether a class may stand for DeepSpeed's type, whose Adam is AdamW unless ``adam_w_mode`` is off."""
-    kind, existing = kind.lower(), existing.lower()
-    return kind in existing or (kind in ("adam", "adamw") and "adam" in existing)
 
 
 def _scheduler(config: dict[str, Any], facts: RunFacts, known: dict[str, Any], problems: list[str]) -> None:
