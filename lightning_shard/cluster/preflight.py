@@ -209,7 +209,12 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     store.set("question", json.dumps(question))
     if missing:
         ranks = [int(key.partition("/")[2]) for key in missing]
-        return _missing_message(ranks, place.world_size, seconds), []
+        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return (
+            f"{len(ranks)} of {place.world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): "
+            f"{shown}. They have not been started, or failed before, which their own logs say; slow imports need a "
+            "longer timeout."
+        ), []
     facts = _read_facts(multi_get(store, [f"facts/{rank}" for rank in world]))
     if different := _difference(facts):
         return different, []
@@ -262,14 +267,6 @@ def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
                     f"{_ranks(others, facts)}. {advice}"
                 )
     return ""
-
-
-def _missing_message(ranks: Sequence[int], world_size: int, seconds: float) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return (
-        f"{len(ranks)} of {world_size} ranks did not connect in {seconds:g} s (init_timeout_seconds): {shown}. They "
-        "have not been started, or failed before, which their own logs say; slow imports need a longer timeout."
-    )
 
 
 def _ranks(ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> str:

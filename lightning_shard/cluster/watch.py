@@ -121,7 +121,9 @@ class Watch:
         """
         self._leaving.set()
         written = None
-        if _is_lost_connection(error):
+        # What torch and its backends say where a collective may have failed since another rank is gone.
+        signs = ("connection", "gloo", "nccl", "timed out", "socket", "lost contact")
+        if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs):
             # The collective that failed, or did not end in time, is the last one of each rank's record.
             written = self._write_traces()
             self._suspects = True
@@ -373,11 +375,3 @@ def _say(text: str) -> None:
     """On stderr, if that is still there."""
     with contextlib.suppress(Exception):
         print(text, file=sys.stderr, flush=True)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective may have failed since another rank is gone: what torch and its backends say then."""
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "gloo", "nccl", "timed out", "socket", "lost contact"))

@@ -96,7 +96,14 @@ class LossWeights:
         if weight is None and self._key is not None:
             weight = self._key.weight_of(batch)
         if self.given is None:
-            self.given = self._agreed(weight is not None)
+            answers = Ranks.of().gather(weight is not None)
+            if len(set(answers)) > 1:
+                without = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
+                raise DataError(
+                    f"training_step gives a weight with its loss on some ranks, but none on ranks {without}. Return "
+                    "the weight on every rank, 0 where nothing counts."
+                )
+            self.given = weight is not None
         if (weight is not None) != self.given:
             raise DataError(
                 f"training_step {'gives a' if weight is not None else 'gives no'} weight with this loss, but "
@@ -110,16 +117,6 @@ class LossWeights:
                 raise DataError(f"training_step returns reduction {reduction!r}, but it must be 'mean' or 'sum'.")
             self._is_sum = reduction == "sum"
         self._weight = self._scalar(weight)
-
-    def _agreed(self, given: bool) -> bool:
-        answers = Ranks.of().gather(given)
-        if len(set(answers)) > 1:
-            without = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer)
-            raise DataError(
-                f"training_step gives a weight with its loss on some ranks, but none on ranks {without}. Return the "
-                "weight on every rank, 0 where nothing counts."
-            )
-        return given
 
     def _scalar(self, weight: Any) -> Tensor:
         tensor = torch.as_tensor(weight)

@@ -13,25 +13,14 @@ def warn_of_precision(
     precision: str, policy: PrecisionPolicy, upcast: Mapping[str, torch.dtype], optimizers: Iterable[Optimizer]
 ) -> None:
     """Say which parameters are stepped in another dtype than they were loaded in, and what 16-bit steps lose."""
-    _warn_of_upcast(upcast, policy)
-    _warn_of_low_memory(precision, policy, optimizers)
-
-
-def _warn_of_upcast(upcast: Mapping[str, torch.dtype], policy: PrecisionPolicy) -> None:
-    """Name the trainable parameters whose masters have another dtype than they were loaded in."""
-    if not upcast:
-        return
-    names = list(upcast)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
-    master = str(policy.master).removeprefix("torch.")
-    rank_zero_warn(
-        f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
-    )
-
-
-def _warn_of_low_memory(precision: str, policy: PrecisionPolicy, optimizers: Iterable[Optimizer]) -> None:
-    """Say what an optimizer that steps 16-bit parameters loses."""
+    if upcast:
+        names = list(upcast)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        dtypes = ", ".join(sorted({str(d).removeprefix("torch.") for d in upcast.values()}))
+        master = str(policy.master).removeprefix("torch.")
+        rank_zero_warn(
+            f"{len(names)} trainable parameters were loaded in {dtypes} and are stepped as {master} masters: {shown}."
+        )
     if not policy.is_low_memory:
         return
     name, spacing = short(policy.master), torch.finfo(policy.master).eps

@@ -6,11 +6,11 @@ torch.distributed.checkpoint files with the module under ``model`` (or ``state_d
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
@@ -63,7 +63,8 @@ def _stored_in(directory: Directory) -> Contents:
             if parts[0] in _MODEL:
                 _put(extra, [without_wrappers(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
             continue
-        tensor = _stored(directory, metadata, key)
+        boxes, read = metadata.tensors[key], partial(read_full, directory, metadata.tensors, key)
+        tensor = StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
         if parts[0] in _MODEL and len(parts) == 2:
             weights[without_wrappers(str(parts[1]))] = tensor
         elif parts[0] not in _MODEL and parts[1] == "state":
@@ -93,15 +94,6 @@ def _is_known(parts: tuple[str | int, ...]) -> bool:
 
 def _number(top: str | int) -> int:
     return int(str(top).removeprefix(_OPTIMIZER))
-
-
-def _stored(directory: Directory, metadata: ForeignMetadata, key: str) -> StoredTensor:
-    boxes = metadata.tensors[key]
-
-    def read() -> Tensor:
-        return read_full(directory, metadata.tensors, key)
-
-    return StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
 
 
 def _item(directory: Directory, key: str, place: StorageInfo) -> Any:

@@ -143,7 +143,8 @@ class Recorder:
             # Not by getattr: a cut parameter that is read in a forward is what ZeRO-3 from then on gathers for the
             # module around, and keeps, in every step.
             for attribute, parameter in _own(below)
-            if (below, attribute) in self._places and not _is_cut_by_zero(parameter)
+            if (below, attribute) in self._places
+            and ((status := getattr(parameter, _STATUS, None)) is None or status.name == "AVAILABLE")
         ]
 
     def _see_inside(self, module: nn.Module) -> None:
@@ -226,11 +227,6 @@ class Recorder:
 _STATUS = "ds_status"  # The mark that ZeRO-3 leaves on a parameter, asked for without importing DeepSpeed.
 
 
-def _is_cut_by_zero(parameter: Tensor | None) -> bool:
-    status = getattr(parameter, _STATUS, None)
-    return status is not None and status.name != "AVAILABLE"
-
-
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(recurse=False, remove_duplicate=False)
 
@@ -277,17 +273,13 @@ class WatchReductions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator as it is, and note it if it reduces gradients."""
-        name = _name(func) if func.namespace in _NAMESPACES else ""
+        name = func.overloadpacket.__name__.strip("_") if func.namespace in _NAMESPACES else ""
         if name.startswith(_REDUCING) and not _is_of_the_users_function(inspect.currentframe()):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
             for dtype in {t.dtype for t in tensors}:
                 numel = max(t.numel() for t in tensors if t.dtype == dtype)
                 self._found.append(Reduction(operation=name, dtype=dtype, numel=numel, after=self._after()))
         return func(*args, **(kwargs or {}))
-
-
-def _name(func: Any) -> str:
-    return str(func.overloadpacket.__name__).strip("_")
 
 
 def _is_of_the_users_function(frame: FrameType | None) -> bool:
