@@ -89,7 +89,7 @@ class ShardCLI(ConfiguredCLI):
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Lightning's, or the one alone that the first word names: each takes a fifth of a second to build."""
+        """Lightning's, or the one alone that the first word names: each takes a tenth of a second to build."""
         every = super().subcommands()
         first = self._arguments[0] if self._arguments else ""
         return {first: every[first]} if first in every and self._builds_one else every
