@@ -155,12 +155,13 @@ def _stochastic(strategies: list[str], folder: str) -> Any:
     return found, [fit(name, "stochastic", path=path, max_epochs=3)[0] for name in strategies[1:]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "strategies",
     [
         ["ddp", "shard_deepspeed_stage_2", "shard_fsdp"],
-        pytest.param(["ddp", "shard_fsdp_grad_op", "shard_ddp"], marks=pytest.mark.matrix),
-        pytest.param(["ddp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"], marks=pytest.mark.matrix),
+        ["ddp", "shard_fsdp_grad_op", "shard_ddp"],
+        ["ddp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"],
     ],
 )
 def test_stochastic_weight_averaging_is_that_of_stock_ddp(strategies: list[str], tmp_path: Path) -> None:
@@ -242,9 +243,8 @@ def _saved_in_validation(strategy: str) -> Any:
     return usual, states, weights, averages
 
 
-@pytest.mark.parametrize(
-    "strategy", ["shard_fsdp", pytest.param("shard_deepspeed_stage_3_aligned", marks=pytest.mark.matrix)]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["shard_fsdp", "shard_deepspeed_stage_3_aligned"])
 def test_a_save_in_validation_has_the_weights_and_leaves_the_average(strategy: str) -> None:
     (usual, states, weights, averages), _ = run_distributed(_saved_in_validation, 2, strategy)
     assert [differing(*pair) for pair in zip(usual, states, strict=True)] == [[]] * 3

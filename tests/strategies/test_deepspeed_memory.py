@@ -77,6 +77,7 @@ def held_in(engines: list[str], precision: str, **strategy: Any) -> dict[str, to
     return found
 
 
+@pytest.mark.matrix
 def test_the_ledger_shows_gradients_held_between_micro_batches() -> None:
     engines = ["zero_1", "zero_2_offload", "zero_3"]
     assert held_in(engines, "bf16-mixed") == dict.fromkeys(engines, torch.float32)

@@ -195,6 +195,7 @@ def by_hand(steps: list[list[tuple[Tensor, Tensor]]], clip: float) -> tuple[dict
     return {name: p.detach().clone() for name, p in parameters.items()}, scales
 
 
+@pytest.mark.matrix
 def test_a_run_is_that_of_torchs_grad_scaler() -> None:
     ranks = compare("16-mixed", trainer=NORM, engines=["full"])
     runs = [rank["full"] for rank in ranks]

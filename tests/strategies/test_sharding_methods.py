@@ -112,6 +112,7 @@ def _check_methods(precision: str) -> None:
         found.describe(found.probe)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.matrix), "bf16-mixed"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_other_methods_than_forward(precision: str) -> None:
     run_distributed(_check_methods, 2, precision)
