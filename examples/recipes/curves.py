@@ -31,7 +31,7 @@ def draw(runs: Path, picture: Path) -> None:
         file = max((runs / name).glob("version_*/metrics.csv"), key=lambda path: path.stat().st_mtime)
         panel.plot(*column(file, "train_loss"), color="tab:gray", linewidth=1)
         panel.set_title(f"{name}: {text}", fontsize=10)
-        panel.set_xlabel("optimizer step")
+        panel.set_xlabel("step")
         panel.set_ylabel("train_loss", color="dimgray")
         right = panel if metric == "val_loss" else panel.twinx()
         right.plot(*column(file, metric), color="tab:blue", marker="o")

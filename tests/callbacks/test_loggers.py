@@ -15,7 +15,7 @@ from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
-METERS = {"tokens/s", "step_seconds", "memory/resident_gib", "grad_norm", "train_loss"}
+METERS = {"tokens/s", "mfu", "step_seconds", "memory/resident_gib", "grad_norm", "train_loss"}
 PACKAGES = {"csv": "csv", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -43,7 +43,7 @@ def _logger(kind: str, folder: str) -> Any:
 
 
 def _fit(kind: str, folder: str, strategy: str) -> bool:
-    meters = [ThroughputCallback(every_n_steps=2), MemoryCallback()]
+    meters = [ThroughputCallback(every_n_steps=2, peak_tflops=1.0), MemoryCallback()]
     logger = _logger(kind, folder)
     settings = {"logger": logger, "log_every_n_steps": 2, "gradient_clip_val": 1.0, "callbacks": meters}
     quiet_trainer(strategy=strategy, max_steps=4, **settings).fit(Logs(), loader())

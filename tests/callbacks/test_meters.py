@@ -275,6 +275,30 @@ def test_all_meters_in_one_run(strategy: str) -> None:
     assert all(float(row["mfu"]) > 0 and float(row["grad_norm"]) > 0 for row in first["rows"])
 
 
+class _Summed(TinyLM):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": 100 * super().training_step(batch, batch_idx), "weight": 100, "reduction": "sum"}
+
+
+def _lines_of_a_sum() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    callback = ThroughputCallback(every_n_steps=1, mfu=False)
+    quiet_trainer(strategy="shard_fsdp", max_steps=3, callbacks=[callback]).fit(_Summed(), loader())
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_the_loss_of_a_window_is_a_mean_where_the_module_gives_a_sum() -> None:
+    (lines,) = run_distributed(_lines_of_a_sum, 1)
+    losses = [float(found[1]) for line in lines if (found := re.match(r"step \d: loss ([\d.]+)", line))]
+    assert losses
+    assert max(losses) < 10
+
+
 # What is not known
 
 
