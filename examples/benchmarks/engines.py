@@ -191,17 +191,14 @@ def add_memory(rows: list[dict[str, Any]], race_name: str, options: argparse.Nam
             row["memory_ratio"] = round(found / memory[names[0]], 4)
 
 
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Times and memory, as ratios to each race's reference."""
-    panels = []
-    for key, name in (("ratio", "time of a step (95 %)"), ("memory_ratio", "peak memory")):
+def draw(rows: list[dict[str, Any]], folder: Path, title: str) -> None:
+    """Times and memory, a picture each, as ratios to each race's reference."""
+    labels = {"ratio": ("engines", "time of a step"), "memory_ratio": ("engines_memory", "peak memory")}
+    for key, (stem, label) in labels.items():
         shown = [row for row in rows if row.get(key) is not None]
-        labels = [row["contestant"] for row in shown]
         if shown:
-            title_of_panel = f"{name}, of the first in each group"
-            panels.append({**report.ratio_panel(shown, key, labels, title_of_panel), "start": 0.8, "end": 1.25})
-    if panels:
-        report.draw(panels, path, title=title)
+            of = f"{label}, of the loop by hand's or the raw engine's"
+            report.draw_ratios(shown, key, folder / f"{stem}.png", title=title, label=of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.write_csv(rows, options.output / f"{stem}.csv")
         if rounds:
             report.write_csv(rounds, options.output / f"{stem}_blocks.csv")
-    draw(rows, options.output / f"{stem}.png", title)
-    say(f"rows, blocks and picture: {options.output}")
+    draw(rows, options.output, title)
+    say(f"rows, blocks and pictures: {options.output}")
     return int(any(row.get("failed") for row in rows))
 
 

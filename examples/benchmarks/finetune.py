@@ -191,32 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write_csv(
         [epoch for epochs in measured.values() for epoch in epochs], options.output / "finetune_epochs.csv"
     )
-    draw(rows, measured, options.output / "finetune.png", title)
-    say(f"rows, epochs and picture: {options.output}")
+    say(f"rows and epochs: {options.output}")
     return 0
-
-
-def draw(rows: Sequence[Mapping[str, Any]], measured: Epochs, path: Path, title: str) -> None:
-    """Batch, samples per second, and accuracy over the seconds of training, from a guess on."""
-    labels = [row["engine"] for row in rows]
-    keys = {"batch": "largest batch of a process", "samples": "samples/s in training"}
-    panels = [{"title": name, "labels": labels, "values": [row[key] for row in rows]} for key, name in keys.items()]
-    learning = {"title": "accuracy over seconds of training", "curves": curves(measured)}
-    report.draw([*panels, learning], path, title=title)
-
-
-def curves(measured: Epochs) -> list[dict[str, Any]]:
-    """Accuracy over seconds of training of every run; it begins with that of a guess."""
-    found: list[dict[str, Any]] = []
-    for name, epochs in measured.items():
-        for number in dict.fromkeys(epoch["run"] for epoch in epochs):
-            seconds, accuracies = [0.0], [1 / len(PACKAGES)]
-            for epoch in epochs:
-                if epoch["run"] == number:
-                    seconds.append(seconds[-1] + epoch["train_seconds"])
-                    accuracies.append(epoch["accuracy"])
-            found.append({"label": name, "x": seconds, "y": accuracies})
-    return found
 
 
 if __name__ == "__main__":

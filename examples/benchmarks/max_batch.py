@@ -197,21 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"\n{report.table(rows, COLUMNS)}")
     report.write_csv(rows, options.output / "max_batch.csv")
     report.write_csv(rounds, options.output / "max_batch_rounds.csv")
-    draw(rows, options.output / "max_batch.png", title)
-    say(f"rows, rounds and picture: {options.output}")
+    say(f"rows and rounds: {options.output}")
     return int(not rows)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Largest batch, throughput there, and largest model."""
-    panels = []
-    keys = {"batch": "largest batch", "batch_tokens": "tokens/s/device there", "parameters": "largest model (M)"}
-    for key, name in keys.items():
-        shown = [row for row in rows if row.get(key) is not None]
-        if shown:
-            panels.append({"title": name, "labels": [r["engine"] for r in shown], "values": [r[key] for r in shown]})
-    if panels:
-        report.draw(panels, path, title=title)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,26 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"\n{part}\n{report.table(new, SECONDS if part in once else COLUMNS)}\n")
         report.write_csv(rows, options.output / "overheads.csv")
         report.write_csv(rounds, options.output / "overheads_blocks.csv")
-    draw(rows, options.output / "overheads.png", title)
-    say(f"rows, blocks and picture: {options.output}")
+    say(f"rows and blocks: {options.output}")
     return int(any(row.get("failed") for row in rows))
-
-
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Ratios of steps, part by part, and seconds of imports and first steps."""
-    panels: list[Mapping[str, Any]] = []
-    steps = [row for row in rows if row.get("ratio") is not None and "ms" in row]
-    if steps:
-        panels.append(report.ratio_panel(steps, "ratio", _labels(steps), "time of a step, of the loop by hand's"))
-    once = [row for row in rows if "seconds" in row]
-    if once:
-        panels.append({"title": "seconds", "labels": _labels(once), "values": [row["seconds"] for row in once]})
-    if panels:
-        report.draw(panels, path, title=title)
-
-
-def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"{row['contestant']}  [{row['part']}]" for row in rows]
 
 
 if __name__ == "__main__":

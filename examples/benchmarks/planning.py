@@ -1,6 +1,6 @@
 """How the time to plan a save grows with the number of ranks, which are made up: no processes, no values.
 
-A GPT's masters and AdamW state, cut by rows (FSDP2), cut as flat partitions (ZeRO), or whole on every rank (DDP). What
+A GPT's masters and AdamW state, sharded by rows (FSDP2), cut as flat partitions (ZeRO), or whole on every rank (DDP). What
 is timed is what rank 0 does while the others wait: reading what they hold, dividing it, writing the replies. Beside it,
 torch's own planner on the same tensors, as far as it comes in a minute.
 """
@@ -22,7 +22,7 @@ from examples.benchmarks import report
 from lightning_shard.checkpoint.plan import LocalTensor, divide
 from lightning_shard.tensors.flat import boxes
 
-LAYOUTS = {"rows": "cut by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
+LAYOUTS = {"rows": "sharded by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
 COLUMNS = {"layout": "", "ranks": "ranks", "boxes": "boxes", "seconds": "CPU seconds", "torch_seconds": "torch's"}
 PATIENCE_SECONDS = 60.0
 
@@ -160,17 +160,17 @@ def draw(points: list[Point], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(LAYOUTS), figsize=(10, 3.4), sharey=True)
+    figure, axes = pyplot.subplots(1, len(LAYOUTS), figsize=(8.3, 3.2), sharey=True)
     for axis, (layout, title) in zip(axes, LAYOUTS.items(), strict=True):
         mine = [p for p in points if p.layout == layout]
         axis.loglog([p.ranks for p in mine], [p.seconds for p in mine], "o-", label="lightning_shard")
         other = [p for p in mine if p.torch_seconds is not None]
         axis.loglog([p.ranks for p in other], [p.torch_seconds for p in other], "s--", label="torch's own planner")
-        axis.set_title(title)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("ranks")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("seconds to plan a save, on rank 0")
-    axes[0].legend()
+    axes[0].set_ylabel("seconds to plan a save on rank 0\n(lower is better)")
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)

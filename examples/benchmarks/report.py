@@ -64,67 +64,45 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def ratio_panel(rows: Sequence[Row], key: str, labels: Sequence[str], title: str) -> Mapping[str, Any]:
-    """A panel of `draw` with the ratios of ``rows``, and the intervals of their medians where they are known."""
-    panel: dict[str, Any] = {"title": title, "labels": labels, "values": [row[key] for row in rows], "line": 1.0}
-    if all(row.get(f"{key}_low") is not None for row in rows):
-        panel["errors"] = [(row[key] - row[f"{key}_low"], row[f"{key}_high"] - row[key]) for row in rows]
-    return panel
+def draw_ratios(rows: Sequence[Row], key: str, path: Path, *, title: str, label: str) -> None:
+    """Ratios to each race's first contestant: a line for each race, a dot with its interval for each other contestant.
 
-
-def draw(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """Panels of horizontal bars or of curves, one beside the other.
-
-    A panel has a ``title``, and ``curves`` (each with ``label``, ``x``, ``y``), or bars: ``labels``, ``values``, and
-    where wanted ``errors`` ((below, above) for each value), ``line`` (a value to compare with), ``start`` and ``end``
-    (of the axis).
+    Rows have ``race``, ``contestant`` and ``key``, and where it is known ``<key>_low`` and ``<key>_high``. The picture
+    is as wide as a page shows it, 830 pixels.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    most = max(len(panel.get("labels", range(14))) for panel in panels)
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6.5 * len(panels), 1.4 + 0.27 * most), layout="constrained", squeeze=False
-    )
-    for axis, panel in zip(axes[0], panels, strict=True):
-        (_draw_curves if "curves" in panel else _draw_bars)(axis, panel)
-        axis.set_title(panel["title"], fontsize=10)
-        axis.set_axisbelow(True)
-    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, width=85 * len(panels))]
-    figure.suptitle("\n".join(lines), fontsize=9)
+    races = list(dict.fromkeys(row["race"] for row in rows))
+    figure, axis = pyplot.subplots(figsize=(8.3, 1.5 + 0.42 * len(races)), layout="constrained")
+    axis.axvline(1, color="black", linewidth=1)
+    kinds = {"other": ("C7", "stock Lightning or Accelerate"), "plain": ("C0", "plain"), "aligned": ("C1", "aligned")}
+    for offset, (kind, (color, name)) in zip((-0.22, 0, 0.22), kinds.items(), strict=True):
+        shown = [row for row in _not_first(rows) if _kind(row["contestant"]) == kind]
+        values = [row[key] for row in shown]
+        below = [value - row.get(f"{key}_low", value) for row, value in zip(shown, values, strict=True)]
+        above = [row.get(f"{key}_high", value) - value for row, value in zip(shown, values, strict=True)]
+        places = [races.index(row["race"]) + offset for row in shown]
+        axis.errorbar(values, places, xerr=(below, above), fmt="o", color=color, markersize=5, capsize=2, label=name)
+    axis.set_yticks(range(len(races)), races)
+    axis.set_ylim(len(races) - 0.5, -0.5)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_xlabel(f"{label}; lower is better")
+    figure.suptitle("\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, 120)), fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
-def _draw_bars(axis: Any, panel: Mapping[str, Any]) -> None:
-    labels, errors = panel["labels"], panel.get("errors")
-    axis.barh(
-        range(len(labels)),
-        panel["values"],
-        color=["C0" if label.strip().startswith(("shard_", "lightning_shard")) else "C7" for label in labels],
-        height=0.7,
-        xerr=None if errors is None else list(zip(*errors, strict=True)),
-        error_kw={"elinewidth": 1, "capsize": 2},
-    )
-    axis.set_yticks(range(len(labels)), labels, fontsize=8)
-    axis.set_ylim(len(labels) - 0.4, -0.6)
-    axis.grid(axis="x", alpha=0.3)
-    if panel.get("line") is not None:
-        axis.axvline(panel["line"], color="black", linewidth=1)
-    if panel.get("start") is not None:
-        axis.set_xlim(left=panel["start"], right=panel.get("end"))
+def _not_first(rows: Sequence[Row]) -> list[Row]:
+    """All but each race's first row, which the others are compared with."""
+    return [row for index, row in enumerate(rows) if any(row["race"] == earlier["race"] for earlier in rows[:index])]
 
 
-def _draw_curves(axis: Any, panel: Mapping[str, Any]) -> None:
-    names = list(dict.fromkeys(curve["label"] for curve in panel["curves"]))
-    for index, curve in enumerate(panel["curves"]):
-        # Curves of one name look alike, and stand in the legend once.
-        first = all(other["label"] != curve["label"] for other in panel["curves"][:index])
-        color = f"C{names.index(curve['label'])}"
-        axis.plot(curve["x"], curve["y"], marker="o", color=color, label=curve["label"] if first else None)
-    axis.legend(fontsize=8)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
+def _kind(contestant: str) -> str:
+    if not contestant.startswith("shard_"):
+        return "other"
+    return "aligned" if contestant.endswith("_aligned") else "plain"

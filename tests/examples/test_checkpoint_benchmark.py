@@ -45,4 +45,4 @@ def test_plans_for_made_up_ranks(tmp_path: Path) -> None:
     assert all(p.torch_seconds is not None for p in points)
     planning.draw(points, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
-    assert "cut by rows (FSDP2)" in report.table(planning.rows_of(points), planning.COLUMNS)
+    assert "sharded by rows (FSDP2)" in report.table(planning.rows_of(points), planning.COLUMNS)
