@@ -1,6 +1,6 @@
 """How the time to plan a save grows with the number of ranks, which are made up: no processes, no values.
 
-A GPT's masters and AdamW state, sharded by rows (FSDP2), cut as flat partitions (ZeRO), or whole on every rank (DDP). What
+A GPT's masters and AdamW state, sharded by rows (FSDP2) or as flat partitions (ZeRO), or full on every rank (DDP). What
 is timed is what rank 0 does while the others wait: reading what they hold, dividing it, writing the replies. Beside it,
 torch's own planner on the same tensors, as far as it comes in a minute.
 """
