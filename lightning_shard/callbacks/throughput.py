@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_shard import _lightning
-from lightning_shard._lightning import Replacements, follow_actions
+from lightning_shard._lightning import processes
+from lightning_shard._lightning.loops import follow_actions
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
@@ -324,7 +325,7 @@ class StepFlops:
 
         def step() -> object:
             put_on_device(module, device)
-            _lightning.set_device(module, device)
+            processes.set_device(module, device)
             return module.training_step(batch, batch_idx)
 
         try:

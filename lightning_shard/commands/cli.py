@@ -12,8 +12,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
 from lightning_shard import commands
-from lightning_shard._lightning import leave_out_noise
 from lightning_shard._lightning.cli import ConfiguredCLI
+from lightning_shard._lightning.messages import leave_out_noise
 from lightning_shard.cluster.preemption import release_signals
 from lightning_shard.commands import failures, fit
 from lightning_shard.commands.options import UsageError

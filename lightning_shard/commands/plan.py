@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import yaml
 
-from lightning_shard import _lightning, registry
+from lightning_shard import registry
+from lightning_shard._lightning import averaging
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import options_parser
 from lightning_shard.commands.plan_inputs import Inputs
@@ -188,7 +189,7 @@ def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) 
 
 def _planner(options: argparse.Namespace, inputs: Inputs, machines: Machines) -> Planner:
     """The module with a batch and its optimizer; what can't be read is noted."""
-    averages = _lightning.averages_place(inputs.trainer.get("callbacks"))
+    averages = averaging.averages_place(inputs.trainer.get("callbacks"))
     planner = Planner(module=inputs.module, mode=inputs.mode, machines=machines, averages=averages)
     if options.no_trace:
         planner.without_activations("--no-trace was given")

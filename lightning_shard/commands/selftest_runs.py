@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import registry
-from lightning_shard._lightning import leave_out_noise
+from lightning_shard._lightning.messages import leave_out_noise
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.commands.failures import global_rank
 from lightning_shard.errors import ShardError

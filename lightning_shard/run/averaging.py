@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import averaging, callbacks
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.files.layout import AVERAGING_STATE
 from lightning_shard.checkpoint.files.tensor_files import chunks_of
 from lightning_shard.checkpoint.module_state import live_tensors
@@ -83,10 +84,10 @@ class Averaging:
         self._places = {name: (tensor.shape, tensor.dtype, chunks_of(tensor)) for name, tensor in live.items()}
         self._swap: Callable[[nn.Module], None] | None = None  # while the average is in the module
 
-    def begin(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
+    def begin(self, replacements: Replacements, trainer: Trainer) -> None:
         """Let the Trainer's callback average, from the values of now on."""
-        self._average = _lightning.average_shards(replacements, trainer, self)
-        self.place = _lightning.averages_place(_lightning.callbacks(trainer))
+        self._average = averaging.average_shards(replacements, trainer, self)
+        self.place = averaging.averages_place(callbacks.callbacks(trainer))
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
         self._engine.before_reading()

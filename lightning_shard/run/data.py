@@ -15,7 +15,10 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import progress, results
+from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
+from lightning_shard._lightning.loops import should_accumulate
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
@@ -87,7 +90,7 @@ class Data:
         if trainer.training:
             world_size, rank = coordinates
             ranks = {"world_size": world_size, "rank": rank}
-            loader = _lightning.prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
+            loader = prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
             if self._resumed is not None and (warning := order_warning(loader)) is not None:
                 rank_zero_warn(warning)
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
@@ -99,13 +102,13 @@ class Data:
         ``rewound``: parts of the state to be saved as they were before.
         """
         behind = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches
-        if behind and _lightning.should_accumulate(trainer):
+        if behind and should_accumulate(trainer):
             rank_zero_warn(
                 f"This checkpoint is saved after batch {behind} of {trainer.accumulate_grad_batches} that one step "
                 "accumulates. Gradients are not saved: the step after resuming from it lacks these batches. Save "
                 "after a step, as ModelCheckpoint does."
             )
-        loops, epoch_ends = _lightning.saved_after_batch(trainer, loops)
+        loops, epoch_ends = progress.saved_after_batch(trainer, loops)
         kept = _collect(trainer, loops, rewound, epoch_ends=epoch_ends)
         return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}}
 
@@ -120,24 +123,24 @@ class Data:
         """Remember what a fit goes on with."""
         self._resumed = checkpoint.get(RUN_STATE)
 
-    def loops_loaded(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
+    def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: let an epoch end whose end comes next."""
         if self._resumed is not None and self._resumed.get("epoch_ends"):
-            _lightning.end_epoch(replacements, trainer)
+            progress.end_epoch(replacements, trainer)
 
-    def start_of_training(self, replacements: _lightning.Replacements, trainer: Trainer) -> None:
+    def start_of_training(self, replacements: Replacements, trainer: Trainer) -> None:
         """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
             rank_zero_warn(warning)
-        _lightning.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
+        recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
             _restore(replacements, trainer, resumed)
 
 
 def _factors(trainer: Trainer) -> list[int]:
     """Ranks, samples of a micro-batch and micro-batches of a step; empty where the loader has no batch size."""
-    micro = _lightning.train_batch_size(trainer)
+    micro = train_batch_size(trainer)
     return [] if micro is None else [trainer.world_size, micro, trainer.accumulate_grad_batches]
 
 
@@ -170,7 +173,7 @@ def _collect(
     own = {
         "rng": rng_state(),
         "metrics": metric_states(trainer.lightning_module),
-        "logged": _lightning.training_results_state(trainer),
+        "logged": results.training_results_state(trainer),
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
         **rewound,
     }
@@ -184,7 +187,7 @@ def _collect(
     return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states}
 
 
-def _restore(replacements: _lightning.Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
+def _restore(replacements: Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
     """Give the state back to this rank, right before training goes on. No communication.
 
     At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
@@ -192,7 +195,7 @@ def _restore(replacements: _lightning.Replacements, trainer: Trainer, run: Mappi
     ranks, rank, size = run["ranks"], trainer.global_rank, trainer.world_size
     load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
     logged = [r["logged"] for r in ranks]
-    _lightning.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
+    results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
     if rank < len(ranks):
         set_rng_state(ranks[rank]["rng"])
     else:

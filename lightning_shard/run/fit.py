@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import callbacks, loaders, loops, processes, progress
 from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
@@ -41,21 +41,21 @@ class Fit:
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     def accumulates(self) -> bool:
-        return _lightning.should_accumulate(self._trainer)
+        return loops.should_accumulate(self._trainer)
 
     def validation_follows(self, fetcher: Any) -> bool:
-        return _lightning.validation_follows(self._trainer, fetcher)
+        return progress.validation_follows(self._trainer, fetcher)
 
     def nothing_follows(self) -> bool:
-        return _lightning.nothing_follows(self._trainer)
+        return progress.nothing_follows(self._trainer)
 
     def go_on_after_batch(self) -> None:
         """Make what is saved now go on with the next batch."""
-        _lightning.mark_after_batch(self._trainer)
+        progress.mark_after_batch(self._trainer)
 
     def go_on_before_validation(self) -> None:
         """Make what is saved now go on with the whole validation after the batch that has just ended."""
-        _lightning.mark_before_validation(self._trainer)
+        progress.mark_before_validation(self._trainer)
 
     def changed_by_validation(self) -> dict[str, Any]:
         return before_validation(self._trainer)
@@ -72,7 +72,7 @@ class Fit:
 
     def leave_processes(self) -> None:
         """Keep the launcher from killing this process when those that it started end with an exit code."""
-        _lightning.let_children_end(self._trainer.strategy)  # type: ignore[arg-type]
+        processes.let_children_end(self._trainer.strategy)  # type: ignore[arg-type]
 
 
 def run_of(
@@ -112,7 +112,7 @@ def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
 
 def trainer_facts(trainer: Trainer) -> TrainerFacts:
     return TrainerFacts(
-        micro_batch_size=_lightning.train_batch_size(trainer),
+        micro_batch_size=loaders.train_batch_size(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
@@ -167,16 +167,16 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
     """
     if layer_sync is not None:
         layer_sync.apply(module)
-    for callback in _lightning.callbacks(trainer):
+    for callback in callbacks.callbacks(trainer):
         if (hook := getattr(callback, "before_sharding", None)) is not None:
             hook(trainer, module)
 
 
 def drops_gradients(trainer: Trainer) -> bool:
     """Whether Lightning drops the gradients of the step before in this batch, and nobody looks at them until then."""
-    if not trainer.lightning_module.automatic_optimization or not _lightning.begins_accumulation(trainer):
+    if not trainer.lightning_module.automatic_optimization or not loops.begins_accumulation(trainer):
         return False
-    return not _lightning.watches_zero_grad(trainer)
+    return not callbacks.watches_zero_grad(trainer)
 
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:

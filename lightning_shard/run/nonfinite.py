@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import averaging, progress
 from lightning_shard.arguments import checked_fields
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.engines.engine import Engine
@@ -167,8 +167,8 @@ class Rollback:
         self._checkpoints.finish()
         path, checkpoint = self._open(why)
         self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
-        _lightning.restore_steps(trainer, checkpoint)
-        _lightning.recount_averages(trainer, checkpoint)
+        progress.restore_steps(trainer, checkpoint)
+        averaging.recount_averages(trainer, checkpoint)
         states = checkpoint[RUN_STATE]["ranks"]
         if trainer.global_rank < len(states):
             set_rng_state(states[trainer.global_rank]["rng"])

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, destroy_process_group, group
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import processes
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
@@ -96,10 +96,10 @@ class Processes:
             store, place = self._meet(environment, launch, os.environ, settings, root)
             prepare_gloo(place.address, os.environ, gpu=device.type != "cpu")
             store.set_timeout(self.timeout)
-            _lightning.init_process_group(environment, backend, store=store, **options)
+            processes.init_process_group(environment, backend, store=store, **options)
             remember(place)
         else:
-            _lightning.init_process_group(environment, backend, **options)
+            processes.init_process_group(environment, backend, **options)
         set_timeout(self.timeout)
 
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
@@ -144,7 +144,7 @@ class Processes:
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks; anything else is returned as it is."""
-        return _lightning.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        return processes.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
 
 def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu: bool) -> Launch:
@@ -168,7 +168,7 @@ def remember(place: Place) -> None:
     assert group.WORLD is not None
     _met = (group.WORLD, place, 0)
     # Lightning's own, for NCCL, would wait after an exception too.
-    atexit.unregister(_lightning.destroy_at_exit)
+    atexit.unregister(processes.destroy_at_exit)
     atexit.unregister(_leave)
     atexit.register(_leave)
 

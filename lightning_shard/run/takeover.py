@@ -9,7 +9,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import callbacks, loops, results
+from lightning_shard._lightning.averaging import averaging_callbacks
+from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait, save_between_steps
+from lightning_shard._lightning.optimizers import full_gradient_norms
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import ConfigurationError
@@ -23,7 +27,7 @@ from lightning_shard.run.preemption import Preemption
 
 
 def take_over_resuming(
-    replacements: _lightning.Replacements, trainer: Trainer, identity: RunIdentity, checkpoints: Checkpoints
+    replacements: Replacements, trainer: Trainer, identity: RunIdentity, checkpoints: Checkpoints
 ) -> None:
     """Have ``identity`` choose what a run goes on from, in place of Lightning; ``checkpoints`` loads what it opened."""
     fitting = trainer.state.fn == TrainerFn.FITTING
@@ -33,42 +37,40 @@ def take_over_resuming(
         checkpoints.opened = chosen if isinstance(chosen, OpenCheckpoint) else None
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
-    _lightning.choose_checkpoint(replacements, trainer, choose)
+    choose_checkpoint(replacements, trainer, choose)
 
 
-def take_over_signals(replacements: _lightning.Replacements, trainer: Trainer, preemption: Preemption) -> None:
+def take_over_signals(replacements: Replacements, trainer: Trainer, preemption: Preemption) -> None:
     """Keep Lightning's handlers out, and in a fit note the signals; they end the process elsewhere."""
     if preemption.signals:
-        _lightning.leave_signals_alone(replacements, trainer)
+        loops.leave_signals_alone(replacements, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             preemption.take_over_signals()
 
 
-def let_callbacks_wait(replacements: _lightning.Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
+def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
     """Let the Trainer's callbacks know of checkpoints that are written in the background."""
     writing, link = checkpoints.saver.is_writing, checkpoints.link
-    _lightning.let_checkpoints_wait(replacements, trainer, is_writing=writing, link=link)
+    let_checkpoints_wait(replacements, trainer, is_writing=writing, link=link)
 
 
-def settle_fit(
-    replacements: _lightning.Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints
-) -> None:
+def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints) -> None:
     """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time.
 
     Saves come after a step.
     """
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
-    _lightning.full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
-    _lightning.count_sharded_parameters(replacements, trainer)
-    _lightning.let_errors_through(replacements, trainer)
-    _lightning.save_between_steps(replacements, trainer)
-    _lightning.log_full_values(replacements, module)
-    _lightning.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
+    full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
+    callbacks.count_sharded_parameters(replacements, trainer)
+    callbacks.let_errors_through(replacements, trainer)
+    save_between_steps(replacements, trainer)
+    results.log_full_values(replacements, module)
+    loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
 
 def begin_averaging(
-    replacements: _lightning.Replacements,
+    replacements: Replacements,
     trainer: Trainer,
     engine: Engine,
     checkpoints: Checkpoints,
@@ -79,10 +81,10 @@ def begin_averaging(
     Raises:
         ConfigurationError: what is stepped lies in files.
     """
-    if _lightning.averaging_callbacks(trainer):
+    if averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
             raise ConfigurationError(
-                f"{type(_lightning.averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
+                f"{type(averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
                 "but with the optimizer offloaded to NVMe that lies in files. Use offload_optimizer with device: cpu."
             )
         assert memory is not None, "it is made before the engine engages"

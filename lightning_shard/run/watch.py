@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import loops
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place
@@ -50,7 +51,7 @@ class RunWatch:
         self,
         met: tuple[Place, int] | None,
         folder: Path | None,
-        replacements: _lightning.Replacements | None = None,
+        replacements: Replacements | None = None,
         trainer: Trainer | None = None,
     ) -> None:
         """Watch the other ranks until the run ends. All ranks call it.
@@ -65,7 +66,7 @@ class RunWatch:
         progress = None
         if trainer is not None and replacements is not None:
             progress = Progress(lambda: trainer.global_step)
-            _lightning.follow_actions(replacements, trainer, progress.begin, progress.end)
+            loops.follow_actions(replacements, trainer, progress.begin, progress.end)
         if self._lost_rank_seconds is None or met is None:
             return
         place, run = met

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import averaging, loops
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -230,7 +230,7 @@ class ShardPrecision(Precision):
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
         now = self._now
         if now.weights.given:
-            ends = not _lightning.should_accumulate(module.trainer)
+            ends = not loops.should_accumulate(module.trainer)
             tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
         if now.watch is not None:
             now.watch.see_loss(tensor)
@@ -250,7 +250,7 @@ class ShardPrecision(Precision):
         It is skipped after an overflow on any rank, where the weights of all losses are 0, and as ``nonfinite`` says.
         Hooks run, and ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
-        if _lightning.collects_statistics(model.trainer):
+        if averaging.collects_statistics(model.trainer):
             return closure()  # there is nothing to step with
         engine, weights = self._now.engine, self._now.weights
 

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import callbacks
+from lightning_shard._lightning.averaging import averaging_callbacks, own_averaging_hooks
 from lightning_shard.errors import ConfigurationError
 
 
@@ -57,7 +58,7 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, ru
         ConfigurationError: on every rank.
     """
     saving = bool(trainer.checkpoint_callbacks)
-    for callback in _lightning.callbacks(trainer):
+    for callback in callbacks.callbacks(trainer):
         if isinstance(callback, BaseFinetuning) and not follows_freezing:
             raise ConfigurationError(
                 f"{type(callback).__name__} thaws parameters during the fit, but {run} steps those that are trainable "
@@ -77,12 +78,12 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, ru
                 "checkpoint has no place for. Set enable_checkpointing: false and save the result after the fit, or "
                 "remove the callback."
             )
-    averaging = _lightning.averaging_callbacks(trainer)
+    averaging = averaging_callbacks(trainer)
     if len(averaging) > 1:
         names = " and ".join(type(callback).__name__ for callback in averaging)
         raise ConfigurationError(f"{names} average the same weights, but a checkpoint has one average. Keep one.")
     for callback in averaging:
-        if own := _lightning.own_averaging_hooks(callback):
+        if own := own_averaging_hooks(callback):
             raise ConfigurationError(
                 f"{type(callback).__name__} has its own {' and '.join(own)}, which would not be called: Lightning's "
                 "copies the whole module, and averages lie in shards here. Put it into another hook, such as "

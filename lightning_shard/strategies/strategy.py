@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard import _lightning
 from lightning_shard import run as parts
+from lightning_shard._lightning import averaging, loaders, loops, messages, processes, progress
+from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
+from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -48,7 +50,7 @@ class ShardStrategy(ParallelStrategy):
     def __init__(self, settings: CommonSettings) -> None:
         """Build the parts; nothing is touched before the Trainer sets the strategy up."""
         super().__init__()
-        _lightning.leave_out_amp_message(ShardStrategy)
+        messages.leave_out_amp_message(ShardStrategy)
         self._settings = settings
         self.num_nodes = 1
         vars(self).update(vars(settings))
@@ -64,7 +66,7 @@ class ShardStrategy(ParallelStrategy):
         self._compiler = parts.CompilerWatch(settings.compile)
         self._ledger = parts.RunLedger()
         self._identity = parts.RunIdentity()
-        self._replacements = _lightning.Replacements()
+        self._replacements = Replacements()
         self._engine: Engine | None = None
 
     # Settings
@@ -109,7 +111,7 @@ class ShardStrategy(ParallelStrategy):
         """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
         run = self._own_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
-        if _lightning.layer_sync(self) is not None:
+        if processes.layer_sync(self) is not None:
             refuse_sync_batchnorm(self.root_device)
         self.engine_for().check(run)
 
@@ -167,7 +169,7 @@ class ShardStrategy(ParallelStrategy):
         if (environment := self.cluster_environment) is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        _lightning.set_rank(self.global_rank)
+        processes.set_rank(self.global_rank)
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -181,16 +183,16 @@ class ShardStrategy(ParallelStrategy):
         parts.check_launcher(self._launch, os.environ)
         self.check()
         if not self._environment.creates_processes_externally:
-            self._launcher = _lightning.launcher(self, self._start_method)
+            self._launcher = processes.launcher(self, self._start_method)
 
     def setup_environment(self) -> None:
-        self._failed, self._replacements = False, _lightning.Replacements()
+        self._failed, self._replacements = False, Replacements()
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
-        _lightning.at_end_of_run(self._replacements, trainer, self._end_of_run)
-        _lightning.keep_order(self._replacements, trainer)
-        _lightning.leave_out_copies(self._replacements, trainer)
+        loops.at_end_of_run(self._replacements, trainer, self._end_of_run)
+        loaders.keep_order(self._replacements, trainer)
+        averaging.leave_out_copies(self._replacements, trainer)
         parts.take_over_resuming(self._replacements, trainer, self._identity, self.checkpoints)
         parts.take_over_signals(self._replacements, trainer, self._preemption)
         super().setup_environment()
@@ -205,7 +207,7 @@ class ShardStrategy(ParallelStrategy):
         self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
         # Workers of loaders, of evaluation too, are forked from here on.
         let_threads_finish_before_forks()
-        _lightning.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
+        processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
     def barrier(self, name: str | None = None) -> None:
         self._processes.barrier()
@@ -222,10 +224,10 @@ class ShardStrategy(ParallelStrategy):
         assert self.accelerator is not None
         module, engine = self._module, self.engine_for(self._module)
         self.accelerator.setup(trainer)
-        _lightning.use_no_grad_in_evaluation(self._replacements, trainer)
+        loops.use_no_grad_in_evaluation(self._replacements, trainer)
         run = self._begin(trainer, engine)
         self.model = engine.prepare(module, run)
-        _lightning.set_device(module, self.root_device)
+        processes.set_device(module, self.root_device)
         self.barrier("engine")
         self._freezing = parts.Freezing(module)
         self.precision_plugin.connect_engine(engine, run, module, self._settings.gradients)
@@ -246,23 +248,23 @@ class ShardStrategy(ParallelStrategy):
             name = f"{type(self).__name__} in precision {planned.precision!r}"
             refuse_callbacks(trainer, full=engine.replicates, follows_freezing=engine.follows_freezing, run=name)
             parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
-            parts.before_sharding(trainer, module, _lightning.layer_sync(self))
+            parts.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
         watch = self._ledger.reduction
         return parts.run_of(trainer, planned, device=self.root_device, mesh=self.device_mesh, watch=watch)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
-        made = parts.same_on_all_ranks([o for o in self.optimizers if not _lightning.is_missing_optimizer(o)])
+        made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         engaged = engine.engage(made)
         if engaged.optimizers != made:
             self.optimizers = engaged.optimizers
         if engaged.scheduler is not None:
-            self.lr_scheduler_configs.append(_lightning.step_scheduler(engaged.scheduler))
+            self.lr_scheduler_configs.append(step_scheduler(engaged.scheduler))
         self.checkpoints.check(trainer)
         parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
         warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
-        _lightning.hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
+        hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -272,7 +274,7 @@ class ShardStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._lightning_optimizers = _lightning.wrapped(optimizers, self)
+        self._lightning_optimizers = wrapped(optimizers, self)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -324,7 +326,7 @@ class ShardStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self._ledger.backward(closure_loss):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        accumulates = self._module.automatic_optimization and _lightning.should_accumulate(self._module.trainer)
+        accumulates = self._module.automatic_optimization and loops.should_accumulate(self._module.trainer)
         self._ledger.after_backward(accumulates=accumulates)
         return loss
 
@@ -346,7 +348,7 @@ class ShardStrategy(ParallelStrategy):
         self._preemption.start(self._identity)
         go_back = partial(self.precision_plugin.after_batch, parts.Rollback(trainer, self.checkpoints))
         stop = partial(self._preemption.after_batch, parts.Fit(trainer))
-        _lightning.after_each_batch(self._replacements, trainer, go_back, stop)  # which saves what it went back to
+        loops.after_each_batch(self._replacements, trainer, go_back, stop)  # which saves what it went back to
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer)
         self._compiler.start()
@@ -364,7 +366,7 @@ class ShardStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._fits:
             # One that was interrupted runs again from its beginning.
-            _lightning.count_validation_anew(self._replacements, self._module.trainer)
+            progress.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
 
     on_test_start = on_validation_start
@@ -372,7 +374,7 @@ class ShardStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.checkpoints.synchronize_buffers()
         # Where the forward passes of other ranks need this rank's, they are counted.
-        own = _lightning.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
+        own = loops.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
         self._predictions = parts.Predictions(own)
 
     def on_validation_end(self) -> None:
@@ -433,7 +435,7 @@ class ShardStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         resuming = self._fits and OPTIMIZER_STATES in checkpoint
-        schedules, averaged = self.lr_scheduler_configs, _lightning.evaluates_average(self._module.trainer)
+        schedules, averaged = self.lr_scheduler_configs, averaging.evaluates_average(self._module.trainer)
         self.checkpoints.load_tensors(optimizers=resuming, strict=strict, schedules=schedules, averaged=averaged)
         if resuming:
             self._data.resume(checkpoint)
@@ -441,7 +443,7 @@ class ShardStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The slots were read with the parameters, and the loops were loaded right before.
         self._data.loops_loaded(self._replacements, self._module.trainer)
-        _lightning.settle_validation(self._replacements, self._module.trainer)
+        progress.settle_validation(self._replacements, self._module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove_checkpoint(filepath)

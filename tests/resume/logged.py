@@ -21,7 +21,9 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import progress
+from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning.results import restore_training_results, training_results_state
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from tests.resume.support import through_file
@@ -135,7 +137,7 @@ class Carry(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        mine = {"metrics": metric_states(pl_module), "results": _lightning.training_results_state(trainer)}
+        mine = {"metrics": metric_states(pl_module), "results": training_results_state(trainer)}
         # Both torchmetrics' and Lightning's parts must pass as they are.
         checkpoint["carried"] = Ranks.of().gather(through_file(mine))
 
@@ -151,7 +153,7 @@ class Restores:
     carried: list[dict[str, Any]] | None = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        _lightning.settle_progress(self.lightning_module.trainer)
+        progress.settle_progress(self.lightning_module.trainer)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -161,7 +163,7 @@ class Restores:
         load_metric_states(self.lightning_module, [state["metrics"] for state in self.carried], **where)
         results = [state["results"] for state in self.carried]
         trainer = self.lightning_module.trainer
-        _lightning.restore_training_results(_lightning.Replacements(), trainer, results, **where)
+        restore_training_results(Replacements(), trainer, results, **where)
 
 
 class Single(Restores, SingleDeviceStrategy):

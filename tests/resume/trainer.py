@@ -11,7 +11,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_shard import _lightning
+from lightning_shard._lightning import loaders
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths
@@ -33,13 +33,13 @@ class ResumingStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        loader = _lightning.prepare_loader(trainer, dataloader, world_size=self.world_size, rank=self.global_rank)
+        loader = loaders.prepare_loader(trainer, dataloader, world_size=self.world_size, rank=self.global_rank)
         length = sized_len(loader)
         check_lengths(length)
         return agreeing(loader) if length is None else loader
 
     def on_train_start(self) -> None:
-        _lightning.recount_batches(self.lightning_module.trainer)
+        loaders.recount_batches(self.lightning_module.trainer)
         if self.rng is not None:
             set_rng_state(self.rng)
             self.rng = None
