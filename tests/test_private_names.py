@@ -56,9 +56,9 @@ USES = {
         " _restarting _should_check_val_fx _skip_next_val",
     ),
     "_lightning/results.py": (
-        "logged values across a resume",
-        "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _logger_connector"
-        " _restarting _results",
+        "logged values across a resume, and which loggers draw a graph",
+        "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _log_graph"
+        " _logger_connector _restarting _results",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),

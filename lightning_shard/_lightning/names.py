@@ -4,6 +4,7 @@ from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -27,6 +28,7 @@ _REQUIRED = (
     (StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged"),
     (StochasticWeightAveraging, "_latest_update_epoch _scheduler_state"),
     (WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
+    (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     (_CheckpointConnector, "resume_start"),
     (_DataConnector, "_prepare_dataloader _requires_distributed_sampler"),

@@ -42,6 +42,24 @@ def log_full_values(replacements: Replacements, module: LightningModule) -> None
     replacements.replace(module, "log", log_full)
 
 
+def log_graphs(replacements: Replacements, trainer: Trainer) -> None:
+    """Let loggers draw the module's graph now, while its parameters are full; Lightning asks them once it is sharded.
+
+    They trace a forward on rank 0 alone, which neither sharded nor cast parameters allow.
+    """
+    module = trainer.lightning_module
+    sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
+        try:
+            if not sharded:
+                logger.log_graph(module)
+            elif getattr(logger, "_log_graph", False):
+                rank_zero_warn("The model's graph is not logged: an earlier run has sharded the model.")
+        except Exception as error:
+            rank_zero_warn(f"The model's graph is not logged: its forward can't be traced ({error}).")
+        replacements.replace(logger, "log_graph", lambda model: None)
+
+
 def training_results_state(trainer: Trainer) -> dict[str, Any]:
     """What was logged in this epoch of a fit so far, on this rank (no communication).
 

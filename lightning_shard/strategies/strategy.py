@@ -23,6 +23,7 @@ from lightning_shard import run as parts
 from lightning_shard._lightning import averaging, loaders, loops, messages, processes, progress
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning.results import log_graphs
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -226,6 +227,7 @@ class ShardStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         loops.use_no_grad_in_evaluation(self._replacements, trainer)
         run = self._begin(trainer, engine)
+        log_graphs(self._replacements, trainer)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")

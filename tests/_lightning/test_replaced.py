@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -67,6 +68,7 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     kinds = ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
     yield from (c for c in trainer.callbacks if isinstance(c, kinds))
+    yield from trainer.loggers
     yield grad_norm
     yield from filter(None, [trainer.strategy.lightning_module])  # from the fit on
 
@@ -163,7 +165,7 @@ def _runs() -> list[dict[str, Any]]:
     ddp = partial(ShardDDPStrategy, async_save=True)
     last_validation = {"max_steps": 2, "max_epochs": -1, "val_check_interval": 2}
     return [
-        _run(ddp(), Interrupted(fails_at=3), limit_val_batches=0),
+        _run(ddp(), Interrupted(fails_at=3), limit_val_batches=0, logger=CSVLogger("logs")),
         # In mid-epoch, and where only the epoch's end is left.
         _run(ddp(), Interrupted(), "saves/step=1.ckpt", WeightAveraging()),
         _run(ddp(), Interrupted(), "saves/step=2.ckpt", limit_val_batches=0),

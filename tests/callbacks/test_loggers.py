@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_shard.callbacks import MemoryCallback, ThroughputCallback
@@ -82,3 +84,49 @@ def test_a_logger_has_the_meters_of_all_ranks(kind: str, tmp_path: Path) -> None
         pytest.skip(f"{PACKAGES[kind]} is not installed")
     assert all(run_distributed(_fit, 2, kind, str(tmp_path), "shard_fsdp", timeout=240))
     assert _read(kind, tmp_path) >= METERS
+
+
+class Drawn(TinyLM):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(1, 8, dtype=dtype)
+
+
+def _drawn(strategy: str, precision: str, dtype: torch.dtype = torch.long) -> list[str]:
+    """Names of the modules in the graph that TensorBoard was given on rank 0, and what was warned of it."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger("logs", log_graph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=1, logger=logger)
+        trainer.fit(Drawn(dtype), loader())
+    logger.finalize("success")
+    if trainer.global_rank:
+        return []
+    said = [str(w.message) for w in caught if "graph is not logged" in str(w.message)]
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    return said or sorted({node.name.split("/")[1] for node in events.Graph().node if node.name.count("/") > 1})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    sampled(
+        [("shard_fsdp", "32-true"), ("shard_ddp", "bf16-mixed"), ("shard_deepspeed_stage_3", "bf16-mixed")],
+        0,
+    ),
+)
+def test_the_graph_of_the_model_is_drawn(strategy: str, precision: str) -> None:
+    drawn, _ = run_distributed(_drawn, 2, strategy, precision)
+    assert any("head" in name for name in drawn), drawn
+    assert any("blocks" in name for name in drawn), drawn
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_that_can_not_be_traced_is_left_out_with_a_word() -> None:
+    (said,), _ = run_distributed(_drawn, 2, "shard_fsdp", "32-true", torch.float32)
+    assert "The model's graph is not logged: its forward can't be traced" in said
