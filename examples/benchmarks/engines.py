@@ -128,9 +128,11 @@ def line_up(name: str, options: argparse.Namespace) -> list[list[str]]:
     return [[reference, other] for other in others] if options.apart else [[reference, *others]]
 
 
-def measure_time(race_name: str, work: Workload, options: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """Rows of contestants and of their blocks; prints who was left out, and why."""
-    plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup, clock=options.clock)
+def measure_time(
+    race_name: str, work: Workload, options: argparse.Namespace, *, until: float | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Rows of contestants and of their blocks; prints who was left out, and why. ``until``: of the `Plan`."""
+    plan = Plan(rounds=options.rounds, steps=options.steps, warmup=options.warmup, clock=options.clock, until=until)
     rows: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
     for names in line_up(race_name, options):
@@ -161,13 +163,14 @@ def add_mfu(rows: list[dict[str, Any]], work: Workload, peak_tflops: float | Non
         row["mfu"] = round(mfu(flops, 1e-3 * row["ms"], device_peak), 3)
 
 
-def measure_memory(names: Sequence[str], work: Workload) -> dict[str, float]:
-    """Peak MiB of each contestant that runs alone, of the rank that needs most."""
+def measure_memory(names: Sequence[str], work: Workload, *, until: float | None = None) -> dict[str, float]:
+    """Peak MiB of each contestant that runs alone, of the rank that needs most. ``until``: of the `Plan`."""
     found = {}
     for name in names:
         try:
-            plan = Plan(rounds=1, steps=3, warmup=2)
-            ranks = run_processes(peak, name, work, plan, processes=work.processes, device=work.device)
+            plan = Plan(rounds=1, steps=3, warmup=2, until=until)
+            place: dict[str, Any] = {"processes": work.processes, "device": work.device}
+            ranks = run_processes(peak, name, work, plan, **place, timeout=plan.seconds_left)
         except Failed as error:
             say(f"{name} has no peak memory: {error}")
             continue

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -69,10 +70,10 @@ def run_processes(
     _prepare(processes, device)
     # A process that was forked can't use a CUDA that its parent has looked at.
     method = "spawn" if device == "cuda" else "forkserver"
-    with tempfile.TemporaryDirectory() as folder:
-        started = start_processes(
-            _run, (function, arguments, processes, device, folder), nprocs=processes, join=False, start_method=method
-        )
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("localhost", 0))  # no one listens at it: the processes meet over a file
+        given = (function, arguments, processes, device, folder, free.getsockname()[1])
+        started = start_processes(_run, given, nprocs=processes, join=False, start_method=method)
         assert started is not None
         deadline = time.monotonic() + timeout
         try:
@@ -107,7 +108,13 @@ def reason(error: BaseException) -> str:
 
 
 def _run(
-    rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], processes: int, device: str, folder: str
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    processes: int,
+    device: str,
+    folder: str,
+    port: int,
 ) -> None:
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "torch", "accelerate"):
@@ -120,7 +127,7 @@ def _run(
         LOCAL_WORLD_SIZE=str(processes),
         NODE_RANK="0",
         MASTER_ADDR="localhost",
-        MASTER_PORT="0",
+        MASTER_PORT=str(port),
     )
     on_gpu = device == "cuda"
     place = Place(rank=rank, device=torch.device("cuda", rank) if on_gpu else torch.device("cpu"))

@@ -24,7 +24,8 @@ def time_together(names: Sequence[str], work: Workload, plan: Plan, make: Maker 
     Raises:
         Failed: the processes did not end well.
     """
-    ranks: list[Result] = run_processes(race, names, work, plan, make, processes=work.processes, device=work.device)
+    place: dict[str, Any] = {"processes": work.processes, "device": work.device}
+    ranks: list[Result] = run_processes(race, names, work, plan, make, **place, timeout=plan.seconds_left)
     result = Result(left_out=ranks[0].left_out)
     for name in ranks[0].seconds:
         result.seconds[name] = [max(block) for block in zip(*(r.seconds[name] for r in ranks), strict=True)]

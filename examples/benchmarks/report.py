@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import platform
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from os import cpu_count
@@ -50,6 +50,13 @@ def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     )
 
 
+def markdown(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """The same as a table in Markdown."""
+    cells = [list(columns.values()), *([_text(row.get(key)) for key in columns] for row in rows)]
+    cells.insert(1, ["---", *["---:"] * (len(columns) - 1)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
 def _text(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -67,31 +74,37 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 def draw_ratios(rows: Sequence[Row], key: str, path: Path, *, title: str, label: str) -> None:
     """Ratios to each race's first contestant: a line for each race, a dot with its interval for each other contestant.
 
-    Rows have ``race``, ``contestant`` and ``key``, and where it is known ``<key>_low`` and ``<key>_high``. The picture
-    is as wide as a page shows it, 830 pixels.
+    Rows have ``race``, ``contestant`` and ``key``, and where it is known ``<key>_low`` and ``<key>_high``.
+    """
+    draw([{"rows": _not_first(rows), "key": key, "label": f"{label}; lower is better", "line": 1}], path, title=title)
+
+
+def draw(panels: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Panels of dots, one below the other, in a picture that is as wide as a page shows it, 830 pixels.
+
+    A panel has ``rows`` as `draw_ratios` takes them, ``key``, the axis' ``label`` and maybe a ``line`` to compare with.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    races = list(dict.fromkeys(row["race"] for row in rows))
-    figure, axis = pyplot.subplots(figsize=(8.3, 1.5 + 0.42 * len(races)), layout="constrained")
-    axis.axvline(1, color="black", linewidth=1)
-    kinds = {"other": ("C7", "stock Lightning or Accelerate"), "plain": ("C0", "plain"), "aligned": ("C1", "aligned")}
-    for offset, (kind, (color, name)) in zip((-0.22, 0, 0.22), kinds.items(), strict=True):
-        shown = [row for row in _not_first(rows) if _kind(row["contestant"]) == kind]
-        values = [row[key] for row in shown]
-        below = [value - row.get(f"{key}_low", value) for row, value in zip(shown, values, strict=True)]
-        above = [row.get(f"{key}_high", value) - value for row, value in zip(shown, values, strict=True)]
-        places = [races.index(row["race"]) + offset for row in shown]
-        axis.errorbar(values, places, xerr=(below, above), fmt="o", color=color, markersize=5, capsize=2, label=name)
-    axis.set_yticks(range(len(races)), races)
-    axis.set_ylim(len(races) - 0.5, -0.5)
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_xlabel(f"{label}; lower is better")
+    races = [list(dict.fromkeys(row["race"] for row in panel["rows"])) for panel in panels]
+    heights = [0.8 + 0.42 * len(names) for names in races]
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=(8.3, 0.7 + sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, panel, names in zip(axes[:, 0], panels, races, strict=True):
+        if panel.get("line") is not None:
+            axis.axvline(panel["line"], color="black", linewidth=1)
+        for offset, (kind, color) in zip((-0.3, -0.1, 0.1, 0.3), _KINDS.items(), strict=True):
+            _dots(axis, panel, kind, lambda row, names=names, offset=offset: names.index(row["race"]) + offset, color)
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_xlabel(panel["label"])
+    figure.legend(*_legend(axes[:, 0]), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle("\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, 120)), fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -102,7 +115,28 @@ def _not_first(rows: Sequence[Row]) -> list[Row]:
     return [row for index, row in enumerate(rows) if any(row["race"] == earlier["race"] for earlier in rows[:index])]
 
 
+_KINDS = {"by hand": "black", "stock Lightning or Accelerate": "C7", "plain": "C0", "aligned": "C1"}
+
+
+def _dots(axis: Any, panel: Mapping[str, Any], kind: str, place: Callable[[Row], float], color: str) -> None:
+    """The dots of one kind of contestants, with their intervals."""
+    key, rows = panel["key"], [row for row in panel["rows"] if _kind(row["contestant"]) == kind]
+    if rows:
+        values = [row[key] for row in rows]
+        below = [value - row.get(f"{key}_low", value) for row, value in zip(rows, values, strict=True)]
+        above = [row.get(f"{key}_high", value) - value for row, value in zip(rows, values, strict=True)]
+        style = {"fmt": "o", "color": color, "markersize": 5, "capsize": 2, "label": kind}
+        axis.errorbar(values, list(map(place, rows)), xerr=(below, above), **style)
+
+
+def _legend(axes: Iterable[Any]) -> tuple[list[Any], list[str]]:
+    """Handles and labels, each kind once."""
+    found = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    once = {label: handle for handle, label in reversed(found)}
+    return [once[kind] for kind in _KINDS if kind in once], [kind for kind in _KINDS if kind in once]
+
+
 def _kind(contestant: str) -> str:
-    if not contestant.startswith("shard_"):
-        return "other"
-    return "aligned" if contestant.endswith("_aligned") else "plain"
+    if contestant.startswith("shard_"):
+        return "aligned" if contestant.endswith("_aligned") else "plain"
+    return "stock Lightning or Accelerate" if contestant.startswith(("lightning_", "accelerate_")) else "by hand"

@@ -43,6 +43,14 @@ class Plan:
     clock: str = "wall"
     """"cpu": the seconds that this process computed, without those that it waited, for a CPU too."""
 
+    until: float | None = None
+    """The moment of ``time.monotonic`` at which processes are ended; None: each has 20 minutes."""
+
+    @property
+    def seconds_left(self) -> float:
+        """How long processes that start now may take."""
+        return 1200.0 if self.until is None else self.until - time.monotonic()
+
     @property
     def total(self) -> int:
         """Steps of each contestant."""

@@ -1,0 +1,100 @@
+"""The report on a machine's GPUs, run on CPUs at the tiniest size; no time is looked at."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from examples.benchmarks import gpu_report
+from examples.benchmarks.gpu_report import Findings, Machine, Part, parse_arguments, parts_of, run_parts
+from examples.benchmarks.llama import SIZES
+from examples.benchmarks.processes import Failed
+from examples.benchmarks.workload import Workload
+from lightning_shard.memory import KindBytes, MemoryAccount
+from lightning_shard.planning.report import Row
+from lightning_shard.planning.step_memory import Point
+
+GIB = 2**30
+MACHINE = Machine(device="cpu", processes=2, memory=16 * GIB, host=64 * GIB)
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    return parse_arguments(["--device", "cpu", *arguments])
+
+
+def test_checks_come_first_and_every_size_has_its_races() -> None:
+    titles = [part.title for part in parts_of(MACHINE, _options())]
+    assert titles[:3] == ["Do the engines agree in bf16-mixed?", "Do the engines agree in 32-true?", "1B, fsdp"]
+    assert len(titles) == len(set(titles))
+    for size in ("1B", "3B", "8B"):
+        assert {f"{size}, fsdp", f"{size}, fsdp, compiled, selective", f"{size}, shard_fsdp: memory"} <= set(titles)
+    few = parts_of(MACHINE, _options("--sizes", "tiny", "--parts", "speed", "--races", "ddp", "stage_1", "--forms"))
+    assert [part.title for part in few] == ["tiny, ddp", "tiny, stage_1"]
+
+
+def test_without_time_nothing_is_started_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "LEAST_SECONDS", 30.0)
+    clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 31.0])  # the last is ahead of the third part
+    monkeypatch.setattr(gpu_report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def fails(found: Findings, until: float) -> None:
+        raise Failed("ValueError: this is why")
+
+    def finds(found: Findings, until: float) -> None:
+        assert until == 60.0
+        row = {"contestant": "shard_ddp", "race": "1B, shard_ddp", "planned": 2.0, "memory": 3.0, "part": 1.5}
+        found.memory.append(row)
+
+    found = Findings(title="a machine")
+    parts = [Part(title="one", run=fails), Part(title="two", run=finds), Part(title="three", run=finds)]
+    run_parts(iter(parts), found, seconds=60.0, output=tmp_path)
+    page = (tmp_path / "gpu_report.md").read_text()
+    assert found.failed == ["one: ValueError: this is why"]
+    assert "- one: ValueError: this is why" in page
+    assert "| 1B, shard_ddp | 2 | 3 | 1.5 |" in page
+    assert page.endswith("## Left out\n\n- three: the time was up\n")
+
+
+def _row(device: int, host: int = 0) -> Row:
+    account = MemoryAccount(device=KindBytes(parameters=device), host=KindBytes(optimizer=host))
+    return Row(name="shard_fsdp", points=(Point(name="step", account=account),))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (_row(4 * GIB), 3),  # of the nine tenths of 16
+        (_row(15 * GIB), 0),
+        (_row(GIB, host=16 * GIB), 1),
+        (_row(GIB, host=29 * GIB), 0),  # of each of two processes
+    ],
+)
+def test_as_many_run_beside_one_another_as_both_memories_have_room_for(row: Row, expected: int) -> None:
+    assert gpu_report.room(MACHINE, Workload(size=SIZES["tiny"]), row) == expected
+
+
+def test_a_host_without_room_for_the_loaded_model_runs_nothing() -> None:
+    small = Machine(device="cuda", processes=8, memory=80 * GIB, host=32 * GIB)
+    assert gpu_report.room(small, Workload(size=SIZES["1B"]), _row(GIB)) == 0
+
+
+@pytest.mark.matrix
+def test_the_report_of_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("greenlet")
+    sizes: dict[str, Any] = {"sizes": "tiny", "seq-len": 16, "races": "fsdp", "rounds": 2, "steps": 1}
+    given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    arguments = ["--device", "cpu", *given, "--forms", "selective", "--peak-tflops", "0.01", "--output", str(tmp_path)]
+    assert gpu_report.main(arguments) == 0
+    page = (tmp_path / "gpu_report.md").read_text()
+    assert page.count("all is equal") == 2
+    assert page.count("one loss of rank 0 times 1.01     found") == 2
+    for contestant in ("hand_fsdp", "lightning_model_parallel", "shard_fsdp", "shard_fsdp_aligned"):
+        assert page.count(f"| {contestant} | ") == 2  # plain and selective
+    assert "| tiny, shard_fsdp | " in page
+    assert page.endswith("## Left out\n\nNothing.\n")
+    assert (tmp_path / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
