@@ -7,20 +7,7 @@ from typing import Any, cast
 
 from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import (
-    Engine,
-    Field,
-    Reading,
-    check_keys,
-    nearest,
-    read_field,
-    read_fields,
-    read_file,
-    satisfied,
-    setting,
-    shown,
-    word_of,
-)
+from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, read_file, satisfied, setting, shown
 
 REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 
@@ -32,13 +19,13 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     """
     if content.get("distributed_type") is False:  # YAML 1.1 reads an unquoted NO as false
         content = {**content, "distributed_type": "NO"}
-    check_keys(reading, "", content, tables.TOP, "an Accelerate config file")
+    reading.check_keys("", content, tables.TOP, "an Accelerate config file")
     if str(content.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
         text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
         reading.problems.append(f"{text}LOCAL_MACHINE")
         return
     engine = _engine(reading, content)
-    read_fields(reading, "", tables.TOP, content)
+    reading.read_fields("", tables.TOP, content)
     _processes(reading, content)
     _launch(reading, content)
     sections = {name: _section(reading, content, name) for name in _SECTIONS}
@@ -99,9 +86,9 @@ def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
 
 
 def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
-    machines = read_field(reading, "num_machines", Field(kind="int"), content.get("num_machines")) or 1
-    processes = read_field(reading, "num_processes", Field(kind="int"), content.get("num_processes"))
-    on_cpu = read_field(reading, "use_cpu", Field(kind="bool"), content.get("use_cpu"))
+    machines = reading.read_field("num_machines", Field(kind="int"), content.get("num_machines")) or 1
+    processes = reading.read_field("num_processes", Field(kind="int"), content.get("num_processes"))
+    on_cpu = reading.read_field("use_cpu", Field(kind="bool"), content.get("use_cpu"))
     kind = str(content.get("distributed_type")).upper()
     if kind == "NO" and processes is None:
         processes = 1
@@ -167,10 +154,10 @@ def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str
 
 
 def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> None:
-    check_keys(reading, "deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
+    reading.check_keys("deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
     file = section.get("deepspeed_config_file")
     if file in (None, "none"):
-        read_fields(reading, "deepspeed_config", tables.DEEPSPEED, section)
+        reading.read_fields("deepspeed_config", tables.DEEPSPEED, section)
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
@@ -183,7 +170,7 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         if value is not None
     ]
     others = {name: value for name, value in section.items() if name not in tables.REFUSED_BESIDE_A_FILE}
-    read_fields(reading, "deepspeed_config", tables.DEEPSPEED, others)
+    reading.read_fields("deepspeed_config", tables.DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
     if found is None:
         reading.problems.append(f"deepspeed_config.deepspeed_config_file is {file!r}, but there is no such file")
@@ -219,14 +206,14 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
     content = {key if str(key).startswith("dynamo_") else f"dynamo_{key}": value for key, value in section.items()}
     known = {key for name in tables.DYNAMO for key in (name, name.removeprefix("dynamo_"))}
-    check_keys(reading, "dynamo_config", section, known, "dynamo_config")
+    reading.check_keys("dynamo_config", section, known, "dynamo_config")
     backend = str(content.get("dynamo_backend") or "NO").upper()
     for name, described in tables.DYNAMO.items():
         value = content.get(name)
         if name == "dynamo_backend" and backend in tables.OTHER_BACKENDS:
             reading.lose(f"dynamo_config.{name}", value, "units are compiled by inductor alone", "compile: true")
         elif backend != "NO" or name == "dynamo_backend":
-            read_field(reading, f"dynamo_config.{name}", described, value)
+            reading.read_field(f"dynamo_config.{name}", described, value)
 
 
 def with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,13 +226,13 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     """Add to ``reading`` what an ``fsdp_config`` of either version asks for."""
     content = with_prefix(section)
     known = {key for name in (*tables.FSDP, *tables.OLD_FSDP) for key in (name, name.removeprefix("fsdp_"))}
-    check_keys(reading, "fsdp_config", section, known, "fsdp_config")
+    reading.check_keys("fsdp_config", section, known, "fsdp_config")
     version = str(content.get("fsdp_version", 1))
     if version not in ("1", "2"):
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
-    read_fields(reading, "fsdp_config", tables.FSDP, content)
+    reading.read_fields("fsdp_config", tables.FSDP, content)
     _sharding(reading, content, version)
     _wrapping(reading, content)
     _loading(reading, content, version)
@@ -256,7 +243,7 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> Non
     if version == "2":
         described = setting("shard", "bool", words={True: "parameters", False: "gradients"})
         field = "fsdp_reshard_after_forward"
-        read_field(reading, f"fsdp_config.{field}", described, content.get(field))
+        reading.read_field(f"fsdp_config.{field}", described, content.get(field))
         if "fsdp_sharding_strategy" in fields:
             reading.problems.append(
                 f"fsdp_config.fsdp_sharding_strategy is {shown(content['fsdp_sharding_strategy'])}, but fsdp_version "
@@ -285,7 +272,7 @@ def _strategy(reading: Reading, field: str, value: Any) -> Any:
             "fsdp_version 2"
         )
         return None
-    return word_of(reading, f"fsdp_config.{field}", value, words)
+    return reading.word_of(f"fsdp_config.{field}", value, words)
 
 
 def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
@@ -299,12 +286,12 @@ def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, n
 
 def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
     names_field, size_field = "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"
-    names = read_field(reading, f"fsdp_config.{names_field}", Field(kind="names"), content.get(names_field) or None)
-    size = read_field(reading, f"fsdp_config.{size_field}", Field(kind="count"), content.get(size_field))
+    names = reading.read_field(f"fsdp_config.{names_field}", Field(kind="names"), content.get(names_field) or None)
+    size = reading.read_field(f"fsdp_config.{size_field}", Field(kind="count"), content.get(size_field))
     given = content.get("fsdp_auto_wrap_policy")
     path = "fsdp_config.fsdp_auto_wrap_policy"
     problems = len(reading.problems)
-    policy = word_of(reading, path, given, tables.POLICIES, "str")
+    policy = reading.word_of(path, given, tables.POLICIES, "str")
     if policy == "classes" and names:
         reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
     elif policy == "classes":
@@ -323,9 +310,9 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
 def _loading(reading: Reading, content: Mapping[str, Any], version: str) -> None:
     loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
     meta = "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone"
-    loads = read_field(reading, f"fsdp_config.{loading}", satisfied(meta, "bool", False), content.get(loading))
+    loads = reading.read_field(f"fsdp_config.{loading}", satisfied(meta, "bool", False), content.get(loading))
     broadcast = satisfied("rank 0's values go to all ranks always", "bool")
-    synced = read_field(reading, f"fsdp_config.{sync}", broadcast, content.get(sync))
+    synced = reading.read_field(f"fsdp_config.{sync}", broadcast, content.get(sync))
     if loads and synced is False:
         reading.problems.append(
             f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
@@ -335,7 +322,7 @@ def _loading(reading: Reading, content: Mapping[str, Any], version: str) -> None
     wanted = setting("forward_prefetch", "bool", False, words={True: 1})
     if version == "2":
         wanted = satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False)
-    read_field(reading, f"fsdp_config.{prefetch}", wanted, content.get(prefetch))
+    reading.read_field(f"fsdp_config.{prefetch}", wanted, content.get(prefetch))
 
 
 def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:
@@ -343,11 +330,11 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
     known = {key for name in tables.PARALLELISM for key in (name, prefix + name)}
-    check_keys(reading, "parallelism_config", section, known, "parallelism_config")
+    reading.check_keys("parallelism_config", section, known, "parallelism_config")
     sizes: dict[str, int] = {}
     for name, described in tables.PARALLELISM.items():
         described = Field(kind="int") if name.startswith("dp_") else described
-        value = read_field(reading, f"parallelism_config.{name}", described, plain.get(name))
+        value = reading.read_field(f"parallelism_config.{name}", described, plain.get(name))
         if name.endswith("_size") and value is not None:
             sizes[name] = value
     if not sizes:

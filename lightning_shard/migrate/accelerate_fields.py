@@ -7,6 +7,7 @@ Fields that are read elsewhere are read in ``accelerate.py``.
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_shard.migrate.deepspeed_json import CLIP_NOTE
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Field, satisfied, setting, unsupported
 
 _TPU_FIELDS = (
@@ -103,10 +104,7 @@ DEEPSPEED: Mapping[str, Field] = {
     "offload_optimizer_nvme_path": setting("offload_optimizer.nvme_path", "str", "none"),
     "offload_param_nvme_path": setting("offload_parameters.nvme_path", "str", "none"),
     "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
-    "gradient_clipping": setting(
-        "trainer.gradient_clip_val", "float", "auto", 0.0,
-        note="the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32",
-    ),
+    "gradient_clipping": setting("trainer.gradient_clip_val", "float", "auto", 0.0, note=CLIP_NOTE),
     "zero3_init_flag": satisfied(
         "build the model in configure_model, on the meta device: each unit is given its values and sharded in turn",
         "bool", False,

@@ -11,6 +11,12 @@ from typing import Any
 
 from lightning_shard.migrate.neutral import Effect, Engine
 
+CLASSES: Mapping[Engine, str] = {
+    "ddp": "lightning_shard.ShardDDPStrategy",
+    "fsdp": "lightning_shard.ShardFSDPStrategy",
+    "deepspeed": "lightning_shard.ShardDeepSpeedStrategy",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Same:
@@ -81,8 +87,20 @@ def _zero_only(kind: str, effect: Effect, reason: str, nearest: str = "", *idle:
     return Row(kind=kind, ddp=others, fsdp=others, deepspeed=_SAME)
 
 
-def _fsdp_only(kind: str, *zero: Answer, ddp: Answer | None = None) -> Row:
-    ddp = ddp or Holds(note="nothing is sharded, so there is nothing to gather")
+_NOTHING_GATHERED = Holds(note="nothing is sharded, so there is nothing to gather")
+
+
+def _not_zero(
+    kind: str,
+    effect: Effect,
+    reason: str,
+    nearest: str,
+    *idle: Any,
+    note: str = _ANYWAY,
+    ddp: Answer = _NOTHING_GATHERED,
+) -> Row:
+    """``idle``: values that ask DeepSpeed for nothing, with ``note`` as the reason; DDP's answer is ``ddp``."""
+    zero = (Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
     return Row(kind=kind, ddp=(ddp,), fsdp=_SAME, deepspeed=zero)
 
 
@@ -90,20 +108,14 @@ _STEP_PRECISION = "ShardPrecision(reduce=...)"
 _BUCKET = "a collective is over a shard unit, not over a number of elements"
 _FSDP_UNITS = "units: a number of parameters, or class names"
 _PUBLIC_DDP = "only torch's DistributedDataParallel has it"
-_PREFETCH = _fsdp_only(
-    "count",
-    Holds(note="ZeRO-3 gathers ahead anyway", values=(0,)),
-    Unsupported(
-        reason="ZeRO-3 counts elements to gather ahead, not units",
-        nearest="stage3.prefetch_bucket_size, in elements, for both directions",
-        effect="speed",
-    ),
-)
-_FSDP2_COMMUNICATION = _fsdp_only(
-    "bool",
-    Holds(note="the communication of FSDP2 alone", values=(False,)),
-    Unsupported(reason="it is FSDP2's own communication", nearest="nothing is lost but some speed", effect="speed"),
-)
+_PREFETCH = _not_zero(
+    "count", "speed", "ZeRO-3 counts elements to gather ahead, not units",
+    "stage3.prefetch_bucket_size, in elements, for both directions", 0, note="ZeRO-3 gathers ahead anyway",
+)  # fmt: skip
+_FSDP2_COMMUNICATION = _not_zero(
+    "bool", "speed", "it is FSDP2's own communication", "nothing is lost but some speed", False,
+    note="the communication of FSDP2 alone",
+)  # fmt: skip
 _PINNED = _zero_only(
     "bool", "memory", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
 )
@@ -113,64 +125,44 @@ _LIVE = _zero_only(
     note="DeepSpeed's default",
 )  # fmt: skip
 
+_OF_ALL = {
+    "bool": "aligned log_grad_norm error_if_nonfinite async_save compile",
+    "int": "trainer.accumulate_grad_batches trainer.num_nodes",
+    "float": "timeout_seconds init_timeout_seconds",
+    "str": "loss_weight_key process_group_backend resume_hyperparameters trainer.gradient_clip_algorithm "
+    "trainer.accelerator",
+    "mapping": "preemption",
+    "any": "nonfinite lost_rank_seconds stuck_seconds sample_seeds activation_checkpointing trainer.gradient_clip_val "
+    "trainer.devices",
+}
+"""Kind to the settings of it that all engines have, the Trainer's among them."""
+
 TABLE: Mapping[str, Row] = {
-    # Of all engines.
-    "aligned": _everywhere("bool"),
-    "log_grad_norm": _everywhere("bool"),
-    "error_if_nonfinite": _everywhere("bool"),
-    "loss_weight_key": _everywhere("str"),
-    "nonfinite": _everywhere("any"),
-    "timeout_seconds": _everywhere("float"),
-    "process_group_backend": _everywhere("str"),
-    "init_timeout_seconds": _everywhere("float"),
-    "lost_rank_seconds": _everywhere("any"),
-    "stuck_seconds": _everywhere("any"),
-    "preemption": _everywhere("mapping"),
-    "async_save": _everywhere("bool"),
-    "sample_seeds": _everywhere("any"),
-    "resume_hyperparameters": _everywhere("str"),
+    **{name: _everywhere(kind) for kind, names in _OF_ALL.items() for name in names.split()},
     # FSDP's.
-    "units": _fsdp_only(
-        "any",
-        Holds(note="stage 3 finds what to gather by itself", values=("auto",)),
-        Unsupported(
-            reason="ZeRO-3 gathers parameters module by module, as they are used, and has no units",
-            nearest="stage3.module_granularity_threshold; stage3.leaf_modules for mixture-of-experts blocks",
-            effect="memory",
-        ),
+    "units": _not_zero(
+        "any", "memory", "ZeRO-3 gathers parameters module by module, as they are used, and has no units",
+        "stage3.module_granularity_threshold; stage3.leaf_modules for mixture-of-experts blocks", "auto",
+        note="stage 3 finds what to gather by itself",
     ),
     "forward_prefetch": _PREFETCH,
     "backward_prefetch": _PREFETCH,
     "separate_reduce_scatter": _FSDP2_COMMUNICATION,
     "symmetric_memory": _FSDP2_COMMUNICATION,
-    "activation_checkpointing": _everywhere("any"),
-    "compile": _everywhere("bool"),
-    "ignored_modules": _fsdp_only(
-        "names",
-        Unsupported(
-            reason="ZeRO shards every parameter",
-            nearest="stage3.param_persistence_threshold: smaller parameters stay gathered",
-            effect="memory",
-        ),
+    "ignored_modules": _not_zero(
+        "names", "memory", "ZeRO shards every parameter",
+        "stage3.param_persistence_threshold: smaller parameters stay gathered",
     ),
-    "forward_methods": _fsdp_only(
-        "names",
-        Holds(note="any method may run the model"),
-        ddp=Unsupported(reason="shard_ddp has no such argument", nearest="run the model by forward"),
+    "forward_methods": Row(
+        kind="names",
+        ddp=(Unsupported(reason="shard_ddp has no such argument", nearest="run the model by forward"),),
+        fsdp=_SAME,
+        deepspeed=(Holds(note="any method may run the model"),),
     ),
     # DDP's.
-    "find_unused_parameters": Row(
-        kind="bool",
-        ddp=_SAME,
-        fsdp=_SAME,
-        deepspeed=(
-            Holds(note=_ANYWAY, values=(False,)),
-            Unsupported(
-                reason="DeepSpeed refuses ranks that use different parameters in a step",
-                nearest="shard_fsdp; parameters that no step uses need no option",
-                effect="numbers",
-            ),
-        ),
+    "find_unused_parameters": _not_zero(
+        "bool", "numbers", "DeepSpeed refuses ranks that use different parameters in a step",
+        "shard_fsdp; parameters that no step uses need no option", False, ddp=Same(),
     ),
     "static_graph": _ddp_only("bool", "speed", _PUBLIC_DDP, "nothing is lost but some speed", False),
     "gradient_as_bucket_view": _ddp_only("bool", "memory", "", "", False, True),
@@ -181,14 +173,8 @@ TABLE: Mapping[str, Row] = {
     "bucket_cap_mb": _ddp_only("float", "speed", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
     "comm_hook": _ddp_only("str", "numbers", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
     "comm_state": _ddp_only("any", "numbers", _PUBLIC_DDP),
-    "start_method": Row(
-        kind="str",
-        ddp=_SAME,
-        fsdp=_SAME,
-        deepspeed=(
-            Holds(note=_ANYWAY, values=("popen",)),
-            Unsupported(reason="the other processes run the script again", nearest="popen", effect="speed"),
-        ),
+    "start_method": _not_zero(
+        "str", "speed", "the other processes run the script again", "popen", "popen", ddp=Same()
     ),
     # DeepSpeed's.
     "offload_optimizer.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps state in files"),
@@ -239,13 +225,6 @@ TABLE: Mapping[str, Row] = {
     "zero_plus_plus.quantized_gradients": _zero_only(
         "bool", "numbers", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
     ),
-    # The Trainer's, on all engines.
-    "trainer.gradient_clip_val": _everywhere("any"),
-    "trainer.gradient_clip_algorithm": _everywhere("str"),
-    "trainer.accumulate_grad_batches": _everywhere("int"),
-    "trainer.num_nodes": _everywhere("int"),
-    "trainer.devices": _everywhere("any"),
-    "trainer.accelerator": _everywhere("str"),
 }  # fmt: skip
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 

@@ -177,14 +177,10 @@ def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
 def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     fp16, bf16 = merged.get("fp16", {}), merged.get("bf16", {})
     given = {name: section.get("enabled") for name, section in (("fp16", fp16), ("bf16", bf16)) if section}
-    if fp16.get("enabled") is True:
-        low = fp16.get("fp16_master_weights_and_grads") is True
-        field = f"{prefix}fp16.enabled"
-        reading.ask("precision", "16-true" if low else "16-mixed", field, True, PRECISION_NOTE if not low else "")
-    elif bf16.get("enabled") is True:
-        low = bf16.get("bf16_master_weights_and_grads") is True
-        field = f"{prefix}bf16.enabled"
-        reading.ask("precision", "bf16-true" if low else "bf16-mixed", field, True, PRECISION_NOTE if not low else "")
+    if on := next((name for name, enabled in given.items() if enabled is True), None):
+        low = get(merged, f"{on}.{on}_master_weights_and_grads") is True
+        became = f"{on.replace('fp16', '16')}-{'true' if low else 'mixed'}"
+        reading.ask("precision", became, f"{prefix}{on}.enabled", True, "" if low else PRECISION_NOTE)
     elif AUTO in given.values():
         for name in given:
             reading.meet(f"{prefix}{name}.enabled", given[name], "the Trainer's precision")
@@ -207,22 +203,14 @@ def scale_of(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The loss scale that keys of an ``fp16`` section ask for, as `LossScaling` has it."""
     scaling = loss_scaling_of({**keys, "enabled": True})
     assert scaling is not None
-    return {
-        "initial": scaling.initial,
-        "growth_interval": scaling.growth_interval,
-        "hysteresis": scaling.hysteresis,
-        "minimum": scaling.minimum,
-    }
+    return {name: getattr(scaling, name) for name in ("initial", "growth_interval", "hysteresis", "minimum")}
 
 
 _HANDLED = {
-    "fp16.enabled",
-    "bf16.enabled",
-    "fp16.fp16_master_weights_and_grads",
-    "bf16.bf16_master_weights_and_grads",
-    "fp16.auto_cast",
-    "fp16.consecutive_hysteresis",
-    *(f"fp16.{key}" for key in SCALE_KEYS),
+    *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "fp16.enabled", "fp16.fp16_master_weights_and_grads"),
+    *("fp16.auto_cast", "fp16.consecutive_hysteresis", *(f"fp16.{key}" for key in SCALE_KEYS)),
+    *(f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module"),
+    *_TRAINERS,
     *KEYS.values(),
 }
 
@@ -238,7 +226,7 @@ def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     for section in ("offload_optimizer", "offload_param"):
         flat |= {f"{ZERO}.{section}.{key}": value for key, value in merged[ZERO].get(section, {}).items()}
     for path, value in flat.items():
-        if path in _HANDLED or path in _TRAINERS or path in _OFFLOADS:
+        if path in _HANDLED:
             continue
         if value == AUTO:
             reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice, or the Trainer's")
@@ -246,9 +234,6 @@ def _rest(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             reading.rest(f"{prefix}{path}", value)
         else:
             reading.ask(f"config.{path}", value, f"{prefix}{path}", value)
-
-
-_OFFLOADS = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module")
 
 
 def _is_default(path: str, value: Any) -> bool:

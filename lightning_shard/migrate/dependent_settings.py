@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import put
+from lightning_shard.migrate.counterparts import CLASSES
 from lightning_shard.migrate.neutral import LEVELS, Asked, Became, Effect, Engine, Reading
-
-CLASSES: Mapping[Engine, str] = {
-    "ddp": "lightning_shard.ShardDDPStrategy",
-    "fsdp": "lightning_shard.ShardFSDPStrategy",
-    "deepspeed": "lightning_shard.ShardDeepSpeedStrategy",
-}
 
 
 @dataclass(kw_only=True)

@@ -8,17 +8,7 @@ from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.neutral import (
-    LEVELS,
-    READ_ELSEWHERE,
-    Field,
-    Reading,
-    check_keys,
-    content_of,
-    read_field,
-    shown,
-    word_of,
-)
+from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Field, Reading, content_of, shown
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
@@ -27,7 +17,7 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
     ``named``: whether the file has the arguments one by one, below ``path``, and not the strategy's name alone.
     """
     known = tables.FIELDS[kind]
-    check_keys(reading, path, arguments, known, kind)
+    reading.check_keys(path, arguments, known, kind)
     given = {key: value for key, value in arguments.items() if value is not None}
 
     def field(name: str) -> str:
@@ -35,7 +25,7 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
 
     for name, value in given.items():
         if name in known and known[name] != READ_ELSEWHERE:
-            read_field(reading, field(name), known[name], value)
+            reading.read_field(field(name), known[name], value)
     if "timeout" in given:
         _timeout(reading, field("timeout"), given["timeout"])
     if kind in _SPECIAL:
@@ -84,7 +74,7 @@ def _ddp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
 
 def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     name = "sharding_strategy"
-    strategy = word_of(reading, field(name), given.get(name, "FULL_SHARD"), tables.SHARDING)
+    strategy = reading.word_of(field(name), given.get(name, "FULL_SHARD"), tables.SHARDING)
     if strategy is not None:
         add_fsdp_strategy(reading, field(name), given.get(name), strategy)
         if "device_mesh" in given:
@@ -92,7 +82,7 @@ def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     offload = given.get("cpu_offload")
     if isinstance(offload, Mapping):
         offload = (offload.get("init_args") or offload).get("offload_params")
-    read_field(reading, field("cpu_offload"), Field(kind="bool", name="cpu_offload", idle=(False,)), offload)
+    reading.read_field(field("cpu_offload"), Field(kind="bool", name="cpu_offload", idle=(False,)), offload)
     for name, setting in (
         ("auto_wrap_policy", "units"),
         ("activation_checkpointing_policy", "activation_checkpointing"),
@@ -175,7 +165,7 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
             if pin is not None:
                 reading.ask(f"{group}.pin_memory", pin, field("pin_memory"), pin)
     kinds = {name: Field(kind="float" if name in ("loss_scale", "min_loss_scale") else "int") for name in SCALE_KEYS}
-    read = {name: read_field(reading, field(name), kind, given.get(name)) for name, kind in kinds.items()}
+    read = {name: reading.read_field(field(name), kind, given.get(name)) for name, kind in kinds.items()}
     scale = {name: value for name, value in read.items() if value is not None}
     if scale.pop("loss_scale", 0):
         near = "initial_scale_power, to begin at such a scale"

@@ -6,22 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.migrate import lightning_fields as stock
-from lightning_shard.migrate.counterparts import TABLE, Same
+from lightning_shard.migrate import neutral
+from lightning_shard.migrate.counterparts import CLASSES, TABLE, Same
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
-from lightning_shard.migrate.neutral import (
-    LEVELS,
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    check_keys,
-    content_of,
-    nearest,
-    read_fields,
-    setting,
-    shown,
-)
+from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
 
@@ -63,7 +52,7 @@ def read_lightning(reading: Reading, content: Mapping[str, Any], known: Known) -
     trainer: dict[str, Any] = copy.deepcopy(dict(section))
     # With a + a list is added to that of another file.
     keys = [*known.trainer_keys, *(f"{key}+" for key in known.trainer_keys)]
-    check_keys(reading, "trainer", trainer, keys, "the Trainer")
+    reading.check_keys("trainer", trainer, keys, "the Trainer")
     strategy = trainer.pop("strategy", None)
     given_before = reading.engine
     if given_before is not None:
@@ -197,11 +186,7 @@ def _plugins(reading: Reading, trainer: dict[str, Any], kind: str | None) -> Non
             trainer["plugins"] = kept
 
 
-OWN_ENGINES: Mapping[str, Engine] = {
-    "ShardDDPStrategy": "ddp",
-    "ShardFSDPStrategy": "fsdp",
-    "ShardDeepSpeedStrategy": "deepspeed",
-}
+OWN_ENGINES: Mapping[str, Engine] = {path.rpartition(".")[2]: engine for engine, path in CLASSES.items()}
 
 _SYNC = {"accumulate_sync": setting("accumulate_sync", "str", "auto")}
 _MESH = {"mesh.replicate": READ_ELSEWHERE, "mesh.shard": READ_ELSEWHERE}
@@ -237,10 +222,10 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     """Add to ``reading`` what arguments of an own strategy ask for."""
     known = arguments_of(engine)
     flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
-    check_keys(reading, path, flat, known, "the strategy")
+    reading.check_keys(path, flat, known, "the strategy")
     if flat.get("config") is not None:
-        read_deepspeed(reading, content_of(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
-    read_fields(reading, path, known, flat)
+        read_deepspeed(reading, neutral.content_of(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
+    reading.read_fields(path, known, flat)
     if "mesh.replicate" in flat or "mesh.shard" in flat:
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}
         reading.ask("mesh", mesh, f"{path}.mesh", mesh)

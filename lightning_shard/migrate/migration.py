@@ -11,9 +11,9 @@ import yaml
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import read_accelerate
-from lightning_shard.migrate.counterparts import Holds, Same, find
+from lightning_shard.migrate.counterparts import CLASSES, Holds, Same, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
-from lightning_shard.migrate.dependent_settings import CLASSES, Target
+from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
 from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, read_file, shown
 from lightning_shard.migrate.training_arguments import read_training_arguments

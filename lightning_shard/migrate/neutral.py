@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from lightning_shard import text
+from lightning_shard.engines.zero.config.reading import READERS
 from lightning_shard.errors import ConfigurationError
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
@@ -39,6 +40,25 @@ class Became(NamedTuple):
     target: str = ""  # Where it went, with dots; "" where it needs no setting.
     value: Any = None
     nearest: str = ""  # What comes nearest to a counterpart.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
+
+    kind: str = "any"  # What its value must be: a key of `KINDS`.
+    name: str = ""  # The neutral setting that it becomes; "": none, see below.
+    # Allowed values to neutral ones; empty: every value of its kind, as it is.
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    idle: tuple[Any, ...] = ()  # Values that ask for nothing.
+    met: str = ""  # Why other values hold without a setting; "": they do not.
+    reason: str = ""  # Why other values have no counterpart.
+    nearest: str = ""  # What comes nearest to those.
+    effect: Effect = "numbers"  # What those change.
+    note: str = ""  # What differs in numbers once it has become the setting.
+
+
+READ_ELSEWHERE = Field()  # Its meaning depends on others, so that it is read by a function.
 
 
 @dataclass(kw_only=True)
@@ -78,6 +98,60 @@ class Reading:
         """The value of a setting, or ``default`` where nobody asks for it."""
         return next((asked.value for asked in reversed(self.asked) if asked.name == name), default)
 
+    def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
+        """Add what the fields of a table ask for, without those that are read elsewhere."""
+        for name, described in table.items():
+            if described != READ_ELSEWHERE:
+                self.read_field(f"{path}.{name}" if path else name, described, content.get(name))
+
+    def read_field(self, path: str, described: Field, value: Any) -> Any:
+        """Add what one field asks for, and return its value as its kind; None: nothing, or a problem."""
+        if value is None:
+            return None
+        if isinstance(value, str) and value in described.idle:  # a word, such as auto, for what is else a number
+            self.rest(path, value)
+            return value
+        try:
+            value = KINDS[described.kind](value)
+        except ValueError as error:
+            self.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
+            return None
+        if described.words:
+            spelled = value.upper() if isinstance(value, str) else value
+            found = next((key for key in described.words if key in (value, spelled)), None)
+            if found is None and value not in described.idle and spelled not in described.idle:
+                words = [*described.idle, *described.words]
+                near, listed = nearest(str(value), list(map(str, words))), ", ".join(dict.fromkeys(map(shown, words)))
+                self.problems.append(f"{path} is {shown(value)!r}, but must be one of {listed}{near}")
+                return None
+        else:
+            found = spelled = value
+        if value in described.idle or spelled in described.idle:
+            self.rest(path, value)
+        elif described.met:
+            self.meet(path, value, described.met)
+        elif described.reason:
+            self.lose(path, value, described.reason, described.nearest, described.effect)
+        elif described.name:
+            became = described.words[found] if described.words else value
+            self.ask(described.name, became, path, value, described.note)
+        return value
+
+    def word_of(self, path: str, value: Any, words: Mapping[Any, Any], kind: str = "word") -> Any:
+        """What one of ``words`` stands for, without asking for it; None: nothing was given, or a problem."""
+        probe = Reading()
+        probe.read_field(path, Field(kind=kind, name=path, words=words), value)
+        self.problems += probe.problems
+        return probe.value(path)
+
+    def check_keys(self, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
+        """A problem for every key of ``content`` that is not known, with the nearest one."""
+        for key in content:
+            if key not in known:
+                where = f"{path}.{key}" if path else str(key)
+                near = nearest(str(key), known) or f"; known are {', '.join(sorted(known))}"
+                self.problems.append(f"{where} is no key of {whose}{near}")
+
 
 def shown(value: Any) -> str:
     """A value on one line, as YAML would have it."""
@@ -92,25 +166,6 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{value:.1f}" if abs(value) < 1e5 else f"{value:g}"
     return str(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    """One field of a source, and what becomes of it; made by `setting`, `satisfied` and `unsupported`."""
-
-    kind: str = "any"  # What its value must be: a key of `KINDS`.
-    name: str = ""  # The neutral setting that it becomes; "": none, see below.
-    # Allowed values to neutral ones; empty: every value of its kind, as it is.
-    words: Mapping[Any, Any] = field(default_factory=dict)
-    idle: tuple[Any, ...] = ()  # Values that ask for nothing.
-    met: str = ""  # Why other values hold without a setting; "": they do not.
-    reason: str = ""  # Why other values have no counterpart.
-    nearest: str = ""  # What comes nearest to those.
-    effect: Effect = "numbers"  # What those change.
-    note: str = ""  # What differs in numbers once it has become the setting.
-
-
-READ_ELSEWHERE = Field()  # Its meaning depends on others, so that it is read by a function.
 
 
 def setting(name: str, kind: str, *idle: Any, words: Mapping[Any, Any] | None = None, note: str = "") -> Field:
@@ -135,64 +190,6 @@ def unsupported(
     return Field(reason=reason, nearest=nearest, kind=kind, idle=idle, words=words or {}, effect=effect)
 
 
-def read_fields(reading: Reading, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
-    """Add to ``reading`` what the fields of a table ask for, without those that are read elsewhere."""
-    for name, described in table.items():
-        if described != READ_ELSEWHERE:
-            read_field(reading, f"{path}.{name}" if path else name, described, content.get(name))
-
-
-def read_field(reading: Reading, path: str, described: Field, value: Any) -> Any:
-    """Add to ``reading`` what one field asks for, and return its value as its kind; None: nothing, or a problem."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value in described.idle:  # a word, such as auto, for what is else a number
-        reading.rest(path, value)
-        return value
-    try:
-        value = KINDS[described.kind](value)
-    except ValueError as error:
-        reading.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
-        return None
-    if described.words:
-        spelled = value.upper() if isinstance(value, str) else value
-        found = next((key for key in described.words if key in (value, spelled)), None)
-        if found is None and value not in described.idle and spelled not in described.idle:
-            words = [*described.idle, *described.words]
-            near, listed = nearest(str(value), list(map(str, words))), ", ".join(dict.fromkeys(map(shown, words)))
-            reading.problems.append(f"{path} is {shown(value)!r}, but must be one of {listed}{near}")
-            return None
-    else:
-        found = spelled = value
-    if value in described.idle or spelled in described.idle:
-        reading.rest(path, value)
-    elif described.met:
-        reading.meet(path, value, described.met)
-    elif described.reason:
-        reading.lose(path, value, described.reason, described.nearest, described.effect)
-    elif described.name:
-        became = described.words[found] if described.words else value
-        reading.ask(described.name, became, path, value, described.note)
-    return value
-
-
-def word_of(reading: Reading, path: str, value: Any, words: Mapping[Any, Any], kind: str = "word") -> Any:
-    """What one of ``words`` stands for, without asking for it; None: nothing was given, or a problem."""
-    probe = Reading()
-    read_field(probe, path, Field(kind=kind, name=path, words=words), value)
-    reading.problems += probe.problems
-    return probe.value(path)
-
-
-def check_keys(reading: Reading, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
-    """A problem for every key of ``content`` that is not known, with the nearest one."""
-    for key in content:
-        if key not in known:
-            where = f"{path}.{key}" if path else str(key)
-            near = nearest(str(key), known) or f"; known are {', '.join(sorted(known))}"
-            reading.problems.append(f"{where} is no key of {whose}{near}")
-
-
 def nearest(word: str, choices: Collection[str]) -> str:
     return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
 
@@ -206,23 +203,8 @@ def _bool(value: Any) -> bool:
     raise ValueError("true or false")
 
 
-def _float(value: Any, expected: str = "a number") -> float:
-    try:  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
-        value = float(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError(expected) from None
-    return _kind((int, float), expected)(value)
-
-
-def _int(value: Any) -> int:
-    number = _float(value, "a whole number")
-    if not float(number).is_integer():
-        raise ValueError("a whole number")
-    return int(number)
-
-
 def _count(value: Any) -> int:
-    number = _int(value)
+    number: int = READERS["int"](value)
     if number < 0:
         raise ValueError("a whole number of 0 or more")
     return number
@@ -255,9 +237,9 @@ def _names(value: Any) -> list[str]:
 KINDS: Mapping[str, Callable[[Any], Any]] = {
     "any": lambda value: value,
     "bool": _bool,
-    "int": _int,
+    "int": READERS["int"],
     "count": _count,
-    "float": _float,
+    "float": READERS["float"],  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
     "str": _kind((str,), "a string"),
     "word": _word,
     "names": _names,

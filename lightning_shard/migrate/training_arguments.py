@@ -9,16 +9,7 @@ from typing import Any
 
 from lightning_shard.migrate.accelerate import REDUCED, read_fsdp, read_mesh
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import (
-    READ_ELSEWHERE,
-    Engine,
-    Field,
-    Reading,
-    content_of,
-    read_fields,
-    setting,
-    shown,
-)
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, content_of, setting, shown
 from lightning_shard.migrate.neutral import satisfied as met
 
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
@@ -66,7 +57,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
         _fsdp(reading, options, content_of(content.get("fsdp_config") or {}, "fsdp_config"))
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"], {})
-    read_fields(reading, "", FIELDS, {"max_grad_norm": 1.0, **content})
+    reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
     given = [name for name in ("bf16", "fp16") if str(content.get(name)).lower() == "true"]
     if len(given) > 1:
         reading.problems.append("bf16 and fp16 are both true: set one of them")

@@ -161,27 +161,23 @@ def understood(value: Any, kind: str, path: str, problems: list[str]) -> Any:
         return AUTO
     try:
         return READERS[kind](value)
-    except _NotUnderstood as error:
+    except ValueError as error:
         problems.append(f"{path} is {value!r}, but must be {error}")
         return None
-
-
-class _NotUnderstood(Exception):
-    """The text says what was expected."""
 
 
 def _bool(value: Any) -> bool:
     value = {"true": True, "false": False}.get(value.strip().lower()) if isinstance(value, str) else value
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
-    raise _NotUnderstood("true or false")
+    raise ValueError("true or false")
 
 
-def _float(value: Any) -> float:
+def _float(value: Any, expected: str = "a number") -> float:
     with suppress(ValueError):
         value = float(value) if isinstance(value, str) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _NotUnderstood("a number")
+        raise ValueError(expected)
     return value
 
 
@@ -193,21 +189,21 @@ def _interval(value: Any) -> float | None:
 def _int(value: Any) -> int:
     # Beyond 2**53 a float would not be exact.
     is_digits = isinstance(value, str) and value.strip().lstrip("+-").isdigit()
-    number = int(value) if is_digits else _float(value)
+    number = int(value) if is_digits else _float(value, "a whole number")
     if not isinstance(number, int) and not number.is_integer():
-        raise _NotUnderstood("a whole number")
+        raise ValueError("a whole number")
     return int(number)
 
 
 def _str(value: Any) -> str:
     if not isinstance(value, str | Path):
-        raise _NotUnderstood("a string")
+        raise ValueError("a string")
     return str(value)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, str | list | tuple):
-        raise _NotUnderstood("a list")
+        raise ValueError("a list")
     return [value] if isinstance(value, str) else list(value)
 
 
