@@ -47,7 +47,7 @@ USES = {
     "_lightning/optimizers.py": ("optimizers as users see them", "_MockOptimizer _to_lightning_optimizer"),
     "_lightning/processes.py": (
         "launchers, the process group, the module's device",
-        "_DDPForwardRedirection _MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection"
+        "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection"
         " _device_mesh _init_dist_connection _layer_sync _sync_ddp_if_available _update_properties",
     ),
     "_lightning/progress.py": (

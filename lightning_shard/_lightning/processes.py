@@ -13,9 +13,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as init
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_reduce
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only

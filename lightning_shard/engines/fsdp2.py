@@ -54,6 +54,7 @@ class UnitOptions:
     backward_prefetch: int = 0
     ignored_modules: tuple[str, ...] = ()
     find_unused_parameters: bool = False  # Whether ranks tell each other in every step which parameters they used.
+    forward_methods: tuple[str, ...] = FORWARD_METHODS  # What runs a model besides ``forward``.
 
 
 @dataclass(kw_only=True)
@@ -77,20 +78,12 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     replicates = False
     gathers_in_forward = True
 
-    def __init__(
-        self,
-        units: UnitOptions,
-        forward: ForwardOptions,
-        *,
-        at_boundary: bool,
-        methods: Sequence[str] = FORWARD_METHODS,
-    ) -> None:
-        """With ``at_boundary`` accumulated gradients are reduced once; ``methods`` run a model besides ``forward``."""
+    def __init__(self, units: UnitOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
+        """With ``at_boundary`` accumulated gradients are reduced once."""
         super().__init__()
         self._units = units
         self._forward_options = forward
         self._at_boundary = at_boundary
-        self._methods = tuple(methods)
         self._usage: UnitUsage | None = None
 
     @abstractmethod
@@ -145,7 +138,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._upcast = self._sharded.upcast
         self._watch_steps(module)
         forward.install_runner(module)
-        forward.patch_methods(module, self._methods)
+        forward.patch_methods(module, self._units.forward_methods)
         return module
 
     def _watch_steps(self, module: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lightning_shard.engines._fsdp2 import reduce_over
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
-from lightning_shard.engines.fsdp2 import FORWARD_METHODS, ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
+from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import unit_rules
@@ -23,36 +24,32 @@ _OF_NEWER_TORCH = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class FSDPOptions(UnitOptions):
+    """What a user sets about FSDP2; see ``ShardFSDPStrategy``."""
+
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    cpu_offload: bool = False
+    separate_reduce_scatter: bool = False
+    symmetric_memory: bool = False
+
+
 class FullyShard(FSDP2Engine):
     """Parameters, gradients and optimizer state are sharded over the mesh's axis ``shard``."""
 
     name = "fsdp"
     strategy = "ShardFSDPStrategy"
 
-    def __init__(
-        self,
-        units: UnitOptions,
-        forward: ForwardOptions,
-        *,
-        mesh: MeshConfig,
-        cpu_offload: bool,
-        at_boundary: bool,
-        methods: Sequence[str] = FORWARD_METHODS,
-        separate_reduce_scatter: bool = False,
-        symmetric_memory: bool = False,
-    ) -> None:
-        """With ``cpu_offload`` parameters, gradients and optimizer state are on the host, and stepped there."""
-        super().__init__(units, forward, at_boundary=at_boundary, methods=methods)
-        self._mesh = mesh
-        self._cpu_offload = cpu_offload
-        self._separate_reduce_scatter = separate_reduce_scatter
-        self._symmetric_memory = symmetric_memory
+    def __init__(self, options: FSDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
+        """With ``at_boundary`` accumulated gradients are reduced once."""
+        super().__init__(options, forward, at_boundary=at_boundary)
+        self._options = options
 
     def check(self, run: PlannedRun) -> None:
         for option, method in _OF_NEWER_TORCH.items():
-            if getattr(self, f"_{option}") and not hasattr(FSDPModule, method):
+            if getattr(self._options, option) and not hasattr(FSDPModule, method):
                 raise ConfigurationError(f"{option} is true, but torch {torch.__version__} has no {method} yet.")
-        if self._symmetric_memory and run.device_type != "cuda":
+        if self._options.symmetric_memory and run.device_type != "cuda":
             raise ConfigurationError(
                 f"symmetric_memory is true, but it is NCCL's, and this run is on {run.device_type}. Set it to false."
             )
@@ -76,7 +73,7 @@ class FullyShard(FSDP2Engine):
             )
 
     def _shape(self, run: PlannedRun) -> tuple[int, int]:
-        return resolve_mesh(self._mesh, world_size=run.ranks, processes_per_node=run.per_node)
+        return resolve_mesh(self._options.mesh, world_size=run.ranks, processes_per_node=run.per_node)
 
     def facts(self, module: nn.Module, run: PlannedRun) -> FSDPFacts:
         replicate, shard = self._shape(run)
@@ -84,28 +81,19 @@ class FullyShard(FSDP2Engine):
             replicate=replicate,
             shard=shard,
             reshard_after_forward=self._units.reshard_after_forward,
-            cpu_offload=self._cpu_offload,
+            cpu_offload=self._options.cpu_offload,
             backward_prefetch=self._units.backward_prefetch,
             reduce_at_boundary=self._at_boundary,
         )
 
     def settings(self) -> Mapping[str, Any]:
-        return plain_settings(
-            self._units,
-            self._forward_options,
-            mesh=self._mesh,
-            cpu_offload=self._cpu_offload,
-            at_boundary=self._at_boundary,
-            forward_methods=self._methods,
-            separate_reduce_scatter=self._separate_reduce_scatter,
-            symmetric_memory=self._symmetric_memory,
-        )
+        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         prepared = super().prepare(module, run)
-        if self._separate_reduce_scatter:
+        if self._options.separate_reduce_scatter:
             reduce_over(module, shard_group_of_its_own(run.mesh, "reduce-scatter"))
-        if self._symmetric_memory:
+        if self._options.symmetric_memory:
             for unit in module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.set_symm_mem_for_comm()
@@ -113,7 +101,8 @@ class FullyShard(FSDP2Engine):
 
     def _applier(self, run: Run) -> ApplyUnit:
         mesh = run.mesh
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self._cpu_offload else OffloadPolicy()
+        to_host = self._options.cpu_offload
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if to_host else OffloadPolicy()
         # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
         over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
 

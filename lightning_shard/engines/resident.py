@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines._fsdp2 import (
-    gathered_tensors,
-    offloaded_parameters,
-    sharded_parameters,
-    unreduced_gradients,
-)
+from lightning_shard.engines import _fsdp2
 
 
 class Resident(NamedTuple):
@@ -44,21 +39,21 @@ def module_tensors(
     module: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, wrapper: nn.Module | None = None
 ) -> Iterator[Resident]:
     """The tensors of a module that is full, or that FSDP2 has sharded; ``wrapper`` is torch's DDP around it, if any."""
-    offloaded = offloaded_parameters(module)
+    offloaded = _fsdp2.offloaded_parameters(module)
 
     def memory(parameter: Tensor, tensor: Tensor) -> str:
         return "host" if parameter in offloaded else memory_of(tensor, device)
 
     # First, because gathered parameters stand in the module in place of their shards.
     yield from unsharded(module)
-    parameters = [*sharded_parameters(module), *module.parameters()]
+    parameters = [*_fsdp2.sharded_parameters(module), *module.parameters()]
     yield from (Resident("parameters", memory(p, p), p) for p in parameters)
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
             yield Resident("gradients", memory(parameter, parameter.grad), parameter.grad)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            yield from (Resident("gradients", memory_of(g, device), g) for _, _, g in unreduced_gradients(part))
+            yield from (Resident("gradients", memory_of(g, device), g) for _, _, g in _fsdp2.unreduced_gradients(part))
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
@@ -85,7 +80,7 @@ def unsharded(module: nn.Module) -> Iterator[Resident]:
     """FSDP2's parameters that are gathered at this moment."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            yield from (Resident("gathered", "device", tensor) for tensor in gathered_tensors(part))
+            yield from (Resident("gathered", "device", tensor) for tensor in _fsdp2.gathered_tensors(part))
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the min
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,12 +109,8 @@ def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -
     return replace(state, scale=scale, good_steps=0, overflows_left=scaling.hysteresis)
 
 
-def state_to_dict(state: LossScaleState) -> dict[str, Any]:
-    return asdict(state)
-
-
 def state_from_dict(values: dict[str, Any]) -> LossScaleState:
-    """The state that `state_to_dict` gave; CheckpointMismatchError: other keys, as a stock GradScaler's state has."""
+    """The state whose ``asdict`` these are; CheckpointMismatchError: other keys, as a stock GradScaler's state has."""
     expected = set(LossScaleState.__dataclass_fields__)
     if set(values) != expected:
         raise CheckpointMismatchError(

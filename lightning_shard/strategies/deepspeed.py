@@ -9,17 +9,7 @@ from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.zero import process
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    OptimizerOffload,
-    ParameterOffload,
-    Stage3Options,
-    ZeroBuckets,
-    ZeroPlusPlus,
-    check_fields,
-    effective,
-    read_config,
-)
+from lightning_shard.engines.zero.config import check_fields, effective, fields, read_config
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -35,11 +25,11 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         self,
         *,
         stage: Literal[0, 1, 2, 3] | None = None,
-        offload_optimizer: OptimizerOffload | None = None,
-        offload_parameters: ParameterOffload | None = None,
-        buckets: ZeroBuckets | None = None,
-        stage3: Stage3Options | None = None,
-        zero_plus_plus: ZeroPlusPlus | None = None,
+        offload_optimizer: fields.OptimizerOffload | None = None,
+        offload_parameters: fields.ParameterOffload | None = None,
+        buckets: fields.ZeroBuckets | None = None,
+        stage3: fields.Stage3Options | None = None,
+        zero_plus_plus: fields.ZeroPlusPlus | None = None,
         communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None,
         config: str | dict[str, Any] | None = None,
         mesh: MeshConfig | None = None,
@@ -64,13 +54,13 @@ class ShardDeepSpeedStrategy(ShardStrategy):
             ConfigurationError: a value that can't work, before anything is touched.
         """
         process.require_tested_version()
-        self._fields = DeepSpeedFields(
+        self._fields = fields.DeepSpeedFields(
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
-            buckets=buckets or ZeroBuckets(),
-            stage3=stage3 or Stage3Options(),
-            zero_plus_plus=zero_plus_plus or ZeroPlusPlus(),
+            buckets=buckets or fields.ZeroBuckets(),
+            stage3=stage3 or fields.Stage3Options(),
+            zero_plus_plus=zero_plus_plus or fields.ZeroPlusPlus(),
             communication_data_type=communication_data_type,
             # Read once: a file that is edited or deleted during the run changes nothing.
             config=read_config(config),

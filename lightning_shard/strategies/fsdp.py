@@ -6,8 +6,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_shard.engines.engine import Engine
-from lightning_shard.engines.fsdp2 import FORWARD_METHODS, UnitOptions
-from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.fsdp2 import FORWARD_METHODS
+from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.units import ClassNames, UnitRule, class_names, unit_rules
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
@@ -76,28 +76,21 @@ class ShardFSDPStrategy(ShardStrategy):
         if not isinstance(units, str | int):
             units = [entry if isinstance(entry, UnitRule) else class_names([entry])[0] for entry in units]
         unit_rules(units)  # raises
-        self._units = UnitOptions(
+        self._options = FSDPOptions(
+            mesh=self._settings.mesh,
             units=units,
             reshard_after_forward=reshard_after_forward,
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             ignored_modules=tuple(class_names(ignored_modules or [])),
             find_unused_parameters=find_unused_parameters,
+            cpu_offload=cpu_offload,
+            forward_methods=tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS,
+            separate_reduce_scatter=separate_reduce_scatter,
+            symmetric_memory=symmetric_memory,
         )
-        self._cpu_offload = cpu_offload
         self._start_method = start_method
-        self._separate_reduce_scatter, self._symmetric_memory = separate_reduce_scatter, symmetric_memory
-        self._methods = tuple(forward_methods) if forward_methods is not None else FORWARD_METHODS
 
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """FSDP2's ``fully_shard``, whatever the module."""
-        return FullyShard(
-            self._units,
-            self._settings.forward,
-            mesh=self._settings.mesh,
-            cpu_offload=self._cpu_offload,
-            at_boundary=self._settings.at_boundary,
-            methods=self._methods,
-            separate_reduce_scatter=self._separate_reduce_scatter,
-            symmetric_memory=self._symmetric_memory,
-        )
+        return FullyShard(self._options, self._settings.forward, at_boundary=self._settings.at_boundary)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -17,41 +17,16 @@ from lightning_shard._lightning import averaging, loops
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.precision.loss_scale import (
-    LossScaleState,
-    LossScaling,
-    initial_state,
-    next_state,
-    rescale,
-    scaled,
-    state_from_dict,
-    state_to_dict,
-    unscale,
-)
+from lightning_shard.precision import loss_scale as scales
+from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
 from lightning_shard.strategies.refusals import refuse_loss
+from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
 DType = Literal["fp32", "bf16", "fp16"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientOptions:
-    """What a strategy sets about losses and gradients, beside the Trainer's ``gradient_clip_val``."""
-
-    log_grad_norm: bool = False
-    """Log ``grad_norm`` also when clipping does not need it."""
-
-    error_if_nonfinite: bool = False
-    """Raise at a norm of inf or NaN, instead of scaling by it."""
-
-    loss_weight_key: str | None = None
-    """Where batches have the weights of their losses; see `LossWeights`."""
-
-    nonfinite: NonFinite | None = None
-    """What to do at a loss or gradient of inf or NaN; None: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +36,7 @@ class _Connected:
     engine: Engine
     run: Run
     module: LightningModule
-    options: GradientOptions
+    settings: CommonSettings
     weights: LossWeights
     watch: NonFiniteWatch | None
 
@@ -143,15 +118,15 @@ class ShardPrecision(Precision):
     def begin(self, policy: PrecisionPolicy) -> None:
         """Start with the loss scale of ``policy``, for a Trainer that was given this plugin."""
         self._scaling = policy.loss_scale
-        self._scale = None if policy.loss_scale is None else initial_state(policy.loss_scale)
+        self._scale = None if policy.loss_scale is None else scales.initial_state(policy.loss_scale)
 
-    def connect_engine(self, engine: Engine, run: Run, module: LightningModule, options: GradientOptions) -> None:
+    def connect_engine(self, engine: Engine, run: Run, module: LightningModule, settings: CommonSettings) -> None:
         """Get to know what steps in a run: ``engine``, which prepared ``module``.
 
-        The norm, the loss scale and the weighted loss are logged by ``module``; ``options`` say what to do with losses
+        The norm, the loss scale and the weighted loss are logged by ``module``; ``settings`` say what to do with losses
         and gradients. ConfigurationError: weights of losses are asked for where the user runs backward.
         """
-        key, ranks = options.loss_weight_key, run.mesh.size()
+        key, ranks = settings.loss_weight_key, run.mesh.size()
         if key is not None and not run.automatic:
             raise ConfigurationError(
                 f"loss_weight_key is {key!r}, but {type(module).__name__} runs backward and steps itself "
@@ -160,10 +135,10 @@ class ShardPrecision(Precision):
             )
         weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
         watch = None
-        if run.fitting and options.nonfinite is not None:
-            watch = NonFiniteWatch(options.nonfinite, module, engine, device=run.device)
+        if run.fitting and isinstance(settings.nonfinite, NonFinite):
+            watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
         self._connected = _Connected(
-            engine=engine, run=run, module=module, options=options, weights=weights, watch=watch
+            engine=engine, run=run, module=module, settings=settings, weights=weights, watch=watch
         )
 
     @property
@@ -235,7 +210,7 @@ class ShardPrecision(Precision):
         if now.watch is not None:
             now.watch.see_loss(tensor)
         if self._scale is not None:
-            tensor = scaled(tensor, self._scale)
+            tensor = scales.scaled(tensor, self._scale)
         return super().pre_backward(tensor, module)
 
     def _waiting(self) -> list[Tensor]:
@@ -335,7 +310,7 @@ class ShardPrecision(Precision):
         assert self._scale is not None
         if id(optimizer) not in self._overflows:
             gradients, _ = self._now.engine.gradients(optimizer)
-            self._overflows[id(optimizer)] = unscale(gradients, self._scale, device=self._now.run.device)
+            self._overflows[id(optimizer)] = scales.unscale(gradients, self._scale, device=self._now.run.device)
         return self._overflows[id(optimizer)]
 
     def _update(self, optimizer: Optimizer, *, counts: bool) -> None:
@@ -344,7 +319,7 @@ class ShardPrecision(Precision):
         before, overflow = self._scale.scale, self._overflows.pop(id(optimizer))
         if not counts:
             return
-        self._scale = next_state(self._scaling, self._scale, overflow=overflow)
+        self._scale = scales.next_state(self._scaling, self._scale, overflow=overflow)
         if self._scale.scale == before:
             return
         engine = self._now.engine
@@ -352,7 +327,7 @@ class ShardPrecision(Precision):
         for other in self._optimizers:
             # Its gradients, from a backward before this step, wait for a step of their own.
             if other is not optimizer and id(other) not in self._overflows:
-                rescale([g for g in engine.gradients(other)[0] if id(g) not in own], self._scale.scale / before)
+                scales.rescale([g for g in engine.gradients(other)[0] if id(g) not in own], self._scale.scale / before)
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
@@ -373,10 +348,10 @@ class ShardPrecision(Precision):
         gradients, mesh = now.engine.gradients(optimizer)
         by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
         norm: Tensor | None = None
-        if now.options.log_grad_norm or by_norm:
+        if now.settings.log_grad_norm or by_norm:
             norm = gradient_norm(gradients, sharded_over=mesh)
         if by_norm:
-            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.options.error_if_nonfinite)
+            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.settings.error_if_nonfinite)
         elif clip_val > 0:
             clip_by_value(gradients, float(clip_val))
         if norm is not None:
@@ -384,9 +359,9 @@ class ShardPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, for the checkpoint; empty where there is none."""
-        return {} if self._scale is None else state_to_dict(self._scale)
+        return {} if self._scale is None else asdict(self._scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
-            self._scale = state_from_dict(state_dict)
+            self._scale = scales.state_from_dict(state_dict)

@@ -15,7 +15,6 @@ from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.run.nonfinite import Action, NonFinite
 from lightning_shard.run.processes import ProcessOptions
-from lightning_shard.strategies.precision import GradientOptions
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 ResumeHyperparameters = Literal["checkpoint", "configuration"]
@@ -126,16 +125,6 @@ class CommonSettings:
         return self.accumulate_sync == "boundary"
 
     @property
-    def configuration_wins(self) -> bool:
-        """Whether hyperparameters that differ from a checkpoint's stay as they are."""
-        return self.resume_hyperparameters == "configuration"
-
-    @property
-    def seeds_samples(self) -> bool:
-        """Whether random numbers of samples are seeded by epoch and sample."""
-        return self.aligned if self.sample_seeds is None else self.sample_seeds
-
-    @property
     def forward(self) -> ForwardOptions:
         """What changes the units' forward."""
         spec = self.activation_checkpointing
@@ -150,16 +139,6 @@ class CommonSettings:
             timeout_seconds=self.timeout_seconds,
             init_timeout_seconds=self.init_timeout_seconds,
             process_group_backend=self.process_group_backend,
-        )
-
-    @property
-    def gradients(self) -> GradientOptions:
-        """What concerns losses and gradients."""
-        return GradientOptions(
-            log_grad_norm=self.log_grad_norm,
-            error_if_nonfinite=self.error_if_nonfinite,
-            loss_weight_key=self.loss_weight_key,
-            nonfinite=self.nonfinite,  # type: ignore[arg-type]
         )
 
 

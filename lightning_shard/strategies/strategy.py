@@ -46,6 +46,7 @@ class ShardStrategy(ParallelStrategy):
     aligned: bool
     activation_checkpointing: Checkpointing
     async_save: bool
+    sample_seeds: bool | None
     preemption: PreemptionConfig
 
     def __init__(self, settings: CommonSettings) -> None:
@@ -56,13 +57,13 @@ class ShardStrategy(ParallelStrategy):
         self.num_nodes = 1
         vars(self).update(vars(settings))
         self.timeout = timedelta(seconds=settings.timeout_seconds)
-        settle, configured = lambda: self.precision_plugin.settle(), settings.configuration_wins
+        settle, configured = lambda: self.precision_plugin.settle(), settings.resume_hyperparameters == "configuration"
         self.checkpoints = parts.Checkpoints(settle=settle, configured=configured)
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
-        self._data = parts.Data(sample_seeds=settings.seeds_samples)
+        self._data = parts.Data(sample_seeds=self.aligned if self.sample_seeds is None else self.sample_seeds)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
         self._ledger = parts.RunLedger()
@@ -232,7 +233,7 @@ class ShardStrategy(ParallelStrategy):
         processes.set_device(module, self.root_device)
         self.barrier("engine")
         self._freezing = parts.Freezing(module)
-        self.precision_plugin.connect_engine(engine, run, module, self._settings.gradients)
+        self.precision_plugin.connect_engine(engine, run, module, self._settings)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
             self.setup_optimizers(trainer)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.engines.engine import PlannedRun, Run
-from lightning_shard.engines.fsdp2 import UnitOptions
-from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.replicate import Replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions
-from lightning_shard.mesh import MeshConfig, build_mesh
+from lightning_shard.mesh import build_mesh
 from lightning_shard.precision.policy import policy_from
 from tests.models import llama, whole
 
@@ -117,16 +116,15 @@ def sharded(
     **options: Any,
 ) -> dict[str, Tensor]:
     root = make()
-    engine = engine_of(UnitOptions(units=units), **options)
+    engine: FullyShard | Replicate = engine_of(units=units, **options)
     if replicate_only:
         engine = Replicate(DDPOptions(), ForwardOptions(), at_boundary=False)
     engine.prepare(root, run_on(shape, precision))
     return values(root)
 
 
-def engine_of(units: UnitOptions | None = None, *, cpu_offload: bool = False) -> FullyShard | Replicate:
-    units = units or UnitOptions()
-    return FullyShard(units, ForwardOptions(), mesh=MeshConfig(), cpu_offload=cpu_offload, at_boundary=False)
+def engine_of(**options: Any) -> FullyShard:
+    return FullyShard(FSDPOptions(**options), ForwardOptions(), at_boundary=False)
 
 
 def run_on(shape: tuple[int, int], precision: str = "32-true") -> Run:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
-from lightning_shard.engines.fsdp2 import UnitOptions
-from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.replicate import Replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
@@ -40,9 +39,7 @@ def _zero(stage: int) -> Callable[[], Engine]:
 ENGINES: dict[str, Callable[[], Engine]] = {
     "torch_ddp": lambda: TorchDDP(DDPOptions(), ForwardOptions(), at_boundary=True),
     "replicate": lambda: Replicate(DDPOptions(), ForwardOptions(), at_boundary=True),
-    "fully_shard": lambda: FullyShard(
-        UnitOptions(), ForwardOptions(), mesh=SHARDED, cpu_offload=False, at_boundary=False
-    ),
+    "fully_shard": lambda: FullyShard(FSDPOptions(mesh=SHARDED), ForwardOptions(), at_boundary=False),
     **{f"zero_{stage}": _zero(stage) for stage in range(4)},
 }
 

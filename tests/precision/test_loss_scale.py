@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from lightning_shard.precision.loss_scale import (
     next_state,
     scaled,
     state_from_dict,
-    state_to_dict,
     unscale,
 )
 from lightning_shard.tensors.clipping import gradients_of
@@ -92,7 +92,7 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 def test_the_state_in_a_checkpoint() -> None:
     state = LossScaleState(scale=0.25, good_steps=7, overflows_left=2, skipped=3)
-    assert state_from_dict(state_to_dict(state)) == state
+    assert state_from_dict(asdict(state)) == state
     with pytest.raises(CheckpointMismatchError, match="has the keys _growth_tracker, backoff_factor"):
         state_from_dict(torch.amp.GradScaler("cpu").state_dict())
 

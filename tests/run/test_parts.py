@@ -25,8 +25,7 @@ from lightning_shard import (
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.slurm import Launch
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
-from lightning_shard.engines.fsdp2 import UnitOptions
-from lightning_shard.engines.fully_shard import FullyShard
+from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
@@ -60,7 +59,7 @@ def prepared(module: nn.Module, precision: str = "32-true", *, fitting: bool = T
     ranks = dist.get_world_size()
     policy = policy_from(precision, aligned=True)
     planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
-    engine = FullyShard(UnitOptions(), ForwardOptions(), mesh=MeshConfig(), cpu_offload=False, at_boundary=False)
+    engine = FullyShard(FSDPOptions(), ForwardOptions(), at_boundary=False)
     mesh = build_mesh((1, ranks), device_type="cpu")
     run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=fitting)
     engine.prepare(module, run)
@@ -277,7 +276,7 @@ def _ledger() -> str:
     module = net()
     ranks = dist.get_world_size()
     policy = policy_from("bf16-mixed", aligned=True)
-    engine = FullyShard(UnitOptions(), ForwardOptions(), mesh=MeshConfig(), cpu_offload=False, at_boundary=False)
+    engine = FullyShard(FSDPOptions(), ForwardOptions(), at_boundary=False)
     ledger = FitLedger(module, engine, policy, aligned=True)
     planned = PlannedRun(ranks=ranks, per_node=ranks, policy=policy, aligned=True, device_type="cpu")
     mesh = build_mesh((1, ranks), device_type="cpu")
