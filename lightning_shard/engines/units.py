@@ -135,15 +135,16 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
 def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.Module]:
     """The modules that a rule names; ``taken``: ids of the parameters that earlier rules' modules have."""
     if rule.pattern is not None:
-        return _by_pattern(root, rule.pattern).values()
-    if rule.modules == "auto":
-        names = _no_split_classes(root)
-        return (_by_class(root, names) if names else _repeated_blocks(root)).values()
+        return _by_pattern(root, rule.pattern)
     if isinstance(rule.modules, int):
-        return _by_size(root, rule.modules, taken).values()
+        return _by_size(root, rule.modules, taken)
+    if rule.modules == "auto":
+        # What Hugging Face models declare as not to be split.
+        names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        return [m for m in _below(root).values() if class_name(m) in names] or _repeated_blocks(root)
     named = class_names(rule.modules or [])
     _check_names(root, named)
-    return _by_class(root, named).values()
+    return [m for m in _below(root).values() if class_name(m) in named]
 
 
 def ignored_parameters(
@@ -209,17 +210,6 @@ def class_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _no_split_classes(root: nn.Module) -> set[str]:
-    """Class names that Hugging Face models declare as not to be split."""
-    names = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return names & {class_name(m) for m in root.modules()}
-
-
-def _by_class(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    wanted = set(names)
-    return {fqn: m for fqn, m in _below(root).items() if class_name(m) in wanted}
-
-
 def _check_names(root: nn.Module, names: list[str]) -> None:
     present = Counter(class_name(m) for m in _below(root).values() if _has_parameters(m))
     missing = [n for n in names if n not in present]
@@ -237,34 +227,26 @@ def _check_names(root: nn.Module, names: list[str]) -> None:
         )
 
 
-def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
+def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Members of containers that hold at least two modules of one class; outermost such containers only."""
-    found: dict[str, nn.Module] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if isinstance(module, Metric):
-            return
-        counts: Counter[type[nn.Module]] = Counter()
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            in_list = not isinstance(module, nn.Sequential)
-            # A container may hold one module several times.
-            children = [m for m in (module.values() if isinstance(module, nn.ModuleDict) else module) if m is not None]
-            # What is worth a unit has parameters, and is more than a lone layer of a stack.
-            counts.update(type(m) for m in children if _has_parameters(m) and (in_list or [*m.children()]))
-        for child_name, child in module.named_children():
-            fqn = f"{name}.{child_name}" if name else child_name
-            if counts[type(child)] >= 2 and runs_forward(child):
-                found[fqn] = child
-            else:
-                visit(child, fqn)
-
-    visit(root, "")
+    if isinstance(module, Metric):
+        return []
+    counts: Counter[type[nn.Module]] = Counter()
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        in_list = not isinstance(module, nn.Sequential)
+        # A container may hold one module several times.
+        children = [m for m in (module.values() if isinstance(module, nn.ModuleDict) else module) if m is not None]
+        # What is worth a unit has parameters, and is more than a lone layer of a stack.
+        counts.update(type(m) for m in children if _has_parameters(m) and (in_list or [*m.children()]))
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if counts[type(child)] >= 2 and runs_forward(child) else _repeated_blocks(child)
     return found
 
 
-def _by_pattern(root: nn.Module, pattern: str) -> dict[str, nn.Module]:
+def _by_pattern(root: nn.Module, pattern: str) -> list[nn.Module]:
     below = {fqn: m for fqn, m in _below(root).items() if _has_parameters(m) and runs_forward(m)}
-    found = {fqn: m for fqn, m in below.items() if re.fullmatch(pattern, fqn)}
+    found = [m for fqn, m in below.items() if re.fullmatch(pattern, fqn)]
     if not found:
         near = did_you_mean(pattern.replace("\\", ""), below) or f" Modules that are there: {', '.join([*below][:20])}."
         raise WrappingError(
@@ -274,16 +256,16 @@ def _by_pattern(root: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return found
 
 
-def _by_size(root: nn.Module, smallest: int, taken: set[int]) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for fqn, module in _below(root).items():
+def _by_size(root: nn.Module, smallest: int, taken: set[int]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for module in _below(root).values():
         # FSDP hands a unit copies of its inputs, and attention computes otherwise where its inputs are not one tensor.
         if not runs_forward(module) or isinstance(module, nn.MultiheadAttention):
             continue
         free = [p for p in module.parameters() if id(p) not in taken]
         if sum(p.numel() for p in free) >= smallest:
             taken.update(id(p) for p in free)
-            found[fqn] = module
+            found.append(module)
     return found
 
 

@@ -85,7 +85,7 @@ class Zero:
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._in_step = False
-        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", self._name_of)
+        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", lambda parameter: self._names[parameter])
         self._failed = False
         self._closing = ExitStack()
 
@@ -139,7 +139,11 @@ class Zero:
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
-        for undo in self._transform(module):
+        transforms, policy = find_transforms(module, self.units(module), self._forward_options), run.policy
+        if policy.compute != torch.float32:
+            # First, so that what checkpointing runs again in backward has the casts in it.
+            self._closing.callback(install_casts(module, policy.compute, output=policy.output))
+        for undo in transforms.apply():
             self._closing.callback(undo)
         self._values = Values(module)
         self._closing.callback(self._values.unround)
@@ -147,16 +151,9 @@ class Zero:
             if self._stage == 3:
                 self._start_evaluation()
             else:
-                self._values.round(run.policy.compute)
+                self._values.round(policy.compute)
             self._register_masters()
         return module
-
-    def _transform(self, module: nn.Module) -> list[Callable[[], None]]:
-        transforms = find_transforms(module, self.units(module), self._forward_options)
-        policy = self._run.policy
-        # First, so that what checkpointing runs again in backward has the casts in it.
-        casts = [install_casts(module, policy.compute, output=policy.output)] if policy.compute != torch.float32 else []
-        return casts + transforms.apply()
 
     def _start_evaluation(self) -> None:
         config = deepspeed_config(self._fields, run_facts(self._module, self._run, []))
@@ -206,9 +203,8 @@ class Zero:
         self._parameters = list(self._module.parameters())
         self._written = Written(self._module, running, self._values) if running.groups else None
         if len(optimizers) > 1:
-            names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
             group = self._run.mesh[SHARD].get_group()
-            self._several = SeveralOptimizers(running, optimizers, names, group=group, device=self._run.device)
+            self._several = SeveralOptimizers(running, optimizers, self._names, group=group, device=self._run.device)
             self._closing.callback(self._several.close)
         else:
             self._optimizers = [running.optimizer]
@@ -217,7 +213,7 @@ class Zero:
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
-        if self._config["zero_optimization"].get("offload_optimizer", {}).get("device") == "nvme":
+        if self._effective.optimizer_device == "nvme":
             raise ConfigurationError(
                 f"{type(optimizer).__qualname__} needs full parameters, but with the optimizer offloaded to NVMe "
                 "DeepSpeed swaps state of flat shards alone. Use offload_optimizer with device: cpu, or an elementwise "
@@ -230,7 +226,7 @@ class Zero:
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it."""
-        if len(optimizers) > 1 and (self._stage == 0 or self._offloads_to_nvme):
+        if len(optimizers) > 1 and (self._stage == 0 or self._effective.optimizer_device == "nvme"):
             where = "in stage 0" if self._stage == 0 else "with the optimizer offloaded to NVMe"
             raise ConfigurationError(
                 f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
@@ -246,11 +242,6 @@ class Zero:
                 "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
                 "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
             )
-
-    @property
-    def _offloads_to_nvme(self) -> bool:
-        offload = self._fields.offload_optimizer
-        return offload is not None and offload.device == "nvme"
 
     def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run
@@ -275,9 +266,8 @@ class Zero:
         earlier_parameters.follow_in_lists(self._module)
 
     def _start(self, optimizer: Optimizer | None) -> Running:
-        names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in self._module.named_parameters()}
         self._running = running.start(
-            self._module, optimizer=optimizer, config=self._config, names=names, device=self._run.device
+            self._module, optimizer=optimizer, config=self._config, names=self._names, device=self._run.device
         )
         self._closing.callback(self._stop)
         self._same_units = SameUnits(layout.gathered_modules(self._module) if self.gathers_in_forward else ())
@@ -285,8 +275,9 @@ class Zero:
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
 
-    def _name_of(self, parameter: Tensor) -> str:
-        return next(fqn for fqn, own in self._module.named_parameters() if own is parameter)
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: fqn for fqn, parameter in self._module.named_parameters()}
 
     def _register_masters(self) -> None:
         """Let who fills the module's parameters find their masters."""

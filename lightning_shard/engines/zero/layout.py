@@ -37,20 +37,14 @@ def flat_groups(zero: Any, names: Mapping[Tensor, str]) -> list[FlatGroup]:
         return list(_stage_3(zero, names))
     if kind(zero) == BF16:
         layouts = [(group, [0, *accumulate(p.numel() for p in group)][:-1]) for group in zero.bf16_groups]
-        flats = zero.fp32_groups_flat_partition
     else:
         layouts = list(zip(zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets, strict=True))
-        flats = zero.single_partition_of_fp32_groups
     groups = []
-    for index, (parameters, offsets) in enumerate(layouts):
-        process_group = zero.real_dp_process_group[index]
-        begin = dist.get_rank(process_group) * flats[index].numel()
-        members = [
-            _overlap(names[parameter], parameter, offset, begin, flats[index].numel())
-            for parameter, offset in zip(parameters, offsets, strict=True)
-        ]
-        group = zero.optimizer.param_groups[index]
-        groups.append(FlatGroup(flat=flats[index], members=tuple(members), group=group))
+    for index, ((parameters, offsets), flat) in enumerate(zip(layouts, flats(zero), strict=True)):
+        begin = dist.get_rank(zero.real_dp_process_group[index]) * flat.numel()
+        parts = zip(parameters, offsets, strict=True)
+        members = tuple(_overlap(names[p], p, offset, begin, flat.numel()) for p, offset in parts)
+        groups.append(FlatGroup(flat=flat, members=members, group=zero.optimizer.param_groups[index]))
     return groups
 
 

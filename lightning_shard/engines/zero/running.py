@@ -22,7 +22,6 @@ from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.saved_weights import SavedWeights
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import FlatGroup
-from lightning_shard.tensors.full import gather_full
 
 
 @dataclass(kw_only=True, eq=False)
@@ -226,13 +225,6 @@ def refresh(running: Running) -> None:
     if zero.persistent_parameters:
         # They stay gathered.
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-
-@torch.no_grad()
-def make_full(running: Running, parameters: Mapping[str, nn.Parameter], *, device: torch.device) -> None:
-    """Give parameters that are not sharded the masters' full values, on the host. All ranks call it, stages 1 and 2."""
-    for fqn, live in layout.masters(running.groups).items():
-        parameters[fqn].data = gather_full(live, device=device).cpu()
 
 
 def stop(running: Running) -> None:

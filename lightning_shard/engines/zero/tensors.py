@@ -30,7 +30,11 @@ class FlatTensors:
         several: SeveralOptimizers | None,
         device: torch.device,
     ) -> None:
-        """``parameters`` are the module's, because reading them off it in forward would gather them."""
+        """``parameters`` are the module's, listed while no forward ran.
+
+        Stage 3 gathers what is read off a module in the middle of its forward, and takes it for a parameter that the
+        module needs from then on.
+        """
         self._several = several
         self._module = module
         self._running = running
@@ -43,11 +47,6 @@ class FlatTensors:
     def zero(self) -> Any:
         """DeepSpeed's optimizer around the user's."""
         return self._running.zero
-
-    @property
-    def frozen(self) -> Sequence[Tensor]:
-        """`Values.frozen`."""
-        return self._values.frozen
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self._values.tensors(self._running)
@@ -83,46 +82,31 @@ class FlatTensors:
         names: dict[Tensor, str] = {p: n for n, p in self._module.named_parameters() if p.requires_grad}
         return layout.unreduced(self.zero, names)
 
-    def resident(self) -> Iterable[Resident]:
-        frozen = self._values.frozen
-        return zero_tensors(self.zero, self._module, device=self._device, parameters=self._parameters, frozen=frozen)
+    def resident(self) -> Iterator[Resident]:
+        """Those in files are the ones mapped between steps."""
+        zero, parameters, device = self.zero, self._parameters, self._device
+        stage_3 = layout.kind(zero) == layout.STAGE_3
+        for parameter in parameters:
+            yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
+        stepping = "host" if layout.is_offloaded(zero) else "device"
+        flats = list(layout.flats(zero))
+        memories = {
+            id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)
+        }
+        yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
+        yield from (Resident("masters", "host", part.data) for part in self._values.kept.values())
+        yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
+        # Full, sharded, or a buffer that accumulates shards: by the kind of DeepSpeed's optimizer.
+        buffered = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+        for tensor in tensors_in([getattr(zero, name, None) for name in buffered]):
+            yield Resident("gradients", stepping, tensor)
+        yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
+        yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
+        yield from buffers(self._module, device=device)
+        yield from _staging(zero, parameters, device=device)
 
     def unsharded(self) -> Iterable[Resident]:
         return gathered(self._parameters)
-
-
-def zero_tensors(
-    zero: Any,
-    module: nn.Module,
-    *,
-    device: torch.device,
-    parameters: Sequence[Tensor] | None = None,
-    frozen: Iterable[Tensor] = (),
-) -> Iterator[Resident]:
-    """The live tensors of DeepSpeed's engine and its module; those in files are the ones mapped between steps.
-
-    ``zero`` is the engine's ``optimizer``, of stages 1 to 3. ``parameters`` are the module's, listed while no forward
-    ran: stage 3 gathers what is read off a module in the middle of its forward, and takes it for a parameter that the
-    module needs from then on. ``frozen``: loaded values on the host, beside the module's parameters as masters are.
-    """
-    stage_3 = layout.kind(zero) == layout.STAGE_3
-    parameters = list(module.parameters()) if parameters is None else parameters
-    for parameter in parameters:
-        yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
-    stepping = "host" if layout.is_offloaded(zero) else "device"
-    flats = list(layout.flats(zero))
-    memories = {id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)}
-    yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
-    yield from (Resident("masters", "host", values) for values in frozen)
-    yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
-    # Full, sharded, or a buffer that accumulates shards: by the kind of DeepSpeed's optimizer.
-    buffered = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
-    for tensor in tensors_in([getattr(zero, name, None) for name in buffered]):
-        yield Resident("gradients", stepping, tensor)
-    yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
-    yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
-    yield from buffers(module, device=device)
-    yield from _staging(zero, parameters, device=device)
 
 
 def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
@@ -140,7 +124,7 @@ def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iter
 
 
 def gathered(parameters: Iterable[Tensor]) -> Iterator[Resident]:
-    """What is gathered of stage 3's parameters at this moment; ``parameters`` as for `zero_tensors`."""
+    """What is gathered of stage 3's parameters at this moment, of the module's ``parameters``."""
     return (Resident("gathered", "device", p.data) for p in parameters if layout.is_partitioned(p))
 
 

@@ -44,23 +44,14 @@ class Values:
         self._module = module
         self.loaded: Loaded = module.__dict__.pop(_MASTERS, {})
         """What the engine under construction rounds; `start` empties it."""
-        self._frozen: Loaded = {}
+        self.kept: Loaded = {}
+        """This rank's shards of the loaded values that nothing steps, on the host."""
         self._rounded: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """FQN to the module's parameters as DeepSpeed left them."""
         return dict(self._module.named_parameters())
-
-    @property
-    def kept(self) -> Loaded:
-        """This rank's shards of the loaded values that nothing steps, on the host, by FQN."""
-        return self._frozen
-
-    @property
-    def frozen(self) -> list[Tensor]:
-        """This rank's shards of the loaded values that nothing steps, on the host."""
-        return [part.data for part in self._frozen.values()]
 
     def cast(self, compute: torch.dtype) -> None:
         """Cast all parameters to ``compute``, which DeepSpeed does in 16 bits alone, and refer to what they were.
@@ -92,7 +83,7 @@ class Values:
                 size = -(-values.numel() // ranks.size)
                 start = min(ranks.rank * size, values.numel())
                 values = values[start : start + size]
-            self._frozen[fqn] = FlatSlice(values.cpu().clone(), start)
+            self.kept[fqn] = FlatSlice(values.cpu().clone(), start)
         self.loaded = {}
 
     def tensors(self, running: zero.Running | None) -> Mapping[str, LiveTensor]:
@@ -103,8 +94,8 @@ class Values:
         return {**sharded, **layout.masters(running.groups), **self._frozen_tensors()}
 
     def _frozen_tensors(self) -> dict[str, FlatTensor]:
-        shapes = {fqn: layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self._frozen}
-        return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self._frozen.items()}
+        shapes = {fqn: layout.full_shape(p) for fqn, p in self.parameters.items() if fqn in self.kept}
+        return {fqn: FlatTensor(shapes[fqn], part.data.dtype, [part]) for fqn, part in self.kept.items()}
 
     @torch.no_grad()
     def show(self, running: zero.Running | None, *, device: torch.device) -> None:
@@ -116,12 +107,13 @@ class Values:
         parameters: dict[str, Any] = dict(self.parameters)
         for fqn, tensor in self._frozen_tensors().items():
             if layout.is_partitioned(parameters[fqn]):
-                values = self._frozen[fqn].data
+                values = self.kept[fqn].data
                 swapping.shard_of(parameters[fqn])[: values.numel()].copy_(values)
             else:
                 parameters[fqn].copy_(gather_full(tensor, device=device))
         zero.refresh(running)
 
+    @torch.no_grad()
     def leave(self, running: zero.Running, *, device: torch.device, communicate: bool) -> None:
         """Give the module what it goes on with without its engine: full values, or shards with their masters.
 
@@ -137,10 +129,9 @@ class Values:
                 for member, part in layout.shards(running.groups)
                 if member.stepped
             }
-            self._module.__dict__[_MASTERS] = {**self._frozen, **masters}
+            self._module.__dict__[_MASTERS] = {**self.kept, **masters}
         elif communicate:
-            zero.make_full(running, self.parameters, device=device)
-            for fqn, tensor in self._frozen_tensors().items():
+            for fqn, tensor in {**layout.masters(running.groups), **self._frozen_tensors()}.items():
                 self.parameters[fqn].data = gather_full(tensor, device=device).cpu()
 
     def round(self, compute: torch.dtype) -> None:
