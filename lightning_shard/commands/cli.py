@@ -116,7 +116,6 @@ class ShardCLI(ConfiguredCLI):
             config.pop("traceback", None)  # not a part of the run that a saved config.yaml repeats
         if name == "fit" and self._run_config.pop("verbose"):
             logging.getLogger("lightning_shard").setLevel(logging.DEBUG)
-        fit.check_strategy(self._run_config.get("trainer.strategy"))
         fit.check_trainer(self._run_config.get("trainer"), runs=name is not None)
         fit.check_ckpt_path(self._run_config.get("ckpt_path"))
 
@@ -133,7 +132,8 @@ class ShardCLI(ConfiguredCLI):
 
     def instantiate_classes(self) -> None:
         """Lightning's; what a constructor raises is kept by the parser, and a second run saves its configuration."""
-        self.parser.add_instantiator(_construct, object)  # after, and so behind, those of the model and the data
+        # After, and so behind, those of the model and the data.
+        self.parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
         if not self.save_config_kwargs:
             # Lightning refuses to run twice in one folder, as happens to a run without a logger that makes a new one
             # each time: then a validation of what was just trained fails, or would replace its configuration.
@@ -157,10 +157,6 @@ class ShardCLI(ConfiguredCLI):
             arguments = ["fit", *arguments[1:-1], last]
             print(f"resume with: {_program(self.parser.prog)} {shlex.join(arguments)}")
         return bool(path)
-
-
-def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
-    return class_type(*args, **kwargs)
 
 
 def _program(prog: str) -> str:

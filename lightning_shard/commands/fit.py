@@ -21,17 +21,15 @@ _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
 
 
-def check_strategy(strategy: Any) -> None:
-    if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
-        raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
-
-
 def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
     """Refuse values of the Trainer that it would take without a word, or refuse without saying what is allowed.
 
     ``runs``: the run is to start on this machine.
     """
     settings = trainer or Namespace()
+    strategy = settings.get("strategy")
+    if isinstance(strategy, str) and strategy.lower() not in ("auto", *StrategyRegistry):
+        raise UsageError(f"trainer.strategy: {registry.unknown_name(strategy)}")
     devices, accelerator = str(settings.get("devices", "auto")), str(settings.get("accelerator"))
     if not re.fullmatch(r"auto|-1|[1-9]\d*|\[?\d+(, *\d+)+,?\]?|\[\d+\]|\d+,", devices):
         raise UsageError(f"trainer.devices: got {devices}; allowed: a number of 1 or more, indices, or auto.")
@@ -46,7 +44,7 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
         if value is not None and value < least:
             raise UsageError(f"trainer.{name}: got {value}; allowed: {least} or more.")
     precision = settings.get("precision")
-    if _is_own(settings.get("strategy")) and precision is not None:
+    if _is_own(strategy) and precision is not None:
         word = SHORT_FORMS.get(str(precision), str(precision))
         if word not in PRECISIONS:
             known = ", ".join(PRECISIONS)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParam, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -23,18 +22,6 @@ require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
 require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook", tested="torch 2.11 to 2.13")
 require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
 require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
-
-
-def replicate(
-    modules: tuple[nn.Module, ...],
-    *,
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    ignored_params: set[nn.Parameter],
-) -> None:
-    """Replicate ``modules``, as one unit, over a 1-D mesh in place; they become ``FSDPModule``s. All ranks call it."""
-    unit = modules[0] if len(modules) == 1 else list(modules)
-    replicate_module(unit, mesh=mesh, mp_policy=mp_policy, ignored_params=ignored_params or None)
 
 
 def gather(module: FSDPModule) -> None:

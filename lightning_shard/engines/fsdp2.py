@@ -40,8 +40,8 @@ FORWARD_METHODS = ("encode", "generate")
 _STATE = "_shard_state"
 """Where a module keeps its `ShardedModule`, so that another Trainer can go on with it."""
 
-ApplyUnit = Callable[..., None]
-"""``(modules, *, reshard, compute, ignored)``: makes FSDP modules of ``modules``, as one unit."""
+ApplyUnit = Callable[..., object]
+"""``fully_shard``, or what takes its arguments: makes FSDP modules of a unit's module or modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,6 @@ class ShardedModule:
 
     root: nn.Module
     made_for: tuple[Any, ...]  # Mesh, policy and settings that it was sharded with.
-    units: tuple[Unit, ...]
     # Trainable parameters outside of FSDP, full on every rank; their gradients are averaged before a step.
     ignored: tuple[nn.Parameter, ...]
     # FQNs of the parameters that were loaded in another dtype than the masters', with that dtype.
@@ -256,13 +255,6 @@ def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
     )
 
 
-def mixed_precision(run: Run, compute: torch.dtype) -> MixedPrecisionPolicy:
-    """FSDP2's dtypes of a unit that computes in ``compute``."""
-    # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by `install_casts`,
-    # which knows a batch's targets from a module's inputs.
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=run.policy.reduce, cast_forward_inputs=False)
-
-
 def shard(
     root: nn.Module,
     run: Run,
@@ -305,6 +297,16 @@ def shard(
             casting.compute_in(module, torch.float32)
     transforms.apply()
 
+    def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
+        apply(
+            modules[0] if len(modules) == 1 else list(modules),
+            reshard_after_forward=reshard,
+            # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
+            # `install_casts`, which knows a batch's targets from a module's inputs.
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=policy.reduce, cast_forward_inputs=False),
+            ignored_params=set(ignored()) or None,
+        )
+
     prepare = _preparation(materializer, device=run.device)
     children = set(root.children())
     for unit in found:
@@ -314,11 +316,11 @@ def shard(
         outermost = not run.automatic and children.issuperset(unit.modules)
         own = unit.rule.reshard_after_forward
         reshard = False if outermost else units.reshard_after_forward if own is None else own
-        apply(unit.modules, reshard=reshard, compute=dtypes[unit.modules[0]], ignored=ignored())
+        make(unit.modules, reshard, dtypes[unit.modules[0]])
     prepare((root,))
     if not isinstance(root, FSDPModule):
         # None: torch keeps the root gathered between forward and backward, whatever the units do.
-        apply((root,), reshard=None, compute=policy.compute, ignored=ignored())
+        make((root,), None, policy.compute)
     # Read after it, because it replaces parameters.
     upcast = casting.cast_trainable_parameters(root, policy.master)
     forward.gather_on_read(root)
@@ -329,7 +331,6 @@ def shard(
     return ShardedModule(
         root=root,
         made_for=made_for,
-        units=tuple(found),
         ignored=tuple(p for p in ignored() if p.requires_grad),
         upcast=upcast,
     )

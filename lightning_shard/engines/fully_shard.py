@@ -1,7 +1,8 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lightning_shard.engines._fsdp2 import reduce_over
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
+from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import unit_rules
@@ -105,17 +106,4 @@ class FullyShard(FSDP2Engine):
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if to_host else OffloadPolicy()
         # Without copies the reduction ends after the reduce-scatter: a 1-D mesh saves an all-reduce over one rank.
         over = mesh if mesh[REPLICATE].size() > 1 else mesh[SHARD]
-
-        def apply(
-            modules: tuple[nn.Module, ...], *, reshard: Any, compute: torch.dtype, ignored: Iterable[nn.Parameter]
-        ) -> None:
-            fully_shard(
-                modules[0] if len(modules) == 1 else list(modules),
-                mesh=over,
-                reshard_after_forward=reshard,
-                mp_policy=mixed_precision(run, compute),
-                offload_policy=offload,
-                ignored_params=set(ignored) or None,
-            )
-
-        return apply
+        return partial(fully_shard, mesh=over, offload_policy=offload)

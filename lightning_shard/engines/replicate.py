@@ -1,6 +1,6 @@
 """FSDP2's machinery over a mesh that replicates: DDP in every precision, which torch's own can't."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import ReplicateFacts
-from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions, mixed_precision
+from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
@@ -53,15 +53,8 @@ class Replicate(FSDP2Engine):
 
     def _applier(self, run: Run) -> ApplyUnit:
         assert run.mesh[SHARD].size() == 1
-
-        def apply(
-            modules: tuple[nn.Module, ...], *, reshard: Any, compute: torch.dtype, ignored: Iterable[nn.Parameter]
-        ) -> None:
-            replicate(
-                modules, mesh=run.mesh[REPLICATE], mp_policy=mixed_precision(run, compute), ignored_params=set(ignored)
-            )
-
-        return apply
+        mesh = run.mesh[REPLICATE]
+        return lambda unit, *, reshard_after_forward, **options: replicate(unit, mesh=mesh, **options)
 
 
 def needs_replicate(root: nn.Module) -> bool:

@@ -106,7 +106,12 @@ class Planner:
         key = repr((candidate.checkpointing, units, candidate.run.policy))
         if key not in self._traces and self.training_step is not None:
             try:
-                self._traces[key] = self._trace_twice(candidate)
+                one, two = self._trace(candidate, self.batch), None
+                try:
+                    two = self._trace(candidate, self.batch, scale=2)
+                except ConfigurationError as error:
+                    self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
+                self._traces[key] = Traces(one=one, two=two)
             except ConfigurationError as error:
                 if self._traces:
                     self._traces[key] = error
@@ -116,14 +121,6 @@ class Planner:
         if isinstance(found, ConfigurationError):
             raise found
         return found
-
-    def _trace_twice(self, candidate: Candidate) -> Traces:
-        one, two = self._trace(candidate, self.batch), None
-        try:
-            two = self._trace(candidate, self.batch, scale=2)
-        except ConfigurationError as error:
-            self.notes.append(f"the largest batch is not known: at twice the batch, {error}")
-        return Traces(one=one, two=two)
 
     def without_activations(self, reason: object) -> None:
         self.training_step = self.batch = None

@@ -49,19 +49,11 @@ def fit(row: Row, memory: int) -> str:
     return "\n".join([*lines, f"fewest devices for this batch: {fewest}"])
 
 
-def shown_points(points: Sequence[Point]) -> list[Point]:
-    """The moments worth a column: the peak of forward, of backward with its reductions, and the step."""
-    found = []
-    for start in ("forward", ("backward", "reduction", "end of"), ("optimizer", "step")):
-        matching = [p for p in points if p.name.startswith(start)]
-        if matching:
-            found.append(max(matching, key=lambda p: p.account.device.total))
-    return found or list(points)
-
-
 def by_kind(points: Sequence[Point]) -> str:
     """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
-    shown = shown_points(points)
+    parts: tuple[str | tuple[str, ...], ...] = ("forward", ("backward", "reduction", "end of"), ("optimizer", "step"))
+    found = [[p for p in points if p.name.startswith(part)] for part in parts]
+    shown = [peak(matching) for matching in found if matching] or points
     rows = [["bytes of a device", *(p.name for p in shown)]]
     for kind in KINDS:
         if any(getattr(p.account.device, kind) for p in shown):

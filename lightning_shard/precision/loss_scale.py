@@ -136,9 +136,3 @@ def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch
     found = clipping.unscale(gradients, state.scale, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
-
-
-@torch.no_grad()
-def rescale(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients by a power of two in place: they wait for another optimizer's step at a new scale."""
-    clipping.multiply(gradients, torch.tensor(factor))

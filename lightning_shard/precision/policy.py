@@ -120,11 +120,6 @@ class PrecisionPolicy:
         return self.autocast or self.compute
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether parameters are cast from the master to another dtype for compute."""
-        return self.compute != self.master
-
-    @property
     def is_low_memory(self) -> bool:
         """Whether the optimizer steps 16-bit parameters, so that updates below their spacing are lost."""
         return self.master != torch.float32

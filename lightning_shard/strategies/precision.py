@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -24,7 +25,7 @@ from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocastin
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
 from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.strategies.settings import CommonSettings
-from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
+from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, multiply
 
 DType = Literal["fp32", "bf16", "fp16"]
 
@@ -327,7 +328,8 @@ class ShardPrecision(Precision):
         for other in self._optimizers:
             # Its gradients, from a backward before this step, wait for a step of their own.
             if other is not optimizer and id(other) not in self._overflows:
-                scales.rescale([g for g in engine.gradients(other)[0] if id(g) not in own], self._scale.scale / before)
+                waiting = [g for g in engine.gradients(other)[0] if id(g) not in own]
+                multiply(waiting, torch.tensor(self._scale.scale / before))
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"

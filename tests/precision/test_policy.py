@@ -41,7 +41,6 @@ def test_the_table(precision: str, aligned: bool, compute: torch.dtype, rest: to
         compute=compute, master=rest, reduce=rest, accumulate=rest, output=rest, loss_scale=scale
     )
     assert policy_from(precision, aligned=aligned) == expected
-    assert expected.is_mixed == (compute != rest)
     assert expected.is_low_memory == (rest != FP32)
 
 

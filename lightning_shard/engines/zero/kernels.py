@@ -77,12 +77,15 @@ def _of_section(section: Mapping[str, Any], *, offloads: bool) -> str | None:
 def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
     """What is missing to build the kernels on this machine, with the names of Debian's packages."""
     to_build = [name for name in needed if not _is_there(name)]
-    if unknown := [name for name in to_build if not _exists(name)]:
-        return [f"DeepSpeed has no kernel {', '.join(unknown)} for {device_type}: use another option or optimizer"]
     if not to_build:
         return []
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
     from torch.utils.cpp_extension import is_ninja_available
 
+    builders: dict[str, Any] = {name: get_accelerator().get_op_builder(BUILDERS[name]) for name in to_build}
+    if unknown := [n for n, b in builders.items() if b is None or b.__name__ == "NotImplementedBuilder"]:
+        return [f"DeepSpeed has no kernel {', '.join(unknown)} for {device_type}: use another option or optimizer"]
     what = f"DeepSpeed compiles {', '.join(to_build)}"
     problems = []
     compiler = os.environ.get("CXX", "c++")
@@ -93,7 +96,7 @@ def lacking(needed: tuple[str, ...], device_type: str) -> list[str]:
             f"{what}, but there is no ninja on PATH: apt-get install ninja-build, or put the bin folder of this "
             f"environment on PATH ({Path(sys.executable).parent}), where pip install ninja puts it"
         )
-    on_device = [name for name in to_build if device_type == "cuda" and _compiles_for_cuda(name)]
+    on_device = [name for name in to_build if device_type == "cuda" and issubclass(builders[name], CUDAOpBuilder)]
     if on_device and not _has_cuda_toolkit():
         instead = " Or use torch's AdamW: torch_adam: true in the section's params" if "fused_adam" in on_device else ""
         problems.append(
@@ -115,20 +118,6 @@ def states(device_type: str) -> dict[str, str]:
         compiled = _is_there(name) or any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
         found[name] = "compiled" if compiled else "; ".join(lacking((name,), device_type)) or "compiled on first use"
     return found
-
-
-def _exists(name: str) -> bool:
-    from deepspeed.accelerator import get_accelerator
-
-    builder: Any = get_accelerator().get_op_builder(BUILDERS[name])
-    return builder is not None and builder.__name__ != "NotImplementedBuilder"
-
-
-def _compiles_for_cuda(name: str) -> bool:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-
-    return issubclass(get_accelerator().get_op_builder(BUILDERS[name]), CUDAOpBuilder)
 
 
 def _has_cuda_toolkit() -> bool:

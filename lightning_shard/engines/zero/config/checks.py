@@ -218,7 +218,7 @@ def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
 def check_policy(fields: DeepSpeedFields, policy: PrecisionPolicy, aligned: bool) -> None:
     """Refuse a precision that DeepSpeed can't do with these fields, before training (PrecisionError)."""
     asked = effective_of(merge(fields, []))
-    if asked.stage == 0 and aligned and policy.is_mixed:
+    if asked.stage == 0 and aligned and policy.compute != policy.master:
         raise PrecisionError(
             f"compute is {short(policy.compute)} with DeepSpeed stage 0 under aligned, but there DeepSpeed sums "
             "gradients in the compute dtype. Use shard_ddp_aligned, which is the same without that, or '32-true'."
