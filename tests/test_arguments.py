@@ -29,7 +29,7 @@ from lightning_shard import (
 )
 from lightning_shard.arguments import read
 from lightning_shard.engines.settings import plain_settings
-from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, ZeroBuckets
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, ZeroBuckets
 
 
 def settings(strategy: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from lightning_shard.commands.options import UsageError, options_parser
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate import Known
-from lightning_shard.migrate import migrate as read_and_migrate
+from lightning_shard.migrate.lightning_yaml import Known
 from lightning_shard.migrate.migration import document, refusal, table
+from lightning_shard.migrate.migration import migrate as read_and_migrate
 from lightning_shard.strategies.precision import ShardPrecision
 
 _DESCRIPTION = """\

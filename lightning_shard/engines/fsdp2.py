@@ -5,7 +5,7 @@ forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered 
 no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,7 @@ class ShardedModule:
     upcast: dict[str, torch.dtype]
 
 
-class FSDP2Engine(StepsOwnParameters, ABC):
+class FSDP2Engine(StepsOwnParameters):
     """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
 
     name: str

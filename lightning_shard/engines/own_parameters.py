@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 
 
-class StepsOwnParameters:
+class StepsOwnParameters(ABC):
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
@@ -34,8 +35,8 @@ class StepsOwnParameters:
         self._closing = ExitStack()
 
     @property
-    def tensors(self) -> ModuleTensors:
-        raise NotImplementedError
+    @abstractmethod
+    def tensors(self) -> ModuleTensors: ...
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         return base
@@ -66,10 +67,10 @@ class StepsOwnParameters:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027
         """Nothing to do: forward reads what is stepped."""
 
-    def resumed(self) -> None:
+    def resumed(self) -> None:  # noqa: B027
         """Nothing to do: all state is in tensors."""
 
     def notes(self) -> Mapping[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from lightning_shard.engines.zero.config import DeepSpeedFields
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS, TRAINER_OWNED, check_fields, loss_scaling_of
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, TOP_LEVEL, Section, known_keys
 from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get, is_off

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine
-from lightning_shard.precision.ledger import Ledger, Recorder, contract_error, violations
+from lightning_shard.precision.ledger.record import Ledger, contract_error, violations
+from lightning_shard.precision.ledger.recorder import Recorder
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 

@@ -9,7 +9,10 @@ from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.zero import process
-from lightning_shard.engines.zero.config import check_fields, effective, fields, read_config
+from lightning_shard.engines.zero.config import fields
+from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.merging import effective
+from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig

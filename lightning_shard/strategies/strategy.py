@@ -31,13 +31,12 @@ from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
-from lightning_shard.precision.ledger import Ledger
+from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies.precision import ShardPrecision
-from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm
+from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm, warn_of_precision
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.strategies.stock_precision import translate
-from lightning_shard.strategies.warnings import warn_of_precision
 
 
 class ShardStrategy(ParallelStrategy):

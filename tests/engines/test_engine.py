@@ -19,7 +19,7 @@ from lightning_shard.engines.replicate import Replicate
 from lightning_shard.engines.torch_ddp import DDPOptions, TorchDDP
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.zero import process
-from lightning_shard.engines.zero.config import DeepSpeedFields
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh

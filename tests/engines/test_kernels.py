@@ -19,7 +19,7 @@ from torch.utils.cpp_extension import _get_build_directory
 from torch.utils.file_baton import FileBaton
 
 from lightning_shard.engines.zero import kernels
-from lightning_shard.engines.zero.config import OptimizerOffload
+from lightning_shard.engines.zero.config.fields import OptimizerOffload
 from lightning_shard.engines.zero.kernels import LockState, required_kernels, state_of_lock
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard import ShardDeepSpeedStrategy
-from lightning_shard.engines.zero.config import Stage3Options
+from lightning_shard.engines.zero.config.fields import Stage3Options
 from lightning_shard.errors import ConfigurationError
 from tests.harness import run_distributed
 from tests.models import Block, TinyLM, loader, quiet_trainer

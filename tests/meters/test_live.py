@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_shard import ShardDeepSpeedStrategy
 from lightning_shard.engines.resident import Resident, module_tensors
-from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
 from tests.compiled import NVME, need

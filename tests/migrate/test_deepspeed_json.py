@@ -12,7 +12,8 @@ import pytest
 
 from lightning_shard import registry
 from lightning_shard.commands import migrate as migrate_command
-from lightning_shard.migrate import deepspeed_json, migrate
+from lightning_shard.migrate import deepspeed_json
+from lightning_shard.migrate.migration import migrate
 from tests.harness import ROOT
 from tests.migrate import published
 from tests.migrate.support import FILES, arguments, trainer

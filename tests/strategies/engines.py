@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, ZeroPlusPlus
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, ZeroPlusPlus
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies.ddp import ShardDDPStrategy
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy

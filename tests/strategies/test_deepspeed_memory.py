@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import full_tensor
-from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer

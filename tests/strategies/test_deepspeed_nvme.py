@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_shard import ShardFSDPStrategy, ShardPrecision, full_tensor, set_full_tensor
 from lightning_shard.engines.zero import swapping
-from lightning_shard.engines.zero.config import OptimizerOffload, ParameterOffload, Stage3Options
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, ParameterOffload, Stage3Options
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.strategy import ShardStrategy

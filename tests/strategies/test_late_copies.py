@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_shard.engines.zero.config import OptimizerOffload
+from lightning_shard.engines.zero.config.fields import OptimizerOffload
 from tests.harness import run_distributed
 from tests.late_copies import late_copies
 from tests.models import TinyLM

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_shard import PreemptionConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, registry
 from lightning_shard.engines.settings import plain_settings
-from lightning_shard.engines.zero.config import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies import strategy as strategy_module
 from lightning_shard.strategies.strategy import ShardStrategy

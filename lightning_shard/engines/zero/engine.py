@@ -23,15 +23,10 @@ from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
 from lightning_shard.engines.zero import layout, offload, partition, process, running
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    check_policy,
-    deepspeed_config,
-    effective,
-    loss_scaling_from,
-    planned_facts,
-    run_facts,
-)
+from lightning_shard.engines.zero.config.building import deepspeed_config
+from lightning_shard.engines.zero.config.checks import check_policy, loss_scaling_from
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
+from lightning_shard.engines.zero.config.merging import effective
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors

@@ -2,8 +2,3 @@
 
 Nothing in it comes from the configuration. `Recorder` fills it, `violations` holds it against the contract.
 """
-
-from lightning_shard.precision.ledger.record import Entry, Ledger, Reduction, Violation, contract_error, violations
-from lightning_shard.precision.ledger.recorder import Recorder
-
-__all__ = ["Entry", "Ledger", "Recorder", "Reduction", "Violation", "contract_error", "violations"]

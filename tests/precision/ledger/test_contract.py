@@ -12,7 +12,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from lightning_shard.errors import ConfigurationError, PrecisionContractError
-from lightning_shard.precision.ledger import Ledger
+from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer

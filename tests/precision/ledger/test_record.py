@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_shard import run as parts
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.precision.ledger import Ledger
+from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.run.ledger import RunLedger
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, whole_parameters

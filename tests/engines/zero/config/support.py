@@ -12,13 +12,9 @@ import pytest
 from deepspeed.runtime import config as library
 
 from lightning_shard.engines.engine import TrainerFacts
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    RunFacts,
-    check_fields,
-    deepspeed_config,
-    dump_config,
-)
+from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
+from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.policy import policy_from
 

@@ -9,16 +9,10 @@ import pytest
 import torch
 from deepspeed.runtime import config as library
 
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    OptimizerOffload,
-    check_fields,
-    check_policy,
-    deepspeed_config,
-    loss_scaling_from,
-    merging,
-)
-from lightning_shard.engines.zero.config.checks import CONTRACT
+from lightning_shard.engines.zero.config import merging
+from lightning_shard.engines.zero.config.building import deepspeed_config
+from lightning_shard.engines.zero.config.checks import CONTRACT, check_fields, check_policy, loss_scaling_from
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields, OptimizerOffload
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import PRECISIONS, policy_from, short

@@ -13,18 +13,17 @@ import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser
 
-from lightning_shard.engines.zero.config import (
+from lightning_shard.engines.zero.config import merging
+from lightning_shard.engines.zero.config.building import deepspeed_config
+from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
-    Effective,
     OptimizerOffload,
     ParameterOffload,
     Stage3Options,
     ZeroBuckets,
     ZeroPlusPlus,
-    deepspeed_config,
-    effective,
-    merging,
 )
+from lightning_shard.engines.zero.config.merging import Effective, effective
 from tests.engines.zero.config.support import ZERO, accepted, refusal, run_facts
 
 TYPED: dict[str, tuple[DeepSpeedFields, Any]] = {

@@ -6,14 +6,10 @@ import json
 
 import pytest
 
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    check_fields,
-    deepspeed_config,
-    dump_config,
-    effective,
-    loss_scaling_from,
-)
+from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
+from lightning_shard.engines.zero.config.checks import check_fields, loss_scaling_from
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
+from lightning_shard.engines.zero.config.merging import effective
 from lightning_shard.precision.loss_scale import LossScaling
 from tests.engines.zero.config.support import FILES, ZERO, accepted, run_facts
 

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.engines.zero.config import (
-    DeepSpeedFields,
-    check_fields,
-    deepspeed_config,
-    keys,
-    reading,
-)
+from lightning_shard.engines.zero.config import keys, reading
+from lightning_shard.engines.zero.config.building import deepspeed_config
+from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from tests.engines.zero.config.support import ZERO, refusal, run_facts
 
 

@@ -13,17 +13,15 @@ from deepspeed.runtime import config as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.engines.zero.config import (
+from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER, deepspeed_config, dump_config
+from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.fields import (
     DeepSpeedFields,
     OptimizerOffload,
     ParameterOffload,
     Stage3Options,
     ZeroBuckets,
-    check_fields,
-    deepspeed_config,
-    dump_config,
 )
-from lightning_shard.engines.zero.config.building import BUCKET, NVME_BUFFER
 from tests.engines.zero.config.support import ADAMW, FILES, ZERO, contradiction, run_facts
 
 
