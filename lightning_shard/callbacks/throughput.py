@@ -1,9 +1,10 @@
 """How fast a run is, over all ranks: in the progress bar, in the loggers, as a table at the end and as a CSV."""
 
+import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard._lightning import processes
@@ -22,7 +24,9 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import throughput
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
+from lightning_shard.meters.waiting import Waiting
 from lightning_shard.precision.policy import BITS
+from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.fake import meta_copy, put_on_device
 from lightning_shard.text import first_line
 
@@ -33,6 +37,10 @@ class ThroughputCallback(Callback):
     Values are those of a window of optimizer steps. The work of all ranks is added up; the time is up to where the
     slowest rank ends. Waiting for data is part of it, and is logged as ``data_share``; validation and saving
     checkpoints are not. The ranks meet once in a window, so a step costs no collective and no wait for the device.
+
+    The slowest rank is named with its node, in the log and the table, where it stands out: where its own time, in which
+    it computes or waits for data and not for other ranks, is above the median of the other ranks' by more than a fifth
+    of the step. On GPUs that is the time of the host alone, and nothing is seen of a device that is slow by itself.
 
     Where stderr is no terminal, as in a batch job, rank 0 prints a line for each window, with the loss of its own last
     batch.
@@ -116,12 +124,13 @@ class ThroughputCallback(Callback):
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
         self._detach()
         self._actions = ActionClock(trainer)
+        self._nodes: dict[int, str] = {}
         self.windows = []
         self._peak = None
         self._first: float | None = None
         self._counted = False
-        # perf_counter at the end of the batch before; None where something else than training lies in between.
-        self._mark: float | None = None
+        # The clocks at the end of the batch before; None where something else than training lies in between.
+        self._mark: tuple[float, float, float] | None = None
         self._begin(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
@@ -129,7 +138,12 @@ class ThroughputCallback(Callback):
         self._first_step = trainer.global_step
         self._window = throughput.RankWindow()
         self._padding: list[Tensor] = []
-        self._before = dict(self._actions.seconds)
+        self._blocked = self._actions.seconds[CHECKPOINT]
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Seconds: now, waited for data without waiting for other ranks there, waited for other ranks."""
+        assert self._actions is not None
+        return time.perf_counter(), self._actions.seconds[DATA], self._actions.waiting.seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock, unless it runs since the batch before."""
@@ -139,7 +153,15 @@ class ThroughputCallback(Callback):
                 self._count(trainer, batch, batch_idx)
             self._mark = None
         if self._mark is None:
-            self._mark = time.perf_counter()
+            self._mark = self._clocks()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._actions is not None and isinstance(trainer.strategy.model, DistributedDataParallel):
+            self._actions.waiting.before_backward(loss)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._actions is not None:
+            self._actions.waiting.after_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -176,23 +198,26 @@ class ThroughputCallback(Callback):
             self._window.flops += self.flops.count.total * (items / self._first if self._first else 1)
 
     def _tick(self) -> None:
-        now = time.perf_counter()
+        now = self._clocks()
         if self._mark is not None:
-            self._window.seconds += now - self._mark
+            seconds, data, peers = (end - start for end, start in zip(now, self._mark, strict=True))
+            self._window.seconds += seconds
+            self._window.data_seconds += data
+            self._window.peer_seconds += peers
         self._mark = now
 
     def _finish(self, trainer: Trainer) -> throughput.Window | None:
         """Exchange the window over all ranks, which all call it, and begin the next one."""
         assert self._actions is not None
         device = trainer.strategy.root_device
+        if device.type == "cuda":
+            # So that the clock sees the work and not its launches.
+            with self._actions.waiting.also():
+                torch.cuda.synchronize(device)
         if self._padding:
-            # Waits for the device, so that the clock sees the work and not its launches.
             self._window.real_tokens += float(torch.stack(self._padding).sum())
-        elif device.type == "cuda":
-            torch.cuda.synchronize(device)
         self._tick()
-        spent = {action: seconds - self._before[action] for action, seconds in self._actions.seconds.items()}
-        self._window.data_seconds, self._window.checkpoint_seconds = spent[DATA], spent[CHECKPOINT]
+        self._window.checkpoint_seconds = self._actions.seconds[CHECKPOINT] - self._blocked
         self._window.allocated, self._window.reserved = throughput.peak_bytes(device)
         rows = throughput.gather_rows(astuple(self._window), dtype=torch.float64, device=device)
         norm = trainer.callback_metrics.get("grad_norm")
@@ -205,6 +230,13 @@ class ThroughputCallback(Callback):
         )
         self._begin(trainer)
         if window is not None:
+            if window.stands_out:  # on all ranks, which have the same numbers
+                rank = window.slowest_rank
+                if first := rank not in self._nodes:
+                    self._nodes[rank] = Ranks.of().broadcast(socket.gethostname(), rank)
+                window = replace(window, slowest_node=self._nodes[rank])
+                if first:
+                    rank_zero_info(f"Slowest: {throughput.slowest_line(window)}.")
             self.windows.append(window)
         return window
 
@@ -251,22 +283,27 @@ class ActionClock:
     """Sums up seconds of `DATA` and `CHECKPOINT`, whichever profiler the run has."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Listen to the profiler of ``trainer``, until `detach`."""
+        """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
+        self.waiting = Waiting()
         self._started: dict[str, float] = {}
         self._replacements = Replacements()
         follow_actions(self._replacements, trainer, self._begin, self._end)
 
     def _begin(self, action_name: str) -> None:
         if (action := _action(action_name)) is not None:
-            self._started[action] = time.perf_counter()
+            self._started[action] = self._now(action)
+
+    def _now(self, action: str) -> float:
+        return time.perf_counter() - (self.waiting.seconds if action == DATA else 0.0)
 
     def _end(self, action_name: str) -> None:
         if (action := _action(action_name)) is not None and action in self._started:
-            self.seconds[action] += time.perf_counter() - self._started.pop(action)
+            self.seconds[action] += self._now(action) - self._started.pop(action)
 
     def detach(self) -> None:
         self._replacements.restore()
+        self.waiting.detach()
 
 
 def _action(name: str) -> str | None:
@@ -283,6 +320,8 @@ def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bo
         "samples/s": window.samples_per_second,
         "samples/s/device": window.samples_per_second_per_device,
         **{name: getattr(window, name) for name in ("step_seconds", "data_share", "checkpoint_seconds", "mfu")},
+        "slowest/rank": float(window.slowest_rank) if window.devices > 1 else None,
+        "slowest/lag_seconds": window.lag_seconds if window.devices > 1 else None,
         "memory/rank": float(window.largest_rank),
         f"memory/{'resident' if on_cpu else 'allocated'}_gib": window.allocated / 2**30,
         "memory/reserved_gib": None if on_cpu else window.reserved / 2**30,

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.meters.peaks import mfu
-from lightning_shard.text import columns
+from lightning_shard.text import columns, show_seconds
 
+STANDS_OUT = 0.2  # Of a step's time, by which the slowest rank's own time is above the median of the others'.
 IGNORED = -100  # The label that torch's cross entropy leaves out.
 
 
@@ -97,9 +98,15 @@ class RankWindow:
     real_tokens: float = 0.0  # Tokens that are no padding; all, where padding can't be told.
     flops: float = 0.0  # Model FLOPs; 0: unknown.
     data_seconds: float = 0.0  # Of ``seconds``, time that the rank waited for the dataloader.
+    peer_seconds: float = 0.0  # Of ``seconds``, time that the rank waited for other ranks.
     checkpoint_seconds: float = 0.0  # Time blocked in saving checkpoints; no part of ``seconds``.
     allocated: float = 0.0  # Peak bytes in tensors since the fit began; on a CPU the process's greatest resident set.
     reserved: float = 0.0  # Peak bytes that torch's allocator took from the device; 0 on a CPU.
+
+    @property
+    def own_seconds(self) -> float:
+        """Time that the rank computed or waited for data, and that others may have waited for it."""
+        return max(0.0, self.seconds - self.peer_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,17 @@ class Window:
     allocated: int  # Of the rank with the most; see `RankWindow`.
     reserved: int
     largest_rank: int  # The rank with the most allocated.
+    slowest_rank: int  # The rank with the most time of its own, which is its compute and data time.
+    compute_seconds: float  # Of that rank in a step, without what it waited for other ranks.
+    data_seconds: float  # Of that rank in a step.
+    lag_seconds: float  # That rank's own time in a step, less the median of the other ranks'; 0 for one rank.
     grad_norm: float | None = None  # As the run logged it last.
+    slowest_node: str | None = None  # Of ``slowest_rank``, where that stands out.
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether a step would take a fifth less time if the slowest rank were like the median of the others."""
+        return self.lag_seconds > STANDS_OUT * self.step_seconds
 
     @property
     def samples_per_second_per_device(self) -> float:
@@ -144,6 +161,9 @@ def combine(
     samples, tokens = (sum(getattr(rank, name) for rank in ranks) for name in ("samples", "tokens"))
     real, flops = (sum(getattr(rank, name) for rank in ranks) for name in ("real_tokens", "flops"))
     largest = max(range(len(ranks)), key=lambda index: ranks[index].allocated)
+    slowest = max(range(len(ranks)), key=lambda index: ranks[index].own_seconds)
+    own = ranks[slowest].own_seconds
+    others = [rank.own_seconds for index, rank in enumerate(ranks) if index != slowest] or [own]
     return Window(
         step=step,
         steps=steps,
@@ -158,6 +178,10 @@ def combine(
         allocated=int(ranks[largest].allocated),
         reserved=int(max(rank.reserved for rank in ranks)),
         largest_rank=largest,
+        slowest_rank=slowest,
+        compute_seconds=(own - ranks[slowest].data_seconds) / steps,
+        data_seconds=ranks[slowest].data_seconds / steps,
+        lag_seconds=(own - statistics.median(others)) / steps,
         grad_norm=grad_norm,
     )
 
@@ -186,7 +210,8 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 COLUMNS = (
     "step", "steps", "devices", "step_seconds", "samples_per_second", "samples_per_second_per_device",
     "tokens_per_second", "tokens_per_second_per_device", "padding_share", "mfu", "data_share", "checkpoint_seconds",
-    "grad_norm", "allocated", "reserved", "largest_rank",
+    "grad_norm", "allocated", "reserved", "largest_rank", "slowest_rank", "slowest_node", "compute_seconds",
+    "data_seconds", "lag_seconds",
 )  # fmt: skip
 """The CSV's; of a `Window`, with bytes in ``allocated`` and ``reserved``. A value that is not known is empty."""
 
@@ -231,7 +256,18 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
         f"time blocked in checkpoints: {blocked:.1f} s",
         f"peak memory: {size_text(last.allocated)} {memory}, most on rank {last.largest_rank}",
     )
-    return "\n".join(lines)
+    out = [window for window in counted if window.stands_out]
+    worst = f"slowest in {len(out)} of {len(counted)} windows: " if out else ""
+    return "\n".join([*lines, *(worst + slowest_line(w) for w in sorted(out, key=lambda w: -w.lag_seconds)[:1])])
+
+
+def slowest_line(window: Window) -> str:
+    """The slowest rank of a window in which it stands out, and by how much."""
+    return (
+        f"rank {window.slowest_rank} on {window.slowest_node}, {show_seconds(window.lag_seconds)} a step behind the "
+        f"median of the others (computes {show_seconds(window.compute_seconds)}, waits for data "
+        f"{show_seconds(window.data_seconds)}, of steps of {show_seconds(window.step_seconds)})"
+    )
 
 
 def window_line(window: Window, loss: float | None) -> str:
@@ -243,8 +279,9 @@ def window_line(window: Window, loss: float | None) -> str:
         rate if window.tokens_per_second is None else f"{window.tokens_per_second:,.0f} tokens/s,",
         "" if window.mfu is None else f"MFU {window.mfu:.1%},",
         f"{size_text(window.allocated)} on rank {window.largest_rank}",
+        f"; slowest: {slowest_line(window)}" if window.stands_out else "",
     ]
-    return " ".join(part for part in parts if part)
+    return " ".join(part for part in parts if part).replace(" ;", ";")
 
 
 def size_text(size: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
 from lightning_shard.callbacks.throughput import ThroughputCallback
-from lightning_shard.meters.throughput import batch_size
+from lightning_shard.meters.throughput import RankWindow, Window, batch_size, combine, summary_table, window_line
 from tests.harness import run_distributed
 
 TOKENS = torch.zeros(4, 8, dtype=torch.int64)
@@ -141,6 +142,93 @@ def test_a_step_is_an_optimizer_step_with_all_its_micro_batches() -> None:
     (metrics,) = run_distributed(_accumulated, 1)
     assert metrics["step_seconds"] > 0.06
     assert metrics["tokens/s"] == pytest.approx(96 / metrics["step_seconds"], abs=0.51)
+
+
+class _Slow(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self.seconds)
+        return torch.ones(8)
+
+
+class _Meeting(_Sleeper):
+    """Ranks meet in forward, where DDP sends buffers and FSDP gathers, and in backward."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__(step)
+        self.weight = None
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(self.step_seconds)
+        return self.net(batch).pow(2).mean()
+
+
+def _slow(where: str, slow: int | None, strategy: str) -> list[tuple[bool, Window, str]]:
+    seconds = 0.3 if torch.distributed.get_rank() == slow else 0.0
+    callback = ThroughputCallback(3)
+    data = _Slow(seconds / 4 if where == "data" else 0.0)
+    module = _Meeting(0.2 + (seconds if where == "step" else 0.0))
+    before = torch.distributed.Work.wait
+    settings: dict[str, Any] = {"max_steps": 6, "strategy": strategy, "devices": 2, "limit_val_batches": 0}
+    quiet = ("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "logger")
+    trainer = Trainer(accelerator="cpu", callbacks=[callback], **settings, **dict.fromkeys(quiet, False))
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    assert torch.distributed.Work.wait is before
+    text = summary_table(callback.windows, blocked=0.0, on_cpu=True)
+    return [(window.stands_out, window, f"{window_line(window, None)}\n{text}") for window in callback.windows]
+
+
+@pytest.mark.parametrize(("where", "slow"), [("data", 0), ("step", 1)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["shard_ddp"]
+    + [
+        pytest.param(name, marks=pytest.mark.matrix)
+        for name in ("ddp", "shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3")
+    ],
+)
+def test_a_slow_rank_is_named_with_its_node_and_what_it_does(strategy: str, where: str, slow: int) -> None:
+    for windows in run_distributed(_slow, 2, where, slow, strategy):
+        for stands_out, window, text in windows:
+            assert (stands_out, window.slowest_rank) == (True, slow), text
+            assert f"rank {slow} on {socket.gethostname()}, " in text
+            assert f"slowest: rank {slow}" in text
+            assert "slowest in 1 of 1 windows: " in text
+            # The first window's first batches are there before its time begins.
+            assert window.lag_seconds > 0.1
+            assert (window.data_seconds > 0.15) == (where == "data")
+            assert window.compute_seconds > (0.45 if where == "step" else 0.15)
+            assert window.compute_seconds + window.data_seconds <= window.step_seconds
+
+
+def test_no_rank_is_named_where_all_are_equally_slow() -> None:
+    for windows in run_distributed(_slow, 2, "step", None, "shard_ddp"):
+        for stands_out, _, text in windows:
+            assert not stands_out, text
+            assert "slowest:" not in text
+            assert "slowest in" not in text
+
+
+def _rank(own: float, data: float) -> RankWindow:
+    return RankWindow(seconds=10.0, samples=1.0, data_seconds=data, peer_seconds=10.0 - own)
+
+
+@pytest.mark.parametrize(
+    ("own", "stands_out"), [([5.0, 5.0, 5.0, 7.5], True), ([5.0, 5.0, 5.0, 6.5], False), ([2.0, 7.0, 7.5, 8.0], False)]
+)
+def test_a_rank_stands_out_by_a_fifth_of_the_step_above_the_median_of_the_others(
+    own: list[float], stands_out: bool
+) -> None:
+    window = combine([_rank(seconds, 1.0) for seconds in own], step=5, steps=5, peak=None)
+    assert window is not None
+    assert (window.slowest_rank, window.data_seconds, window.stands_out) == (3, 0.2, stands_out)
+    assert window.compute_seconds == pytest.approx((own[3] - 1.0) / 5)
 
 
 def test_an_empty_window_is_refused() -> None:
