@@ -218,6 +218,7 @@ class Watch:
             return self._store.get("failed")
         silent = self._counter.silent()
         if silent:
+            self._size -= len(silent)  # whose last words nobody waits for
             return self._store.compare_set("failed", "", json.dumps([self._rank, _lost_message(silent, self._store)]))
         if self._suspects and self._store.check(["nobody is silent"]):
             self._known.set()

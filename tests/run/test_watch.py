@@ -58,6 +58,7 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
                 time.sleep(2)
                 told["cause"] = watch.failed(RuntimeError("Connection reset by peer"))
         watch.close()
+        told["heard all"] = watch._all_told and watch._all_gone
         told["alive"] = watch._speaker.is_alive() or watch._guard.is_alive()
         dist.barrier()
     told |= {"exits": exits, "printed": printed.getvalue()}
@@ -147,6 +148,8 @@ def test_a_lost_connection_is_traced_to_the_silent_rank() -> None:
         assert told["cause"].startswith("rank 2 on ")
         assert "gave no sign of life" in told["cause"]
         assert told["exits"] == []
+    # Rank 0, whose verdict it is, and who keeps the store, waits for those that are left alone.
+    assert zero["heard all"]
 
 
 def test_ranks_that_end_one_after_the_other_are_not_lost() -> None:
