@@ -27,7 +27,7 @@ USES = {
         "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs"
         " _latest_update_epoch _scheduler_state _skip_backward _swap_models _use_buffers",
     ),
-    "_lightning/callbacks.py": ("what a summary counts", "_max_depth _summary"),
+    "_lightning/callbacks.py": ("what a summary counts", "_max_depth _store _summary"),
     "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -39,6 +39,13 @@ def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> No
     for callback in callbacks(trainer):
         if isinstance(callback, ModelSummary):
             replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
+
+
+def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> None:
+    """Let callbacks that freeze before the fit not look for the names of what is in an optimizer's groups."""
+    for callback in callbacks(trainer):
+        if isinstance(callback, BaseFinetuning):
+            replacements.replace(callback, "_store", lambda *_: None)
 
 
 def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:

@@ -2,7 +2,13 @@
 
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
@@ -21,6 +27,7 @@ update_dataloader = _update_dataloader
 
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
+    (BaseFinetuning, "_store"),
     (LightningModule, "_device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
     (ModelCheckpoint, "file_exists _link_checkpoint"),

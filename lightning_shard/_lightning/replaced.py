@@ -6,6 +6,7 @@ Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` a
 from typing import Any
 
 REPLACED = {
+    "BaseFinetuning._store": "groups of flat partitions have no parameters with names, and get none",
     "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
     "Logger.log_graph": "the graph is drawn before the model is sharded",

@@ -64,6 +64,8 @@ def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, che
     full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
     callbacks.count_sharded_parameters(replacements, trainer)
     callbacks.let_errors_through(replacements, trainer)
+    if not engine.follows_freezing:
+        callbacks.leave_flat_groups_unnamed(replacements, trainer)
     save_between_steps(replacements, trainer)
     results.log_full_values(replacements, module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)

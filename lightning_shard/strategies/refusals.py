@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -62,7 +62,7 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, ru
     """
     saving = bool(trainer.checkpoint_callbacks)
     for callback in callbacks.callbacks(trainer):
-        if isinstance(callback, BaseFinetuning) and not follows_freezing:
+        if isinstance(callback, BaseFinetuning) and not follows_freezing and _thaws(callback, trainer):
             raise ConfigurationError(
                 f"{type(callback).__name__} thaws parameters during the fit, but {run} steps those that are trainable "
                 "when it begins. Use shard_fsdp or shard_ddp, or freeze before the fit and remove the callback."
@@ -92,6 +92,17 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, ru
                 "copies the whole module, and averages lie in shards here. Put it into another hook, such as "
                 "on_fit_start."
             )
+
+
+def _thaws(callback: BaseFinetuning, trainer: Trainer) -> bool:
+    """Whether it thaws in this fit, and does not only freeze before; what is found out later the engine refuses."""
+    own = type(callback).finetune_function
+    if isinstance(callback, BackboneFinetuning) and own is BackboneFinetuning.finetune_function:
+        epochs = trainer.max_epochs
+        return epochs in (None, -1) or callback.unfreeze_backbone_at_epoch < epochs
+    return not {"unfreeze_and_add_param_group", "make_trainable", "requires_grad_", "unfreeze"}.isdisjoint(
+        own.__code__.co_names
+    )
 
 
 def refuse_sync_batchnorm(device: torch.device) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
@@ -66,7 +72,7 @@ def _live(trainer: pl.Trainer) -> Iterator[Any]:
     fit = trainer.fit_loop
     yield from (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization)
     yield from (trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    kinds = ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
+    kinds = BaseFinetuning | ModelCheckpoint | ModelSummary | StochasticWeightAveraging | WeightAveraging
     yield from (c for c in trainer.callbacks if isinstance(c, kinds))
     yield from trainer.loggers
     yield grad_norm
@@ -133,6 +139,14 @@ class Interrupted(TinyLM):
         super().validation_step(batch, batch_idx)
 
 
+class Freezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks[0])
+
+    def finetune_function(self, *_: Any) -> None:
+        pass
+
+
 def _run(strategy: Any, module: TinyLM, ckpt_path: str | None = None, *more: Any, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     saves = ModelCheckpoint("saves", "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
@@ -176,6 +190,7 @@ def _runs() -> list[dict[str, Any]]:
             Interrupted(),
             None,
             StochasticWeightAveraging(0.1, swa_epoch_start=1),
+            Freezes(),
             val_check_interval={"hours": 1},
         ),
     ]
