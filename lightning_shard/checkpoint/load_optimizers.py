@@ -19,10 +19,11 @@ from lightning_shard.checkpoint.optimizer_state import (
     Values,
     groups_of,
     hyperparameters,
+    state_of_small,
     unshardable,
 )
 from lightning_shard.errors import CheckpointMismatchError
-from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, torch_optimizer
+from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, has_tensors_inside, plain_slots, torch_optimizer
 from lightning_shard.tensors.names import Names
 
 
@@ -322,13 +323,35 @@ def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tup
     wanted: list[tuple[str, LiveTensor]] = []
     for slots in plan.slots:
         part = slots.part
-        live = slots.optimizer.state.get(part.tensor, {})
-        state = {slot: _created(slots, slot, live.get(slot), scalars) for slot in slots.slots}
-        slots.optimizer.state[part.tensor] = state
+        live = _with_its_classes(slots)
+        plain = plain_slots(live)
+        state = {slot: _created(slots, slot, plain.get(slot), scalars) for slot in slots.slots}
         for slot, keys in slots.keys.items():
             if not slots.is_shared(slot):
                 wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in keys.items())
+        slots.optimizer.state[part.tensor] = _put_together(live, state)
     return wanted
+
+
+def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
+    """The live state, or that of a first step where what was saved is inside of tensors of classes of their own."""
+    part = slots.part
+    live: Mapping[str, Any] = slots.optimizer.state.get(part.tensor, {})
+    if live or part.flat is not None or not any("." in slot for slot in slots.slots):
+        return live
+    (shape,) = part.shapes.values()
+    found = state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
+    return {} if found is None else found[1]
+
+
+def _put_together(live: Mapping[str, Any], state: Values) -> Values:
+    """``state`` with its plain tensors inside of those of the classes that ``live`` has."""
+    for name, value in live.items():
+        if has_tensors_inside(value):
+            inside, settings = value.__tensor_flatten__()
+            plain = {each: state.pop(f"{name}.{each}") for each in inside}
+            state[name] = type(value).__tensor_unflatten__(plain, settings, value.size(), value.stride())
+    return state
 
 
 def load_groups(plan: OptimizerPlan) -> None:

@@ -29,6 +29,7 @@ from lightning_shard.tensors.flat import (
     FlatTensor,
     LiveTensor,
     OwnedOptimizer,
+    plain_slots,
     torch_optimizer,
 )
 from lightning_shard.tensors.names import Names
@@ -171,11 +172,10 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
             groups_with_state = groups
         for part in (p for group in groups_with_state for p in group.stepped if p.tensor in live.state):
             slots = live.state[part.tensor]
-            for slot, value in (slots if part.flat is None else _with_tensor_step(slots)).items():
+            for slot, value in plain_slots(slots if part.flat is None else _with_tensor_step(slots)).items():
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
-                        _refuse_class_of_its_own(name, value)
                         if part.stored_shape(fqn, value) is None:
                             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
                         found.tensors[name] = part.view(fqn, value)
@@ -192,7 +192,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
 def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterator[tuple[SlotName, LiveTensor]]:
     for parameter in optimizer.parameters:
         for name, slot in optimizer.slots.get(parameter.fqn, {}).items():
-            own = [] if parameter.tensor is None else [optimizer.optimizer.state[parameter.tensor][name]]
+            own = [] if parameter.tensor is None else [plain_slots(optimizer.optimizer.state[parameter.tensor])[name]]
             slices = [FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in own]
             fqn = names.aliases.get(parameter.fqn, parameter.fqn)
             yield SlotName(index, fqn, name), FlatTensor(slot.shape, slot.dtype, slices)
@@ -215,15 +215,6 @@ def _with_tensor_step(slots: Mapping[str, Any]) -> dict[str, Any]:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         return {**slots, "step": torch.tensor(step, dtype=dtype)}
     return dict(slots)
-
-
-def _refuse_class_of_its_own(name: SlotName, value: Tensor) -> None:
-    value = value.to_local() if isinstance(value, DTensor) else value
-    if hasattr(value, "__tensor_flatten__"):
-        raise CheckpointError(
-            f"{name.key} is a {type(value).__name__}, a tensor of a class of its own, which would be loaded as a plain "
-            "one with other numbers: use an optimizer with plain state"
-        )
 
 
 def unshardable(name: SlotName, slot: tuple[int, ...], parameter: tuple[int, ...]) -> str:
@@ -255,14 +246,13 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             own = not type(live).__module__.startswith("deepspeed")
             # A matrix has as many elements as it takes for a state in blocks.
             shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
-            small, state = (own and state_of_small(live, shape)) or (torch.empty(0), {})
+            small, state = (own and state_of_small(live, torch.zeros(shape))) or (torch.empty(0), {})
             try:
-                for slot, value in state.items():
+                for slot, value in plain_slots(state).items():
                     name = SlotName(index, "parameter", slot)
                     if not isinstance(value, Tensor):
                         encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})
                         continue
-                    _refuse_class_of_its_own(name, value)
                     if is_sharded and value.shape not in ((), small.shape):
                         raise CheckpointError(unshardable(name, tuple(value.shape), tuple(small.shape)))
             except CheckpointError as error:
@@ -273,21 +263,22 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
 _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 
 
-def state_of_small(optimizer: Optimizer, shape: Sequence[int]) -> tuple[Tensor, Mapping[str, Any]] | None:
-    """A parameter of this shape, and its state after a step of a new optimizer of the same class and defaults.
+def state_of_small(optimizer: Optimizer, like: Tensor) -> tuple[Tensor, Mapping[str, Any]] | None:
+    """A parameter ``like`` this one, and its state after a step of a new optimizer of the same class and defaults.
 
     None: a user's own class, that is made or stepped in another way.
     """
-    small = nn.Parameter(torch.full(tuple(shape), 0.5))
+    small = nn.Parameter(torch.full_like(like, 0.5))
 
     def closure() -> float:
         small.grad = torch.ones_like(small)
         return float(small.detach().sum())
 
     known = inspect.signature(type(optimizer)).parameters.keys() - _IMPLEMENTATIONS
+    settings = {**vars(optimizer), **optimizer.defaults}
     try:
         with torch.random.fork_rng(devices=[]):
-            new = type(optimizer)([small], **{k: v for k, v in optimizer.defaults.items() if k in known})
+            new = type(optimizer)([small], **{k: v for k, v in settings.items() if k in known})
             closure()
             new.step(closure)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):

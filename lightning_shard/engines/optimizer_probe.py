@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.flat import has_tensors_inside
 
 # Block-wise states quantise from 4,096 elements on, some only full blocks, of 2,048 at most; no block ends where a part
 # does.
@@ -99,12 +100,6 @@ def _try(
             return Needs.SHARDS
         if alone and (draws or not all(map(_equal, full, apart))):
             return Needs.FULL_PARAMETERS
-        if copies.kinds and not alone:
-            raise ConfigurationError(
-                f"{name} keeps its state in tensors of a class of its own ({', '.join(sorted(copies.kinds))}), which "
-                "can be neither divided over ranks nor saved. Use torch.optim.AdamW (in bf16-true its state is small "
-                "too), or shard_ddp without checkpoints."
-            )
         if draws and (aligned or dtype == torch.float32):
             raise ConfigurationError(
                 f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
@@ -117,7 +112,8 @@ def _try(
                 f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
                 "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
             )
-        if ndim == 0 or copies.same_in_parts(full[0]):
+        # The insides of a quantised state have other shapes than their parameter.
+        if not copies.insides and (ndim == 0 or copies.same_in_parts(full[0])):
             return Needs.SHARDS
         if copies.closure is not None:
             raise ConfigurationError(
@@ -140,7 +136,7 @@ class _Copies:
         generator = torch.Generator().manual_seed(0)
         like = next((p for p in group["params"]), None)
         self.closure: Callable[[], Tensor] | None = None
-        self.kinds: set[str] = set()  # Classes of state tensors that are not plain ones.
+        self.insides = False  # Whether there is state in tensors with others inside.
         self.device = device = torch.device("cpu") if like is None else like.device
 
         def made() -> Tensor:
@@ -168,9 +164,7 @@ class _Copies:
                 tensor.grad = gradient.clone()
             for copy in copies:
                 self._step(copy)
-        self.kinds |= {
-            type(t).__name__ for c in copies for t in tensors_in(c.state) if hasattr(t, "__tensor_flatten__")
-        }
+        self.insides |= any(has_tensors_inside(tensor) for copy in copies for tensor in tensors_in(copy.state))
         return [tensor.detach() for tensor in tensors]
 
     def same_in_parts(self, full: Tensor) -> bool:

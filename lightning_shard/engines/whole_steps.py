@@ -23,7 +23,7 @@ from lightning_shard.engines.engine import Run
 from lightning_shard.engines.optimizer_probe import Needs, probe
 from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot
+from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, plain_slots
 
 _BUCKET = 2**25
 """Elements of full parameters that are sent together: large enough for the network, and several at a time."""
@@ -231,7 +231,7 @@ class WholeSteps:
         own_values: dict[str, dict[str, Any]] = {}
         here = [(self._shards[index].fqn, owned.parameter) for index, owned in self._owned.items()]
         for fqn, parameter in [*here, *((fqn, tensor) for fqn, tensor, _ in self._replicated)]:
-            for name, value in self.optimizer.state.get(parameter, {}).items():
+            for name, value in plain_slots(self.optimizer.state.get(parameter, {})).items():
                 if isinstance(value, Tensor):
                     own_slots.setdefault(fqn, {})[name] = Slot(shape=tuple(value.shape), dtype=value.dtype)
                 else:

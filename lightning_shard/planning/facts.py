@@ -145,7 +145,7 @@ class Training:
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
     """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""
-    found = state_of_small(optimizer, (3, 5))
+    found = state_of_small(optimizer, torch.zeros(3, 5))
     if found is None:
         return None
     parameter, state = found

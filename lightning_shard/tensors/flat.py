@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -229,6 +230,23 @@ class OwnedOptimizer:
 AnyOptimizer = Optimizer | FlatOptimizer | OwnedOptimizer
 """An optimizer that steps a module's parameters (plain, or DTensors), flat tensors with slices of them, or full ones
 of other ranks' shards."""
+
+
+def plain_slots(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state, in which a tensor of a class of its own is the tensors inside: ``exp_avg.codes``."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if has_tensors_inside(value):
+            inside, _ = value.__tensor_flatten__()
+            found |= plain_slots({f"{name}.{each}": getattr(value, each) for each in inside})
+        else:
+            found[name] = value
+    return found
+
+
+def has_tensors_inside(value: Any) -> bool:
+    """Whether it is a tensor of a class of its own, such as a quantised one; a DTensor is none."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
 
 
 def torch_optimizer(optimizer: AnyOptimizer) -> Optimizer:

@@ -300,20 +300,6 @@ class Histories(torch.optim.SGD):
             self.state[parameter]["history"] = Histories
 
 
-class Quantised(torch.Tensor):
-    def __tensor_flatten__(self) -> Any:
-        return [], None
-
-
-class InBlocks(torch.optim.SGD):
-    """Keeps state in tensors of a class of its own, of parameters with full blocks alone."""
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            kind = Quantised if parameter.numel() % 256 == 0 and parameter.numel() >= 4096 else torch.Tensor
-            self.state[parameter]["exp_avg"] = torch.zeros_like(parameter).as_subclass(kind)
-
-
 def check(kind: type[torch.optim.Optimizer], **kwargs: Any) -> str:
     net, _ = sharded(None) if dist.get_world_size() > 1 else (nn.Linear(4, 4), None)
     optimizer, before = kind(net.parameters(), **kwargs), torch.get_rng_state()
@@ -331,15 +317,14 @@ def check_all() -> dict[str, str]:
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     kinds = {name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer)}
     del kinds["Optimizer"], kinds["Muon"]  # a base class; not for vectors
-    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories, "InBlocks": InBlocks}.items()}
+    return {name: check(kind, lr=0.1) for name, kind in {**kinds, "Histories": Histories}.items()}
 
 
 def test_an_optimizer_whose_state_no_checkpoint_can_have_is_refused_before_it_steps():
     for ranks in (1, 2):
         (found, *_) = run_distributed(check_all, ranks)
         refused = {name: said for name, said in found.items() if said != "can be saved"}
-        assert refused.keys() == {"Histories", "InBlocks"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
-        assert "optimizer.0.parameter.exp_avg is a Quantised, a tensor of a class of its own" in refused["InBlocks"]
+        assert refused.keys() == {"Histories"} | (set() if ranks == 1 else {"LBFGS", "Adafactor"})
         assert "the state of Histories can't be saved: the trainer's state" in refused["Histories"]
         if ranks == 2:
             assert "the state of LBFGS can't be saved: optimizer.0.parameter." in refused["LBFGS"]

@@ -1,4 +1,4 @@
-"""State that a checkpoint can't give back is refused when it is saved."""
+"""Quantised state is saved as the plain tensors inside, by their names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from torch import nn
 
 from lightning_shard.checkpoint.module_state import sharded_names
 from lightning_shard.checkpoint.optimizer_state import optimizer_states
-from lightning_shard.errors import CheckpointError
-from tests.engines.test_optimizer_probe import Quantised
 
 
-def test_state_in_tensors_of_a_class_of_their_own_is_refused() -> None:
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters())
-    optimizer.state[net.weight] = {"moment": torch.zeros(2, 3).as_subclass(Quantised)}
-    with pytest.raises(CheckpointError, match="moment is a Quantised, a tensor of a class of its own"):
-        optimizer_states([optimizer], sharded_names(net))
+def test_quantised_state_is_saved_as_the_tensors_inside() -> None:
+    ao = pytest.importorskip("torchao.optim")
+    net = nn.Linear(64, 64)
+    optimizer = ao.AdamW8bit(net.parameters())
+    net(torch.ones(64)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    found = {(n.fqn, n.slot): t.dtype for n, t in optimizer_states([optimizer], sharded_names(net)).tensors.items()}
+    assert found["weight", "exp_avg.codes"] == torch.uint8
+    assert found["weight", "exp_avg.scale"] == found["weight", "exp_avg_sq.qmap"] == torch.float32
+    # A bias has too few elements to be quantised.
+    assert found["bias", "exp_avg"] == torch.float32

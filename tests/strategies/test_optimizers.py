@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
 
+
+def _torchao(kind: str, *args: Any, **settings: Any) -> Optimizer:
+    import torchao.optim
+
+    torch.compiler.set_stance("force_eager")  # It compiles a step for each shape.
+    made: Optimizer = getattr(torchao.optim, kind)(*args, **settings)
+    return made
+
+
+QUANTISED = {kind: partial(_torchao, kind) for kind in ("AdamW8bit", "AdamW4bit", "AdamWFp8")}
 MAKES: dict[str, Callable[..., Optimizer]] = {
     "lamb": Lamb,
     "adafactor": torch.optim.Adafactor,
@@ -26,8 +37,9 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "together": NormalizedTogether,
     "noisy": Noisy,
+    **QUANTISED,
 }
-STATE = {"lamb": "square", "adafactor": "row_var", "muon": "momentum_buffer"}
+STATE = {"lamb": "square", "adafactor": "row_var", "muon": "momentum_buffer", "AdamW8bit": "exp_avg.codes"}
 SHARDING = [f"shard_{name}_aligned" for name in ("fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))]
 HOST = [f"shard_{name}_offload_aligned" for name in ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")]
 ALL = [*SHARDING, *HOST, "shard_fsdp_hybrid_aligned", "shard_fsdp_grad_op_aligned"]
@@ -41,8 +53,9 @@ class Model(pl.LightningModule):
         torch.manual_seed(3)
         self.make, self.state = make, state
         self.embed = nn.Embedding(VOCAB, 16)
+        wide = 256 if make in QUANTISED else 49  # which quantise parameters of 4,096 elements
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 49), nn.GELU(), nn.Linear(49, 16)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, wide), nn.GELU(), nn.Linear(wide, 16)) for _ in range(2)
         )
         self.gain = nn.Parameter(torch.ones(1, 1))
         self.head = nn.Linear(16, VOCAB)
@@ -131,6 +144,16 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
 def test_a_run_goes_on_on_another_engine(saved_by: str, make: str, tmp_path: Path) -> None:
     names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_3_aligned"]
     assert run_distributed(_resumed, 2, saved_by, names, make, tmp_path) == [{}] * 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", list(QUANTISED))
+def test_quantised_states_agree_bitwise_resumed_and_switched(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.optim")
+    assert run_distributed(_differences, 2, SHARDING, kind, timeout=400) == [{}] * 2
+    for saved_by in ("shard_ddp_aligned", "shard_fsdp_aligned"):
+        names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"]
+        assert run_distributed(_resumed, 2, saved_by, names, kind, tmp_path, timeout=400) == [{}] * 2
 
 
 def _saved_after_a_test(path: Path) -> bool:
