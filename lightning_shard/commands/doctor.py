@@ -6,9 +6,10 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,10 +28,11 @@ from lightning_shard.text import columns
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
 doctor. All processes meet, compare versions, see whether --folder is shared, add and gather tensors, and measure the
-links between neighbouring ranks, one after the other; --output leaves them for lightning-shard plan. Prints a table
-with a line for each node, and what is odd.
+links between neighbouring ranks, one after the other, and all together in all-gathers, whose speeds --output leaves for
+lightning-shard plan. Prints a table with a line for each node, and what is odd.
 """
 
+_PAIR_MEGABYTES = 16  # Between two neighbours, and gathered on CPUs.
 SLOW = 0.5  # A link of less than this part of the median of its kind is called slow.
 
 
@@ -43,6 +45,8 @@ class Rank:
     versions: Mapping[str, str]
     sums: bool = False  # Whether all-reduce and all-gather gave the right values.
     link: float = 0.0  # GB/s to the next rank; 0 for a process alone.
+    inside: float = 0.0  # GB/s of a device to others of its node, in all-gathers; 0 where there are none.
+    between: float = 0.0  # The same of its node to others.
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,12 +54,12 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
-    add("--megabytes", type=int, default=16, help="size of what is sent (default: 16)")
+    add("--megabytes", type=int, help="size of what is gathered (default: 256 on GPUs, else 16)")
     add(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write the slowest link inside a node and between nodes into a JSON file, for plan --links FILE",
+        help="write the speeds of all-gathers inside a node and between nodes into a JSON file, for plan --links FILE",
     )
     add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
     return parser
@@ -85,7 +89,7 @@ def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
 
 
 def examine(
-    place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int, backend: str | None
+    place: Place, local_rank: int, *, folder: Path | None, seconds: float, megabytes: int | None, backend: str | None
 ) -> tuple[list[Rank], list[str]]:
     """Compare and measure; returns what every rank says, and warnings (on rank 0 alone). Every rank calls it.
 
@@ -113,8 +117,10 @@ def examine(
         device_id=device if gpu else None,
     )
     try:
-        seen = replace(own, sums=_adds_up(device), link=_link(device, megabytes))
-        return _gather_over_gloo(seen, seconds), warnings
+        own = replace(own, sums=_adds_up(device), link=_link(device))
+        nodes = [rank.node for rank in _gather_over_gloo(own, seconds)]
+        inside, between = _gathers(device, megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
+        return _gather_over_gloo(replace(own, inside=inside, between=between), seconds), warnings
     finally:
         dist.destroy_process_group()
 
@@ -142,10 +148,10 @@ def _adds_up(device: torch.device) -> bool:
     return bool((total == expected).all()) and all(bool((part == i).all()) for i, part in enumerate(parts))
 
 
-def _link(device: torch.device, megabytes: int) -> float:
+def _link(device: torch.device) -> float:
     """GB/s from this rank to the next, while no other rank sends."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    data = torch.zeros(megabytes << 18, device=device)
+    data = torch.zeros(_PAIR_MEGABYTES << 18, device=device)
     speed = 0.0
     for sender in range(size):
         receiver = (sender + 1) % size
@@ -162,6 +168,34 @@ def _link(device: torch.device, megabytes: int) -> float:
                 dist.recv(data, sender)
                 dist.send(data[:1], sender)
     return speed
+
+
+def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tuple[float, float]:
+    """GB/s of a device to others of its node and of its node to others, in all-gathers, by the formulas of plan."""
+    of_node = {name: [i for i, node in enumerate(nodes) if node == name] for name in nodes}
+    groups = {name: dist.new_group(ranks) for name, ranks in of_node.items()}
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+    speeds = []
+    for group in (groups[nodes[dist.get_rank()]], dist.group.WORLD):
+        size = dist.get_world_size(group)
+        part = torch.zeros((megabytes << 18) // size, device=device)
+        full = part.new_empty(size * part.numel())
+        seconds = [_seconds(device, partial(all_gather, full, part, group)) for _ in range(4)][1:]  # once connected
+        speeds.append((size - 1) * part.nbytes / min(seconds) / 1e9)
+    return speeds[0], speeds[1] if len(groups) > 1 else 0.0
+
+
+def _seconds(device: torch.device, act: Callable[[], object]) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+    events = [torch.Event(device, enable_timing=True) for _ in range(2)]
+    events[0].record()
+    act()
+    events[1].record()
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3
 
 
 def table(ranks: Sequence[Rank]) -> str:
@@ -207,11 +241,10 @@ def odd(ranks: Sequence[Rank]) -> list[str]:
 
 
 def slowest(ranks: Sequence[Rank]) -> Links:
-    """The links that a collective waits for."""
-    speeds = {
-        kind: min((speed * 1e9 for speed in links.values()), default=None) for kind, links in _links(ranks).items()
-    }
-    return Links(intra_node=speeds["inside"], inter_node=speeds["between"])
+    """The speeds that the slowest rank saw in all-gathers."""
+    inside = [1e9 * rank.inside for rank in ranks if rank.inside]
+    between = [1e9 * rank.between for rank in ranks if rank.between]
+    return Links(intra_node=min(inside, default=None), inter_node=min(between, default=None))
 
 
 def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:
@@ -235,14 +268,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     options = parser().parse_args(arguments)
     place, local_rank = place_of(os.environ if environ is None else environ)
     try:
-        ranks, warnings = examine(
-            place,
-            local_rank,
-            folder=options.folder,
-            seconds=options.seconds,
-            megabytes=options.megabytes,
-            backend=options.backend,
-        )
+        given = {name: getattr(options, name) for name in ("folder", "seconds", "megabytes", "backend")}
+        ranks, warnings = examine(place, local_rank, **given)
     except ConfigurationError as error:
         # What all are told is said once; what one rank alone has met begins with its number.
         if place.rank == 0 or str(error).startswith("["):
@@ -251,9 +278,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     found = [*warnings, *odd(ranks)]
     if place.rank == 0:
         print(table(ranks))
+        links = slowest(ranks)
+        shown = {"of a device inside its node": links.intra_node, "of a node to others": links.inter_node}
+        print("".join(f"all-gather: {speed / 1e9:.2f} GB/s {what}\n" for what, speed in shown.items() if speed), end="")
         alone = "one process alone, so that nothing between processes was checked: start it by srun or torchrun"
         print("\n".join(f"odd: {line}" for line in found) or ("nothing is odd" if place.world_size > 1 else alone))
         if options.output is not None:
-            write_links(slowest(ranks), options.output)
+            write_links(links, options.output)
             print(f"links: {options.output}")
     return 1 if found else 0

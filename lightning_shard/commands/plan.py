@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--links",
         type=Path,
         metavar="FILE",
-        help="both speeds, as doctor --output FILE measured them between pairs of ranks, one pair at a time",
+        help="both speeds, as doctor --output FILE measured them in all-gathers",
     )
     add("--device-peak", type=peak, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")

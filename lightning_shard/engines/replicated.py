@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import is_persistent
 
 
@@ -21,12 +22,11 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
         if isinstance(tensor, DTensor) or tensor.is_meta or tensor.numel() == 0:
             continue
         data = tensor.detach()
-        if not data.is_contiguous():
-            copy = data.contiguous()
-            dist.broadcast(copy, src=0)
-            data.copy_(copy)
-        else:
-            dist.broadcast(data, src=0)
+        sent = data.contiguous()
+        # As bytes: NCCL has no int16 and no unsigned integers (ProcessGroupNCCL's ``ncclDataType``).
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
+        if sent is not data:
+            data.copy_(sent)
 
 
 def persistent_buffers(root: nn.Module) -> list[Tensor]:
@@ -49,8 +49,9 @@ def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         return
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    # On the host: no device is waited for.
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=Ranks.of().group)
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter, anywhere in zip(parameters, present.tolist(), strict=True):
         if anywhere:

@@ -194,9 +194,9 @@ def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.d
     own = torch.tensor(numbers, dtype=dtype, device=device)
     if not (dist.is_available() and dist.is_initialized()):
         return [own.tolist()]
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
-    return [row.tolist() for row in rows]
+    rows = own.new_empty(dist.get_world_size(), len(numbers))
+    dist.all_gather(list(rows), own)
+    return rows.tolist()
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:

@@ -104,10 +104,10 @@ _SPEEDS = ("intra_node", "inter_node")
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The slowest link of each kind that was measured, which is what a collective goes as fast as."""
+    """What links carry in collectives."""
 
-    intra_node: float | None  # Bytes per second between two ranks of a node; None: no two ranks shared one.
-    inter_node: float | None  # Bytes per second between two ranks on different nodes; None: there was one node.
+    intra_node: float | None  # Bytes per second of a device to others of its node; None: no two ranks shared one.
+    inter_node: float | None  # Bytes per second of a node to others; None: there was one node.
 
 
 def write_links(links: Links, path: Path) -> None:

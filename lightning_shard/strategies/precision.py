@@ -248,7 +248,7 @@ class ShardPrecision(Precision):
         counts = not self._is_refused(optimizer, model) and counts
         self.step_skipped = overflow or not counts
         if self._scale is not None:
-            model.log("loss_scale", self._scale.scale)
+            model.log("loss_scale", torch.tensor(self._scale.scale))  # a number is copied to the device, with a wait
         self._after_closure(model, optimizer)
         engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:

@@ -6,15 +6,19 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__
+from lightning_shard.commands import fit
+from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.strategies import table
 from lightning_shard.precision.policy import policy_from
 
@@ -478,3 +482,14 @@ def test_a_checkpoint_names_no_class_to_make(command: Callable[..., ShardCLI]) -
     torch.save({**torch.load("a.ckpt"), "hyper_parameters": hyper_parameters}, "hostile.ckpt")
     cli = command("validate", "--config", "base.yaml", "--ckpt_path", "hostile.ckpt")
     assert (type(cli.model), Named.made) == (BoringModel, 0)
+
+
+@pytest.mark.parametrize(("devices", "seen", "refused"), [("8", 1, True), ("1", 1, False), ("auto", 1, False)])
+def test_fewer_gpus_than_devices(devices: str, seen: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    for accelerator in ("gpu", "auto"):
+        given = Namespace(devices=devices, accelerator=accelerator)
+        with pytest.raises(UsageError, match=r"sees 1 of .*gpus-per-node=8") if refused else nullcontext():
+            fit.check_trainer(given, runs=True)
+    fit.check_trainer(Namespace(devices=devices, accelerator="cpu"), runs=True)

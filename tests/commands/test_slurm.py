@@ -8,17 +8,19 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_shard import ConfigurationError
 from lightning_shard.commands import doctor, slurm
 from lightning_shard.commands.doctor import Rank
 from lightning_shard.commands.slurm import script
 from lightning_shard.planning.traffic import Links, read_links, write_links
-from tests.harness import ROOT
+from tests.harness import ROOT, run_distributed
 
 SRUN = """\
 #!/bin/bash
@@ -217,6 +219,8 @@ def _ranks(**changes: dict[str, Any]) -> list[Rank]:
             "versions": {"torch": "2.13"},
             "sums": True,
             "link": links[i],
+            "inside": 4.0 + i,
+            "between": 2.0,
         }
         ranks.append(Rank(**{**settings, **changes.get(f"rank{i}", {})}))
     return ranks
@@ -248,7 +252,9 @@ def test_what_stands_out(changes: dict[str, Any], says: str) -> None:
 
 def test_links_for_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
-    for ranks, expected in ((_ranks(), (5e9, 1e9)), (_ranks()[:2], (1e9, None)), (_ranks()[:1], (None, None))):
+    one_node = [replace(rank, between=0.0) for rank in _ranks()[2:]]
+    alone = [replace(one_node[0], inside=0.0)]
+    for ranks, expected in ((_ranks(), (4e9, 2e9)), (one_node, (6e9, None)), (alone, (None, None))):
         write_links(doctor.slowest(ranks), path)
         found = read_links(path)
         assert (found.intra_node, found.inter_node) == expected
@@ -261,6 +267,16 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     assert read_links(path) == Links(intra_node=None, inter_node=None)
     with pytest.raises(ConfigurationError, match="can't be written: No such file or directory"):
         doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {})
+
+
+def _gathers(nodes: list[str]) -> tuple[float, float]:
+    return doctor._gathers(torch.device("cpu"), 1, nodes)
+
+
+@pytest.mark.parametrize(("nodes", "measured"), [(["n0", "n0"], (True, False)), (["n0", "n1"], (False, True))])
+def test_all_gathers_are_measured_inside_nodes_and_between_them(nodes: list[str], measured: tuple[bool, bool]) -> None:
+    for speeds in run_distributed(_gathers, 2, nodes):
+        assert tuple(speed > 0 for speed in speeds) == measured
 
 
 def test_a_node_with_fewer_ranks() -> None:

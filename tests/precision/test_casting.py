@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_shard.engines.transforms import checkpoint_forward
+from lightning_shard.precision import casting
 from lightning_shard.precision.casting import cast_floating, cast_trainable_parameters, install_casts, replace_forward
 from lightning_shard.precision.policy import autocasting, policy_from
 from tests.harness import run_distributed
@@ -449,3 +450,10 @@ def test_the_roots_code_runs_under_autocast_and_modules_do_not() -> None:
             root.net("no tensor")
         assert torch.is_autocast_enabled("cpu")
     assert seen == [False]
+
+
+def test_an_input_that_has_the_dtype_costs_no_look_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    install_casts(layer, torch.bfloat16)
+    monkeypatch.setattr(casting, "_holds_others", lambda *args: pytest.fail("looked into"))
+    assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16

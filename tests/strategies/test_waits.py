@@ -33,6 +33,10 @@ SCALER = "lightning_shard/precision/loss_scale.py:unscale"
 class Quiet(TinyLM):
     """Reads nothing itself."""
 
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        assert isinstance(value, Tensor), f"Lightning copies {name} to the device, and waits for it"
+        super().log(name, value, **kwargs)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("train_loss", loss)

@@ -1,0 +1,76 @@
+"""Tensors that are full on every rank, on backends that lack dtypes and where the host must not wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
+from lightning_shard.meters.throughput import gather_rows
+from tests.harness import run_distributed
+
+# ProcessGroupNCCL's ncclDataType, of torch 2.13.
+NCCL = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
+NCCL |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+DTYPES = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.float32, torch.bool]
+
+
+def _broadcast() -> tuple[list[bool], set[torch.dtype]]:
+    sent: set[torch.dtype] = set()
+    broadcast = dist.broadcast
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.add(tensor.dtype)
+        return broadcast(tensor, *args, **kwargs)
+
+    value = 1 + dist.get_rank()
+    tensors = [torch.full(shape, value, dtype=dtype) for dtype in DTYPES for shape in ((), (2, 3))]
+    tensors.append(torch.full((3, 2), float(value)).t())
+    dist.broadcast = noted
+    try:
+        broadcast_from_rank_0(tensors)
+    finally:
+        dist.broadcast = broadcast
+    return [bool((tensor == 1).all()) for tensor in tensors], sent
+
+
+def test_tensors_of_every_dtype_are_broadcast_in_those_that_nccl_has() -> None:
+    for of_rank_0, sent in run_distributed(_broadcast, 2):
+        assert all(of_rank_0)
+        assert sent <= NCCL
+
+
+def _average() -> list[Any]:
+    # Anything on their device fails.
+    average_gradients([nn.Parameter(torch.empty(2, device="meta"))], reduce_dtype=torch.float32)
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad = torch.full((2,), float(dist.get_rank()))
+    if dist.get_rank() == 1:
+        parameters[1].grad = torch.ones(2)
+    average_gradients(parameters, reduce_dtype=torch.float32)
+    return [parameter.grad if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
+
+
+def test_the_hosts_agree_which_parameters_have_gradients() -> None:
+    assert run_distributed(_average, 2) == [[[0.5, 0.5], [0.5, 0.5], None]] * 2
+
+
+def _rows() -> tuple[list[list[Any]], int]:
+    read, tolist = [0], Tensor.tolist
+
+    def counted(tensor: Tensor) -> Any:
+        read[0] += 1
+        return tolist(tensor)
+
+    Tensor.tolist = counted  # type: ignore[method-assign]
+    try:
+        return gather_rows([dist.get_rank(), 5], dtype=torch.int64, device=torch.device("cpu")), read[0]
+    finally:
+        Tensor.tolist = tolist  # type: ignore[method-assign]
+
+
+def test_the_rows_of_all_ranks_are_read_at_once() -> None:
+    assert run_distributed(_rows, 2) == [([[0, 5], [1, 5]], 1)] * 2
