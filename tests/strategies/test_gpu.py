@@ -1,4 +1,4 @@
-"""Every engine on one CUDA device. Run with ``pytest -m gpu`` where there is one."""
+"""Every engine on one CUDA device, and on all that there are. Run with ``pytest -m gpu`` where there is one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from examples.benchmarks.processes import run_processes
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.checkpoint.background import HostBuffers
 from tests.models import Final, TinyLM, loader
+from tests.strategies import on_devices
+from tests.strategies.on_devices import HYBRID
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +117,93 @@ def test_meters(name: str, tmp_path: Path) -> None:
     assert 0 < memory.measured.device.total - memory.measured.device.communication <= window.allocated
     assert window.allocated <= window.reserved
     assert sorted(path.name for path in profiler.files) == ["rank0-steps3-4.json.gz", "rank0-steps3-4.pickle"]
+
+
+# In processes of their own, one for each device
+
+
+def _on(devices: int) -> dict[str, Any]:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    return {"processes": devices, "device": "cuda", "timeout": 900.0}
+
+
+OFFLOADS = [name for name in NAMES if "offload" in name]
+# Of a tensor's largest element: sums in another order over more than two ranks, steps on the host of those offloaded.
+TOLERANCE = 2e-5
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_several_devices_train_alike(devices: int, precision: str) -> None:
+    names = [*NAMES, HYBRID]
+    for found in run_processes(on_devices.alike, names, precision, "clipped", {}, **_on(devices)):
+        far = {name: value for name, value in found.items() if value > (TOLERANCE if devices > 2 else 0)}
+        assert {name: value for name, value in far.items() if value > TOLERANCE or name not in OFFLOADS} == {}
+
+
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"])
+def test_the_second_device_alone(name: str, tmp_path: Path) -> None:
+    _on(2)
+    before = torch.cuda.memory_allocated(0)
+    trainer = pl.Trainer(
+        strategy=name, accelerator="gpu", devices=[1], max_steps=3, logger=False, default_root_dir=tmp_path
+    )
+    trainer.fit(TinyLM(), loader())
+    assert trainer.strategy.root_device == torch.device("cuda", 1)
+    assert torch.cuda.memory_allocated(0) == before
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("case", ["wide, accumulated and clipped", "wide, by hand"])
+def test_offloaded_gradients_of_100_megabytes_are_waited_for(case: str, devices: int) -> None:
+    model = {"rows": 102_400, "width": 256, **({"every": 2} if "hand" in case else {})}
+    for found in run_processes(on_devices.alike, OFFLOADS, "bf16-mixed", case, model, **_on(devices)):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_running_statistics_in_16_bits(devices: int, precision: str) -> None:
+    names = ["shard_ddp_aligned", "shard_fsdp_offload_aligned", "shard_deepspeed_stage_2_aligned"]
+    for found in run_processes(on_devices.alike, names, precision, "running statistics", {}, **_on(devices)):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("case", ["a parameter without a dimension", "a stream"])
+def test_scalars_and_streams(case: str, devices: int) -> None:
+    names = ["shard_fsdp_offload_aligned", "shard_ddp_aligned", "shard_deepspeed_stage_2_aligned"]
+    for found in run_processes(on_devices.alike, names, "bf16-mixed", case, {}, **_on(devices)):
+        assert max(found.values()) <= TOLERANCE, found
+
+
+# DeepSpeed's own steps wait; the table of waits has them.
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_aligned"])
+def test_steady_steps_do_not_wait(name: str, precision: str, devices: int) -> None:
+    assert run_processes(on_devices.steady, name, precision, **_on(devices)) == [3] * devices
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"])
+def test_saves_in_the_background_have_what_saves_have_that_are_waited_for(
+    name: str, devices: int, tmp_path: Path
+) -> None:
+    assert run_processes(on_devices.saves, name, str(tmp_path), **_on(devices)) == [[]] * devices
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1", "shard_deepspeed_stage_3"])
+def test_runs_go_on_with_dropout_and_a_fused_optimizer(name: str, devices: int, precision: str, tmp_path: Path) -> None:
+    assert run_processes(on_devices.resumed, name, precision, str(tmp_path), **_on(devices)) == [0.0] * devices
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
+def test_memory_that_runs_out_is_accounted_for(name: str, devices: int) -> None:
+    for message in run_processes(on_devices.out_of_memory, name, **_on(devices)):
+        assert "out of memory" in message
+        assert "Memory of rank" in message
