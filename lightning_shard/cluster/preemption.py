@@ -51,6 +51,10 @@ class PreemptionConfig:
     array task and its step, or torchrun's ``--rdzv-id``. Give one to resume under another job id; the array task is
     added to it."""
 
+    keep_batch: bool = False
+    """Where the run goes on with another number of ranks, change ``accumulate_grad_batches`` so that a step keeps its
+    micro-batches, of all ranks together, if they divide by the ranks. Otherwise it is said that the step is another."""
+
     def __post_init__(self) -> None:
         known = {s.name for s in signal.Signals}
         for name in self.signals:

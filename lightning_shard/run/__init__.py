@@ -18,9 +18,10 @@ from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import Rollback
 from lightning_shard.run.preemption import Preemption
-from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run
+from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
     begin_averaging,
+    keep_batch,
     keeps_optimizers,
     let_callbacks_wait,
     settle_fit,

@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint.load import OpenCheckpoint, open_newest
+from lightning_shard.checkpoint.files.manifest import open_checkpoint_directory
+from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -36,8 +37,19 @@ class RunIdentity:
     def read(config: PreemptionConfig, environ: Mapping[str, str], root: str) -> RunIdentity:
         return RunIdentity(name=run_name(config, environ), job=read_job(environ), root=root)
 
-    def facts(self, step: int) -> dict[str, Any]:
-        return {"name": self.name, "step": step, "time": time.time()}
+    def facts(self, step: int, micro_batches: int = 1) -> dict[str, Any]:
+        """What the manifest says of the run; ``micro_batches``: of a step, on all ranks together."""
+        return {"name": self.name, "step": step, "time": time.time(), "micro_batches": micro_batches}
+
+    def micro_batches(self, folders: list[Path]) -> int | None:
+        """Of a step of this run's newest checkpoint, on all ranks; None: there is none that says it. One rank calls."""
+        own = [] if self.own_path is None else [self.own_path.parent]
+        found = [] if self.name == NAMELESS else find_checkpoints(own + folders, self.name).own
+        if not found:
+            return None
+        directory, manifest = open_checkpoint_directory(found[0][0])
+        directory.close()
+        return manifest.facts.run.get("micro_batches")
 
     def _folder(self, name: str) -> Path | None:
         return None if re.match(r"\w+://", self.root) else Path(self.root) / name

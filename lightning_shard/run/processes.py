@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store, destroy_process_group, group
 from torch.distributed.device_mesh import DeviceMesh
@@ -125,7 +125,8 @@ class Processes:
             port=environment.main_port,
             rank=environment.global_rank(),
             world_size=environment.world_size(),
-            agent=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else None,
+            # torchrun counts no restart where nodes come or go, and keeps the store.
+            agent=f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{environment.world_size()}" if agent else None,
         )
         seconds = self._options.init_timeout_seconds
         store = connect(place, seconds)
@@ -145,6 +146,16 @@ class Processes:
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks; anything else is returned as it is."""
         return processes.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+
+def nodes_started(environment: ClusterEnvironment, environ: Mapping[str, str], nodes: int, devices: int) -> int:
+    """``num_nodes``, or how many nodes torchrun has started: ``--nnodes 1:2`` goes on with those that there are."""
+    size = environment.world_size()
+    local = environ.get("LOCAL_WORLD_SIZE") == str(devices)
+    if not (isinstance(environment, TorchElasticEnvironment) and local) or size == nodes * devices or size % devices:
+        return nodes
+    rank_zero_info(f"num_nodes is {size // devices}, as torchrun has started the processes, and not {nodes}.")
+    return size // devices
 
 
 def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu: bool) -> Launch:

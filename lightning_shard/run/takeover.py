@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import checkpoint_folders
@@ -38,6 +40,22 @@ def take_over_resuming(
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     choose_checkpoint(replacements, trainer, choose)
+
+
+def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
+    """Change ``accumulate_grad_batches`` so that a step has the micro-batches of the run's newest checkpoint.
+
+    Where these do not divide by the ranks it is left, and the start of training says so. All ranks call it.
+    """
+    folders = checkpoint_folders(trainer)
+    before = Ranks.of().first("reading the batches of a step", lambda: identity.micro_batches(folders))
+    keeps, rest = divmod(before or 0, trainer.world_size)
+    if keeps and not rest and keeps != trainer.accumulate_grad_batches:
+        rank_zero_info(
+            f"A step of run {identity.name} has {before} micro-batches, and so on {trainer.world_size} ranks "
+            f"accumulate_grad_batches is {keeps}, and not {trainer.accumulate_grad_batches}."
+        )
+        trainer.accumulate_grad_batches = keeps
 
 
 def take_over_signals(replacements: Replacements, trainer: Trainer, preemption: Preemption) -> None:

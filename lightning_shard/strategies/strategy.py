@@ -180,6 +180,7 @@ class ShardStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # All that can be known is checked before any process is started.
         gpu = self.root_device.type == "cuda"
+        self.num_nodes = parts.nodes_started(self._environment, os.environ, self.num_nodes, self.num_processes)
         self._launch = parts.launch_of(self._environment, nodes=self.num_nodes, devices=self.num_processes, gpu=gpu)
         parts.check_launcher(self._launch, os.environ)
         self.check()
@@ -226,6 +227,8 @@ class ShardStrategy(ParallelStrategy):
         module, engine = self._module, self.engine_for(self._module)
         self.accelerator.setup(trainer)
         loops.use_no_grad_in_evaluation(self._replacements, trainer)
+        if self._fits and self.preemption.keep_batch and module.automatic_optimization:
+            parts.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
         run = self._begin(trainer, engine)
         log_graphs(self._replacements, trainer)
         self.model = engine.prepare(module, run)
@@ -424,7 +427,7 @@ class ShardStrategy(ParallelStrategy):
         if OPTIMIZER_STATES in checkpoint:
             checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
         background = self.async_save and parts.Fit(trainer).is_running and not self._preemption.is_stopping
-        facts = self._identity.facts(trainer.global_step)
+        facts = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
         self._preemption.saved()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_shard import PreemptionConfig
 from lightning_shard.errors import CheckpointError, DataError
+from lightning_shard.registry import build
 from lightning_shard.run.data import other_batch
 from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
@@ -134,6 +137,56 @@ def test_another_world_size_goes_on_after_the_last_sample(tmp_path: Path) -> Non
     pairs = [a + b for a, b in zip(halved[0]["seen"][::2], halved[0]["seen"][1::2], strict=True)]
     assert pairs == sums[3:]
     assert halved[0]["epoch"] == straight[0]["epoch"]
+
+
+def _kept(strategy: str, folder: str, **settings: Any) -> tuple[dict[str, Any], list[str]]:
+    own = build(strategy, preemption=PreemptionConfig(run="mine", keep_batch=True))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = _fit(own, folder=folder, default_root_dir=folder, resume="auto", **settings)
+    return found, [str(warning.message) for warning in said if "A step took" in str(warning.message)]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2"])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_a_step_keeps_its_samples_on_another_number_of_ranks(
+    strategy: str, ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    settings = {"accumulate_grad_batches": 2 // ranks[0]}
+    straight = run_distributed(_kept, ranks[0], strategy, str(tmp_path / "straight"), steps=EPOCH, **settings)
+    run_distributed(_kept, ranks[0], strategy, str(tmp_path / "run"), steps=3, **settings)
+    resumed = run_distributed(_kept, ranks[1], strategy, str(tmp_path / "run"), steps=EPOCH, **settings)
+
+    def samples(results: list[tuple[dict[str, Any], list[str]]], since: int) -> list[int]:
+        """Sums over the samples of each step, of all ranks and micro-batches."""
+        micro = 2 // len(results)
+        seen = [rank["seen"] for rank, _ in results]
+        return [sum(sum(own[i : i + micro]) for own in seen) for i in range(since * micro, len(seen[0]), micro)]
+
+    assert samples(resumed, 0) == samples(straight, 3)
+    for key in ("step", "epoch", "lr"):
+        assert resumed[0][0][key] == straight[0][0][key], key
+    assert not any(said for _, said in resumed)
+
+
+@pytest.mark.matrix
+def test_a_step_that_can_not_keep_its_samples_is_said(tmp_path: Path) -> None:
+    run_distributed(_kept, 3, "shard_ddp", str(tmp_path), steps=3)
+    resumed = run_distributed(_kept, 2, "shard_ddp", str(tmp_path), steps=5)
+    assert resumed[0][0]["step"] == 5
+    assert "No accumulate_grad_batches keeps it" in resumed[0][1][0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    "strategy", ["shard_fsdp", "shard_fsdp_grad_op", *(f"shard_deepspeed_stage_{stage}" for stage in range(4))]
+)
+def test_resume_on_more_ranks_under_every_engine(strategy: str, ranks: int, tmp_path: Path) -> None:
+    straight = run_distributed(_fit, ranks, strategy, folder=str(tmp_path), steps=5)
+    resumed = run_distributed(_fit, ranks, strategy, resume=str(tmp_path / "step=3.ckpt"), steps=5)
+    _assert_continues(straight, resumed, 3)
 
 
 def _validate(strategy: str, path: str) -> float:
