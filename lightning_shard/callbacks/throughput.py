@@ -210,10 +210,10 @@ class ThroughputCallback(Callback):
         """Exchange the window over all ranks, which all call it, and begin the next one."""
         assert self._actions is not None
         device = trainer.strategy.root_device
-        if device.type == "cuda":
+        if device.type != "cpu":
             # So that the clock sees the work and not its launches.
             with self._actions.waiting.also():
-                torch.cuda.synchronize(device)
+                torch.accelerator.synchronize(device)
         if self._padding:
             self._window.real_tokens += float(torch.stack(self._padding).sum())
         self._tick()

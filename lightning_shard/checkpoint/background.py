@@ -144,7 +144,7 @@ class Saver:
 class HostBuffers:
     """Memory for one copy of what a rank writes, kept from one save to the next.
 
-    Pinned for boxes that come from a CUDA device, so that all copies of a save run at once, and in slabs: torch rounds
+    Pinned for boxes that come from a device, so that all copies of a save run at once, and in slabs: torch rounds
     each pinned allocation up to a power of two. Of boxes that are mapped from files (NVMe offload) the copies are in
     files too: there is no memory for them.
     """
@@ -162,7 +162,7 @@ class HostBuffers:
         kept = {index: buffer for index in boxes if (buffer := self._buffers.get(index)) is not None}
         self._buffers = kept  # what other boxes had is free before more is taken
         devices = set()
-        pinned = {index: source for index in boxes if (source := values(index)).is_cuda}
+        pinned = {index: source for index in boxes if (source := values(index)).device.type != "cpu"}
         if not all(index in kept and _fits(kept[index], source) for index, source in pinned.items()):
             for index in pinned:
                 kept.pop(index, None)
@@ -172,11 +172,11 @@ class HostBuffers:
             buffer = kept.get(index)
             if buffer is None or not _fits(buffer, source):
                 buffer = kept[index] = _new_buffer(source)
-            buffer.copy_(source, non_blocking=source.is_cuda)
-            if source.is_cuda:
+            buffer.copy_(source, non_blocking=index in pinned)
+            if index in pinned:
                 devices.add(source.device)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
         return kept.__getitem__
 
     def free(self) -> None:
@@ -195,7 +195,7 @@ def pinned_like(sources: Sequence[Tensor]) -> list[Tensor]:
             ends.append(0)
         places.append((len(ends) - 1, ends[-1]))
         ends[-1] += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-    slabs = [torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for end in ends]
+    slabs = [torch.empty(end, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()) for end in ends]
     return [
         slabs[slab][offset : offset + source.nbytes].view(source.dtype).view(source.shape)
         for source, (slab, offset) in zip(sources, places, strict=True)

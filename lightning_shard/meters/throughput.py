@@ -201,8 +201,8 @@ def gather_rows(numbers: Sequence[float], *, dtype: torch.dtype, device: torch.d
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
     """Peak bytes allocated and reserved on ``device``; on a CPU the process's greatest resident set, and 0."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
     # In KiB on Linux, in bytes on macOS (getrusage(2)).
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), 0
 

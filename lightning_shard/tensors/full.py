@@ -103,12 +103,12 @@ def to_host_later(tensor: Tensor) -> Callable[[], Tensor]:
 
     What was launched on the device after this call is not waited for.
     """
-    if tensor.device.type != "cuda":
+    if tensor.device.type == "cpu":
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor.detach(), non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.Event(tensor.device)
     copied.record()
 
     def read() -> Tensor:
