@@ -92,6 +92,7 @@ def convert(
     Raises:
         CheckpointError: ``target`` exists, or ``path`` is no checkpoint that can be read.
     """
+    layout.refuse_url(target)
     if Path(target).exists():
         raise CheckpointError(f"{target} exists: choose another path, or remove it")
     stored = open_any(path, optimizers="none" if weights_only else "named")
@@ -123,6 +124,7 @@ def export(
         CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
         ConfigurationError: a size that is none.
     """
+    layout.refuse_url(folder)
     size = parse_bytes(max_shard_size)
     stored = open_any(path, optimizers="none")
     return export_contents(

@@ -25,6 +25,7 @@ from lightning_shard.checkpoint.background_writes import BackgroundWrite
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.tensor_files import Values
+from lightning_shard.checkpoint.foreign.hugging_face import Skeleton
 from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.checkpoint.save import begin_any
 from lightning_shard.cluster.preemption import Agreement
@@ -50,8 +51,15 @@ class Saver:
         self._ongoing: _Ongoing | None = None
         self._longest_seconds = 0.0
 
-    def save(self, path: str, collect: Callable[[], Contents], *, background: bool) -> None:
-        """Save to ``path``, the same on every rank; one that `names_full` becomes a stock Lightning file.
+    def save(
+        self,
+        path: str,
+        collect: Callable[[], Contents],
+        *,
+        background: bool,
+        wanted: Callable[[], Skeleton] | None = None,
+    ) -> None:
+        """Save to ``path``, the same on every rank, in the form that its name says; see `begin_any`.
 
         What is still being written is waited for first. ``collect`` gives what is to be saved, without communication;
         ``background``: return as soon as the tensors may change. CheckpointError, the same on every rank, also for a
@@ -60,7 +68,7 @@ class Saver:
         self.finish()
         started = time.monotonic()
         ranks, writing = Ranks.of(), Ranks.in_background() if background else None
-        begun, state = begin_any(ranks, path, collect, self._plans)
+        begun, state = begin_any(ranks, path, collect, self._plans, wanted)
         live = live_values(state.tensors)
         if writing is None:
             begun.finish(ranks, live)

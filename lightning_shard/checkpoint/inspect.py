@@ -36,6 +36,7 @@ def _described(path: str | os.PathLike[str], stored: Contents) -> str:
         "progress": f"epoch {state.get('epoch', '-')}, step {state.get('global_step', '-')}",
         "optimizers": ", ".join(part["class"] for part in state.get(layout.OPTIMIZER_STATES, []))
         or "none: weights only",
+        "left out": f"{len(facts.frozen)} frozen tensors, digests kept" if facts.frozen else "nothing",
         "run's state": ", ".join(sorted(key for key in state if key != layout.OPTIMIZER_STATES)) or "none",
     }
     width = max(map(len, lines)) + 2
@@ -80,10 +81,10 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     Raises CheckpointCorruptError that names every damaged file, CheckpointNotFoundError, and CheckpointError for a
     form that has no checksums.
     """
-    path = Path(path)
+    foreign, path = is_foreign(path), Path(path)
     if path.is_file():
         return _verify_archive(path)
-    if is_foreign(path):
+    if foreign:
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
@@ -93,7 +94,8 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         if not stream.read().endswith(b"\n"):  # all that is not under its digest
             damage[layout.MANIFEST] = f"{path / layout.MANIFEST} was cut: its last byte is missing"
     if not damage:  # what opens them says less clearly that they were changed
-        for name, read in ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state)):
+        opened = ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state))
+        for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # the other layout has neither
             try:
                 read(directory, manifest)
             except CheckpointError as error:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.background_writes import settle
+from lightning_shard.checkpoint.digests import digests
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
@@ -62,8 +63,14 @@ class OpenCheckpoint:
 
 def _open(path: str | os.PathLike[str], *, covered: bool = True) -> OpenCheckpoint:
     settle()
+    layout.refuse_url(path)
     directory, manifest = open_checkpoint_directory(path)
     try:
+        if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
+            raise CheckpointError(
+                f"{path} is in Hugging Face's layout and has weights alone: from_pretrained and load_pretrained read "
+                "it. To go on training, give a checkpoint whose name does not end in .hf."
+            )
         return OpenCheckpoint(
             directory=directory,
             manifest=manifest,
@@ -155,12 +162,13 @@ def load_training_state(
         aliases = {layout.model_key(alias): layout.model_key(fqn) for alias, fqn in names.aliases.items()}
         stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(layout.MODEL_PREFIX)}
         matched = match(_shapes(live), aliases, stored, found.aliases)
+        left_out = {layout.model_key(fqn) for fqn in found.facts.frozen} if strict else set()
         of_averages, targets = _match_averages(averages or {}, names, found)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
-            missing=matched.missing + of_averages.missing + plan.missing,
+            missing=[key for key in matched.missing if key not in left_out] + of_averages.missing + plan.missing,
             unexpected=matched.unexpected + plan.unexpected,
             reshaped=matched.reshaped + of_averages.reshaped,
             problems=plan.problems,
@@ -171,6 +179,15 @@ def load_training_state(
         return names, targets, plan, report
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
+    if strict and found.facts.frozen:
+        base = live_tensors(names, masters)
+        here = digests({fqn: base[fqn] for fqn in found.facts.frozen if fqn in base})
+        if other := [fqn for fqn, digest in found.facts.frozen.items() if here.get(fqn) != digest]:
+            raise CheckpointMismatchError(
+                f"{checkpoint.path} was saved without its frozen weights (save_frozen: false), and here are others of "
+                f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
+                "strict_loading=False goes on from those that are here."
+            )
 
     def fill(targets: Iterable[tuple[str, Any]]) -> None:
         read_tensors(checkpoint.directory, checkpoint.metadata, targets)
@@ -223,15 +240,15 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def open_portable(path: str | os.PathLike[str]) -> Contents:
+def open_portable(path: str | os.PathLike[str], *, compared: bool = True) -> Contents:
     """The checkpoint directory ``path``; its tensors are read when asked for. One process calls it.
 
-    A file is compared with its checksum when the first tensor in it is read. Raises CheckpointNotFoundError or
-    CheckpointCorruptError, then too.
+    Where it is ``compared``, each file is with its checksum when the first tensor in it is read. Raises
+    CheckpointNotFoundError or CheckpointCorruptError, then too.
     """
     opened = _open(path)
     found = opened.manifest
-    opened.directory.compare(found.files)
+    opened.directory.compare(found.files if compared else {})
 
     def stored(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
         return StoredTensor(shape=shape, dtype=dtype, read=lambda: read_full(opened.directory, opened.metadata, key))

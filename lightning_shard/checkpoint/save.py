@@ -20,6 +20,7 @@ from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
+from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.module_state import extra_state, live_tensors, sharded_names
@@ -133,7 +134,7 @@ class Begun:
     trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
     facts: Facts
     aliases: Mapping[str, str]
-    file: Path | None = None  # A stock Lightning file that is to be in the place of the checkpoint.
+    then: Callable[[Ranks], object] = lambda ranks: None  # What makes another form of the directory; all ranks call it.
 
     def finish(self, ranks: Ranks, values: Values) -> None:
         """Write the values and put the checkpoint in place. All ranks call it.
@@ -153,14 +154,7 @@ class Begun:
             if ranks.is_first:
                 commit.delete_tree(self.temporary)
             raise
-        if self.file is not None:
-            ranks.first(f"writing {self.file}", partial(self._write_file, self.file))
-
-    def _write_file(self, file: Path) -> None:
-        try:
-            write_full(file, open_portable(self.target))
-        finally:
-            commit.remove(self.target)
+        self.then(ranks)
 
     def _write(self, rank: int, values: Values) -> Written:
         written = write_boxes(self.temporary, rank, self.plan.mine, values)
@@ -207,20 +201,38 @@ class Begun:
         commit.publish(self.temporary, self.target, self.token)
 
 
-def begin_any(ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
-    """As `begin`; a path that `names_full` becomes one stock Lightning file.
+def begin_any(
+    ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans, wanted: Callable[[], Skeleton] | None = None
+) -> tuple[Begun, Contents]:
+    """As `begin`; a path that `names_full` becomes one stock Lightning file, an ``.hf.ckpt`` a folder of Hugging Face.
 
-    Rank 0 writes that from a directory beside it, which is removed then, so that no rank ever has more than one full
-    tensor.
+    They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
+    the file by rank 0, the folder, of which ``wanted`` gives rank 0 the skeleton, by all ranks.
     """
-    if not names_full(path):
+    wanted = wanted if layout.names_hugging_face(path) else None
+    if wanted is None and not names_full(path):
         return begin(ranks, path, collect, plans)
 
-    def place() -> tuple[str, str]:
+    def place(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
         target = Path(os.path.abspath(path))
         commit.check_replaceable(target)
-        return str(target), str(layout.temporary_sibling(target, layout.new_token()))
+        parts, skeleton = layout.temporary_sibling(target, layout.new_token()), wanted() if wanted else None
+        names = replace(skeleton, files={}) if skeleton else None
+        return [(target, parts, skeleton), *[(target, parts, names)] * (ranks.size - 1)]
 
-    file, parts = ranks.first(f"starting to save {path}", place)
-    begun, state = begin(ranks, parts, collect, plans)
-    return replace(begun, file=Path(file)), state
+    target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, place)
+    if skeleton is None:
+        begun, state = begin(ranks, os.fspath(parts), collect, plans)
+        return replace(begun, then=partial(_write_file, target, parts)), state
+    begun, state = begin(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
+    return replace(begun, then=partial(write_hugging_face, target=target, parts=parts, wanted=skeleton)), state
+
+
+def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:
+    def write() -> None:
+        try:
+            write_full(target, open_portable(parts))
+        finally:
+            commit.remove(parts)
+
+    ranks.first(f"writing {target}", write)

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
 from lightning_shard.arguments import imported
+from lightning_shard.checkpoint.files.layout import names_hugging_face
 from lightning_shard.commands.options import UsageError
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
@@ -111,7 +112,7 @@ def broken_config(arguments: Sequence[str]) -> str:
 
 
 def print_checkpoints(trainer: Trainer) -> tuple[str, str]:
-    """Print where the best and the last checkpoint are; returns both paths, one for the other or ``""``."""
+    """Print where the best and the last checkpoint are; returns both that load, one for the other or ``""``."""
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
         return "", ""
@@ -121,7 +122,8 @@ def print_checkpoints(trainer: Trainer) -> tuple[str, str]:
     print(f"checkpoint: {best or last}{scored}")
     if best and last and best != last:
         print(f"last checkpoint: {last}")
-    return best or last, last or best
+    loading = [path for path in (best, last) if path and not names_hugging_face(path)]
+    return (loading[0], loading[-1]) if loading else ("", "")
 
 
 def _shortest(path: str) -> str:

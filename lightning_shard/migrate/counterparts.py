@@ -126,7 +126,7 @@ _LIVE = _zero_only(
 )  # fmt: skip
 
 _OF_ALL = {
-    "bool": "aligned log_grad_norm error_if_nonfinite async_save compile",
+    "bool": "aligned log_grad_norm error_if_nonfinite async_save save_frozen compile",
     "int": "trainer.accumulate_grad_batches trainer.num_nodes",
     "float": "timeout_seconds init_timeout_seconds",
     "str": "loss_weight_key process_group_backend resume_hyperparameters trainer.gradient_clip_algorithm "

@@ -12,12 +12,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.digests import digests
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
+from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine
@@ -34,13 +37,15 @@ from lightning_shard.tensors.names import fqns
 class Checkpoints(CheckpointIO):
     """Saves and loads the tensors of an engine, and beside them what Lightning dumps."""
 
-    def __init__(self, *, settle: Callable[[], None] = lambda: None, configured: bool = False) -> None:
+    def __init__(
+        self, *, settle: Callable[[], None] = lambda: None, configured: bool = False, save_frozen: bool = True
+    ) -> None:
         """Nothing can be saved before `attach`.
 
         ``settle`` raises, on all ranks, what was found of the last step. ``configured``: where hyperparameters differ
-        from a checkpoint's, the configuration's win.
+        from a checkpoint's, the configuration's win. Without ``save_frozen`` checkpoints have digests of frozen ones.
         """
-        self._settle, self._configured = settle, configured
+        self._settle, self._configured, self._save_frozen = settle, configured, save_frozen
         self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
         self.opened: OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
@@ -63,10 +68,12 @@ class Checkpoints(CheckpointIO):
         """Refuse what no checkpoint of a fit can be saved with, where there will be some.
 
         ConfigurationError: optimizers whose state can't be in a checkpoint. CheckpointError: a folder of an object
-        store.
+        store, Hugging Face's layout of what is no model of that.
         """
         for callback in trainer.checkpoint_callbacks:
             layout.refuse_url(getattr(callback, "dirpath", None) or "")
+            if layout.names_hugging_face(f"{getattr(callback, 'filename', None)}.ckpt"):
+                Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
 
@@ -92,7 +99,8 @@ class Checkpoints(CheckpointIO):
     ) -> None:
         """Write the checkpoint directory ``path``, complete or not at all. All ranks call it.
 
-        A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead.
+        A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead, and one that ends in ``.hf.ckpt``
+        a folder for ``from_pretrained``.
 
         Args:
             checkpoint: what Lightning dumped; rank 0's counts, but for each rank's own generators.
@@ -118,6 +126,8 @@ class Checkpoints(CheckpointIO):
             checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
+        frozen = {} if self._save_frozen or layout.names_hugging_face(target) else self._frozen(leave_out)
+        left = digests(frozen) if frozen else {}
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
@@ -141,15 +151,20 @@ class Checkpoints(CheckpointIO):
                     policy=self._policy.text(),
                     ledger=self._ledger.to_json(),
                     run=dict(run or {}) if with_optimizers else {},
+                    frozen=left,
                 ),
-                leave_out=leave_out,
+                leave_out=leave_out | left.keys(),
             )
 
         if with_optimizers:
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module():
-            self.saver.save(target, collect, background=background and self._training)
+            self.saver.save(target, collect, background=background and self._training, wanted=self._skeleton)
+
+    def _skeleton(self) -> Skeleton:
+        trainer = getattr(self._module, "trainer", None)
+        return skeleton(self._module, [self._module, *filter(None, [getattr(trainer, "datamodule", None)])])
 
     def synchronize(self) -> None:
         """Put what is stepped in place, and rank 0's buffers on every rank. All ranks call it."""
@@ -170,6 +185,13 @@ class Checkpoints(CheckpointIO):
                 "own tensors there. Put it under a key of its own: checkpoint['my_key'] = ..."
             )
         return set(Ranks.of().broadcast(sorted(set(names) - set(kept))))
+
+    def _frozen(self, leave_out: set[str]) -> dict[str, Any]:
+        """FQN to live tensor of each parameter that is not trained."""
+        names = sharded_names(self._module)
+        live = live_tensors(names, self._engine.tensors.masters())
+        parameters = {fqn for fqn, t in names.tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        return {fqn: tensor for fqn, tensor in live.items() if fqn in parameters - leave_out}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint directory. All ranks may call it; rank 0 acts.
@@ -224,7 +246,6 @@ class Checkpoints(CheckpointIO):
         below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
         at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
         """
-        layout.refuse_url(path)
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None

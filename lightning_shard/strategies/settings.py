@@ -40,6 +40,7 @@ class CommonArguments(TypedDict, total=False):
     process_group_backend: str | None
     preemption: PreemptionConfig | None
     async_save: bool
+    save_frozen: bool
     sample_seeds: bool | None
     resume_hyperparameters: ResumeHyperparameters
 
@@ -79,6 +80,8 @@ class CommonSettings:
         preemption: what a fit does when it is told to stop by a signal or a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
             which takes memory for that one copy. A write that fails is raised at the next batch.
+        save_frozen: whether checkpoints have the parameters that are not trained, such as the base of adapters. false:
+            digests of them, with which those of the resumed run are compared.
         sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
             sample, so that neither resuming, the number of workers nor that of processes changes them; null: under
             ``aligned``.
@@ -102,6 +105,7 @@ class CommonSettings:
     process_group_backend: str | None = None
     preemption: PreemptionConfig | None = None
     async_save: bool = False
+    save_frozen: bool = True
     sample_seeds: bool | None = None
     resume_hyperparameters: ResumeHyperparameters = "checkpoint"
 

@@ -57,7 +57,7 @@ class ShardStrategy(ParallelStrategy):
         vars(self).update(vars(settings))
         self.timeout = timedelta(seconds=settings.timeout_seconds)
         settle, configured = lambda: self.precision_plugin.settle(), settings.resume_hyperparameters == "configuration"
-        self.checkpoints = parts.Checkpoints(settle=settle, configured=configured)
+        self.checkpoints = parts.Checkpoints(settle=settle, configured=configured, save_frozen=settings.save_frozen)
         self.memory: parts.Memory | None = None  # from a run's set-up on
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)

@@ -228,7 +228,7 @@ def fuzz(good: Path, folder: Path, examples: int) -> None:
         shutil.copytree(good, folder)
         try:
             change(data.draw, folder)
-        except (TypeError, ValueError, RuntimeError, RecursionError):
+        except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError):
             reject()  # it can't be written
         read_by_all(folder)
 

@@ -54,6 +54,11 @@ def test_commands(command: Any, trained: Path) -> None:
 
     for arguments, said in {
         ("inspect", "nothing"): "there is no checkpoint at nothing",
+        ("inspect", "s3://a/b.ckpt"): "the checkpoint's path is 's3://a/b.ckpt'",
+        ("verify", "s3://a/b.ckpt"): "the checkpoint's path is 's3://a/b.ckpt'",
+        ("clean", "s3://a"): "the checkpoint's path is 's3://a'",
+        ("convert", "trained.ckpt", "memory://b.ckpt"): "the checkpoint's path is 'memory://b.ckpt'",
+        ("export", "trained.ckpt", "memory://new"): "the checkpoint's path is 'memory://new'",
         ("verify", "nothing"): "there is no checkpoint at nothing",
         ("convert", "trained.ckpt", "full.ckpt"): "full.ckpt exists",
         ("export", "trained.ckpt", "new", "--max_shard_size", "big"): "'big' is no size",

@@ -45,6 +45,7 @@ COMMON: dict[str, Any] = {
     "stuck_seconds": 10.0,
     "preemption": PreemptionConfig(exit_code=3),
     "async_save": True,
+    "save_frozen": False,
     "sample_seeds": True,
     "resume_hyperparameters": "configuration",
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.directory import try_lock
-from lightning_shard.checkpoint.files.manifest import is_checkpoint
+from lightning_shard.checkpoint.files.manifest import foreign_entries, is_checkpoint
 from lightning_shard.errors import CheckpointError
 
 # A `.full.ckpt` save has a moment in which its parts are complete, and not read yet.
@@ -29,7 +29,7 @@ def check_replaceable(path: Path) -> None:
 
     A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
     """
-    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and layout.foreign_entries(path):
+    if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and foreign_entries(path):
         raise CheckpointError(
             f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
             "another path"
@@ -167,7 +167,7 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
         if descriptor is not None and not try_lock(descriptor, fcntl.LOCK_EX):
             return False
         if really:
-            foreign = layout.foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
+            foreign = foreign_entries(leftover) if descriptor is not None and leftover.is_dir() else []
             if foreign and path.is_file():
                 return False  # they have no place there
             for entry in foreign:

@@ -63,6 +63,14 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         )
 
 
+def names_hugging_face(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint of this path, or what a save to it left, is a folder for Hugging Face: ``*.hf.ckpt``.
+
+    Lightning's ModelCheckpoint makes ``.hf-v1.ckpt`` of it where there is one of that name already.
+    """
+    return re.search(rf"\.hf(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path)) is not None
+
+
 def model_key(fqn: str) -> str:
     return f"{MODEL_PREFIX}{fqn}"
 
@@ -118,12 +126,6 @@ def damaged_if(said: Callable[[Exception], str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointCorruptError(said(error)) from error
-
-
-def foreign_entries(directory: Path) -> list[Path]:
-    """What in ``directory`` has a name that no save gives."""
-    ours = {MANIFEST, TRAINER_STATE, METADATA, BOXES}
-    return [entry for entry in directory.iterdir() if entry.name not in ours and entry.suffix != DATA_SUFFIX]
 
 
 # Beside a checkpoint

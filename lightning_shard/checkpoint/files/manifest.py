@@ -34,6 +34,8 @@ class Facts:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     # Of a training state: ``name`` of the run, optimizer ``step`` and ``time`` (seconds since 1970) of the save.
     run: Mapping[str, Any] = field(default_factory=dict)
+    # FQN to digest (`lightning_shard.checkpoint.digests`) of each frozen parameter that was left out.
+    frozen: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1  # Number of ranks that wrote it; a save sets it.
     # Versions of the libraries that wrote it; a save sets them.
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Manifest:
                     policy=_typed(fields, "policy", str),
                     ledger=_typed(fields, "ledger", dict),
                     run=_run(_typed({"run": {}, **fields}, "run", dict)),
+                    frozen=_typed({"frozen": {}, **fields}, "frozen", dict),
                     world_size=_typed(fields, "world_size", int),
                     versions=_typed(fields, "versions", dict),
                 ),
@@ -222,9 +225,23 @@ def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True
         raise
 
 
+def foreign_entries(directory: Path) -> list[Path]:
+    """What in ``directory`` no save wrote: not of the names of a checkpoint's files, nor listed in its manifest."""
+    ours = {layout.MANIFEST, layout.TRAINER_STATE, layout.METADATA, layout.BOXES}
+    entries = [e for e in directory.iterdir() if e.name not in ours and e.suffix != layout.DATA_SUFFIX]
+    if not (directory / layout.MANIFEST).is_file():
+        # Nobody else puts files into what a save of that layout left when it was interrupted.
+        return [] if directory.name[0] == "." and layout.names_hugging_face(directory) else entries
+    try:
+        listed = read_manifest(directory).files if entries else {}
+    except CheckpointError:
+        listed = {}
+    return [entry for entry in entries if entry.name not in listed]
+
+
 def _why_not_found(directory: Path) -> str:
     if directory.is_dir():
-        if not layout.foreign_entries(directory) and any(directory.iterdir()):
+        if not foreign_entries(directory) and any(directory.iterdir()):
             return (
                 f"{directory} is half-written: it has checkpoint files but no {layout.MANIFEST}, which is written "
                 "last. The save was interrupted; use an older checkpoint. The next save to this path removes it."

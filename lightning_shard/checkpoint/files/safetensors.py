@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.layout import check_relative
+from lightning_shard.checkpoint.files.layout import check_relative, refuse_url
 from lightning_shard.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 INDEX = "model.safetensors.index.json"
@@ -40,6 +40,7 @@ class SafetensorsReader(ExitStack):
 
         Raises CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.
         """
+        refuse_url(path)
         found: dict[str, Entry] = {}
         for file, keys in _files(Path(path)).items():
             opened = self._open(file)

@@ -7,15 +7,17 @@ A safetensors file is 8 bytes of header length, a JSON header, and the tensors' 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, raw_bytes
+from lightning_shard.checkpoint.files.layout import FileEntry
 from lightning_shard.checkpoint.files.safetensors import INDEX, SINGLE
-from lightning_shard.checkpoint.files.tensor_files import HashedFile
+from lightning_shard.checkpoint.files.tensor_files import HashedFile, write_file
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 
 DTYPES = {
@@ -55,20 +57,15 @@ def export(
         raise CheckpointError(f"{target} is a file; safetensors files are exported into a directory")
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {', '.join(older[:3])} of an earlier export: choose an empty directory")
-    shards = _shards(tensors, dtype, max_shard_bytes)
-    single = len(shards) == 1
-    names = [SINGLE if single else f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = split(tensors, dtype, max_shard_bytes)
     target.mkdir(parents=True, exist_ok=True)
-    for name, keys in zip(names, shards, strict=True):
-        _write_file(target, name, {key: tensors[key] for key in keys}, dtype)
-    if single:
-        return [target / SINGLE]
-    total = sum(_nbytes(tensor, dtype) for tensor in tensors.values())
-    weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    for name, chosen in files.items():
+        _publish(target, name, partial(write_tensors, tensors=chosen, dtype=dtype))
     # Last: without it no reader takes the files for whole.
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    _publish(target, INDEX, [index.encode()])
-    return [target / name for name in (*names, INDEX)]
+    index = index_of(files, dtype)
+    for name, data in index.items():
+        _publish(target, name, partial(write_file, data=data))
+    return [target / name for name in (*files, *index)]
 
 
 def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
@@ -101,20 +98,36 @@ def _nbytes(tensor: StoredTensor, dtype: torch.dtype | None) -> int:
     return math.prod(tensor.shape) * _target_dtype(tensor, dtype).itemsize
 
 
-def _shards(tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def split(
+    tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, most_bytes: int
+) -> dict[str, dict[str, StoredTensor]]:
+    """Name of each safetensors file to its tensors: at most ``most_bytes``, or one tensor."""
+    shards: list[dict[str, StoredTensor]] = [{}]
     used = 0
     for key, tensor in tensors.items():
         size = _nbytes(tensor, dtype)
-        if shards[-1] and used + size > limit:
-            shards.append([])
+        if shards[-1] and used + size > most_bytes:
+            shards.append({})
             used = 0
-        shards[-1].append(key)
+        shards[-1][key] = tensor
         used += size
-    return shards
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _write_file(folder: Path, name: str, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> None:
+def index_of(files: Mapping[str, Mapping[str, StoredTensor]], dtype: torch.dtype | None = None) -> dict[str, bytes]:
+    """Name and contents of the index of what `split` gave; nothing for one file."""
+    if len(files) == 1:
+        return {}
+    total = sum(_nbytes(tensor, dtype) for tensors in files.values() for tensor in tensors.values())
+    weight_map = {key: name for name, tensors in files.items() for key in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> FileEntry:
+    """Write a safetensors file, synced, one tensor at a time; floating-point ones in ``dtype`` if that is not None."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in tensors.items():
@@ -123,22 +136,18 @@ def _write_file(folder: Path, name: str, tensors: Mapping[str, StoredTensor], dt
         header[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def parts() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
+    with HashedFile(path) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            yield raw_bytes(tensor.read().to(_target_dtype(tensor, dtype)))
+            stream.write(raw_bytes(tensor.read().to(_target_dtype(tensor, dtype))))
+    return stream.entry()
 
-    _publish(folder, name, parts())
 
-
-def _publish(folder: Path, name: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file beside its place, synced, and move it there."""
+def _publish(folder: Path, name: str, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place and move it there."""
     temporary = layout.temporary_sibling(folder / name, layout.new_token())
     try:
-        with HashedFile(temporary) as stream:
-            for part in parts:
-                stream.write(part)
+        write(temporary)
         os.replace(temporary, folder / name)
     except BaseException:
         commit.delete_tree(temporary)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, refuse_url
 from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
 from lightning_shard.checkpoint.foreign.fsdp_directory import is_stock_fsdp, open_stock_fsdp
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
@@ -17,6 +17,7 @@ from lightning_shard.checkpoint.load import open_portable
 
 def is_foreign(path: str | os.PathLike[str]) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
+    refuse_url(path)
     path = Path(path)
     settle()
     if not path.is_dir():
@@ -37,8 +38,8 @@ def open_any(
 
     Raises CheckpointError.
     """
-    path = Path(path)
-    if not is_foreign(path):
+    foreign, path = is_foreign(path), Path(path)
+    if not foreign:
         stored = open_portable(path)
     elif path.is_file():
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")

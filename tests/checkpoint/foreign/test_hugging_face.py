@@ -1,0 +1,272 @@
+"""A path that ends in ``.hf.ckpt``: a folder that ``from_pretrained`` opens, saved from training on every engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
+from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.foreign import hugging_face
+from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.load import open_portable
+from lightning_shard.checkpoint.plan import Plans, live_values
+from lightning_shard.checkpoint.save import begin_any, training_state
+from lightning_shard.errors import CheckpointError
+from lightning_shard.ranks import Ranks
+from tests.checkpoint.compare import stored
+from tests.harness import run_distributed
+from tests.models import VOCAB, llama, quiet_trainer
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+ENGINES = ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"]
+TOKENS = torch.randint(0, VOCAB, (64, 8), generator=torch.Generator().manual_seed(5))
+
+
+def tokenizer(folder: Path) -> Any:
+    """A tokenizer of a few words."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"[UNK]": 0, "a": 1, "b": 2}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    empty = {"truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None}
+    text = {"version": "1.0", **empty, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="[UNK]")
+
+
+class Llama(pl.LightningModule):
+    """A tiny Llama with tied embeddings, and its tokenizer."""
+
+    def __init__(self, words: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = llama()
+        self.words = words
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
+    trainer = quiet_trainer(strategy=strategy, enable_checkpointing=True, **{"max_steps": 4, **options})
+    trainer.fit(module, DataLoader(TOKENS, batch_size=2))
+    return trainer
+
+
+def save(strategy: Any, folder: str) -> None:
+    """Save twice, of which one stays, and the same as a portable directory; the second time over the first."""
+    words = tokenizer(Path(folder)) if torch.distributed.get_rank() == 0 else None
+    each = ModelCheckpoint(folder, "{step}.hf", every_n_train_steps=2, save_top_k=1, monitor="step", mode="max")
+    same = ModelCheckpoint(folder, "same.hf", every_n_train_steps=2, enable_version_counter=False)
+    trainer = fit(Llama(words), strategy, callbacks=[each, same], precision="bf16-mixed")
+    trainer.save_checkpoint(f"{folder}/portable.ckpt")
+
+
+def check(folder: Path) -> None:
+    """What was saved opens as what it is, with the values of the portable directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert sorted(p.name for p in folder.glob("*.ckpt")) == ["portable.ckpt", "same.hf.ckpt", "step=4.hf.ckpt"]
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    expected = {k.removeprefix("model.model."): v for k, v in stored(folder / "portable.ckpt").items()}
+    for name in ("same.hf.ckpt", "step=4.hf.ckpt"):
+        found = AutoModelForCausalLM.from_pretrained(folder / name)
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+        for key, value in found.state_dict().items():
+            assert value.dtype == torch.float32  # The master weights are.
+            assert torch.equal(value, expected[key if key in expected else "model.embed_tokens.weight"]), key
+        assert AutoTokenizer.from_pretrained(folder / name)("b a")["input_ids"] == [2, 1]
+        assert {"config.json", "model.safetensors", "generation_config.json"} < set(verify(folder / name))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["shard_fsdp", *(pytest.param(name, marks=pytest.mark.matrix) for name in ENGINES if name != "shard_fsdp")],
+)
+def test_a_path_that_ends_in_hf_is_opened_by_from_pretrained(tmp_path: Path, strategy: str) -> None:
+    run_distributed(save, 2, strategy, str(tmp_path))
+    check(tmp_path)
+
+
+def refused(folder: str) -> list[str]:
+    """What cannot become such a folder is refused before the first step; nothing resumes from one."""
+    said = []
+    two = Llama()
+    two.teacher = llama()
+    for module in (two, Prompts()):
+        callback = ModelCheckpoint(folder, "{step}.hf")
+        with pytest.raises(CheckpointError) as error:
+            fit(module, "shard_fsdp", callbacks=[callback])
+        said.append(str(error.value))
+    fit(Llama(), "shard_fsdp", callbacks=[ModelCheckpoint(folder, "once.hf")])
+    with pytest.raises(CheckpointError) as error:
+        quiet_trainer(strategy="shard_fsdp").fit(Llama(), DataLoader(TOKENS), ckpt_path=f"{folder}/once.hf.ckpt")
+    return [*said, str(error.value)]
+
+
+class Prompts(Llama):
+    """A prompt is trained, which PEFT computes when it saves."""
+
+    def __init__(self) -> None:
+        import peft
+
+        super().__init__()
+        config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        self.model = peft.get_peft_model(self.model, config)
+
+
+@pytest.mark.matrix
+def test_what_is_not_one_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    first, second = run_distributed(refused, 2, str(tmp_path))
+    assert first == second
+    assert "Llama has model, teacher of transformers or PEFT" in first[0]
+    assert "model has prompts, which PEFT computes, and" in first[1]
+    assert "once.hf.ckpt is in Hugging Face's layout and has weights alone" in first[2]
+    assert os.listdir(tmp_path) == ["once.hf.ckpt"]
+
+
+def test_what_a_save_wrote_is_told_from_what_others_put_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.hf.ckpt"
+    begin_and_finish(Llama(), path)
+    (path / "mine.txt").write_text("mine")
+    commit.remove(path)
+    assert [entry.name for entry in path.iterdir()] == ["mine.txt"]
+    with pytest.raises(CheckpointError, match="files that no checkpoint has"):
+        begin_and_finish(Llama(), path)
+    shutil.rmtree(path)
+    # A kill leaves the folder without its manifest; the next save to the path removes it.
+    killed = tmp_path / ".a.hf.ckpt.tmp-0123456789ab"
+    killed.mkdir()
+    (killed / "config.json").write_text("{}")
+    begin_and_finish(Llama(), path)
+    assert os.listdir(tmp_path) == ["a.hf.ckpt"]
+    with (path / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"!")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not match its checksum"):
+        verify(path)
+
+
+def begin_and_finish(module: Llama, path: Path) -> None:
+    """A save in one process, without a run."""
+
+    def collect() -> Contents:
+        return training_state(module=module, optimizers=[], trainer_state={}, facts=Facts(engine="none", policy="none"))
+
+    begun, state = begin_any(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face.skeleton(module, [module]))
+    begun.finish(Ranks.of(), live_values(state.tensors))
+
+
+def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(hugging_face, "_MOST_BYTES", 1500)
+    module = Llama()
+    begin_and_finish(module, tmp_path / "a.hf.ckpt")
+    assert len(list((tmp_path / "a.hf.ckpt").glob("model-*.safetensors"))) > 2
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "a.hf.ckpt").state_dict()
+    assert all(torch.equal(value, found[key]) for key, value in module.model.state_dict().items())
+
+
+# Adapters
+
+
+class Adapters(Llama):
+    """LoRA on a frozen bf16 base, which ``seed`` makes."""
+
+    def __init__(self, seed: int = 3) -> None:
+        import peft
+
+        super().__init__()
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(4)
+        self.model = peft.get_peft_model(base(seed), config, autocast_adapter_dtype=False)
+
+
+def base(seed: int = 3) -> Any:
+    torch.manual_seed(seed)
+    return llama().to(torch.bfloat16)
+
+
+def adapt(folder: str, names: list[str]) -> None:
+    """Each engine trains, saves adapters alone, and goes on from what another one saved; another base is refused."""
+    for name in names:
+        here = f"{folder}/{name}"
+        end = ModelCheckpoint(here, "{step}.hf", every_n_train_steps=2, save_top_k=-1)
+        half = ModelCheckpoint(here, "{step}", every_n_train_steps=2, save_top_k=-1, monitor="step")
+        fit(Adapters(), strategy(name), precision="bf16-mixed", callbacks=[half, end])
+    for name, before in zip(names, [names[-1], *names[:-1]], strict=True):
+        again = ModelCheckpoint(f"{folder}/{name}", "again.hf", every_n_train_steps=4)
+        trainer = quiet_trainer(
+            strategy=strategy(name), enable_checkpointing=True, max_steps=4, callbacks=[again], precision="bf16-mixed"
+        )
+        data = DataLoader(TOKENS, batch_size=2)
+        trainer.fit(Adapters(), data, ckpt_path=f"{folder}/{before}/step=2.ckpt")
+        with pytest.raises(CheckpointError, match=r"here are others of .*: load the same ones first"):
+            quiet_trainer(strategy=strategy(name), precision="bf16-mixed").validate(
+                Validated(5), data, ckpt_path=f"{folder}/{before}/step=2.ckpt", verbose=False
+            )
+
+
+class Validated(Adapters):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+def strategy(name: str) -> Any:
+    common: dict[str, Any] = {"aligned": True, "save_frozen": False}
+    if "deepspeed" in name:
+        return ShardDeepSpeedStrategy(stage=int(name[-1]), **common)
+    return ShardDDPStrategy(**common) if name == "shard_ddp" else ShardFSDPStrategy(async_save=True, **common)
+
+
+def check_adapters(folder: Path, names: list[str]) -> None:
+    """Adapters are equal on all engines, resumed and not; they open, merge, and the base is in no checkpoint."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    first = load_file(folder / names[0] / "step=4.hf.ckpt" / "adapter_model.safetensors")
+    assert len(first) == 8
+    for name in names:
+        for path in (folder / name / "step=4.hf.ckpt", folder / name / "again.hf.ckpt"):
+            found = load_file(path / "adapter_model.safetensors")
+            assert found.keys() == first.keys()
+            assert all(torch.equal(value, first[key]) for key, value in found.items()), path
+            assert "model.safetensors" not in verify(path)
+        saved = open_portable(folder / name / "step=2.ckpt")
+        assert all(".lora_" in key for key in saved.tensors)
+        assert saved.facts.frozen == open_portable(folder / names[0] / "step=2.ckpt").facts.frozen != {}
+    opened = PeftModel.from_pretrained(base(), folder / names[0] / "step=4.hf.ckpt")
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    change = first[f"{layer}.lora_B.weight"] @ first[f"{layer}.lora_A.weight"] * 4.0
+    merged = opened.merge_and_unload()
+    before = base().model.layers[1].self_attn.q_proj.weight
+    after = merged.model.layers[1].self_attn.q_proj.weight
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after.float(), before.float() + change, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "names", [["shard_ddp", "shard_fsdp"], pytest.param(ENGINES, marks=pytest.mark.matrix, id="all")]
+)
+def test_adapters_are_saved_alone_resumed_on_another_engine_and_merged(tmp_path: Path, names: list[str]) -> None:
+    run_distributed(adapt, 2, str(tmp_path), names, timeout=300)
+    check_adapters(tmp_path, names)
