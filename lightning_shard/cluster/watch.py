@@ -26,6 +26,7 @@ from pathlib import Path
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from lightning_shard.cluster import standstill, traces
+from lightning_shard.cluster.frames import user_frame
 from lightning_shard.cluster.preflight import Place, multi_get, multi_set
 from lightning_shard.cluster.standstill import Progress, Report
 
@@ -131,7 +132,8 @@ class Watch:
             # Whoever is silent is named by then.
             self._known.wait(_SUSPICION * self._interval + _FAREWELL_SECONDS)
         if self._cause is None:
-            self._word = f"{self._name} failed: {type(error).__name__}: {error}"
+            where = user_frame(error)
+            self._word = f"{self._name} failed: {type(error).__name__}: {error}{f' (at {where})' if where else ''}"
             self._until(lambda: self._cause is not None)
         owner, cause = self._cause or (-1, _KEEPER_LOST.format("nothing is heard of the store"))
         if owner == self._rank:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_shard.cluster.frames import package_of, user_frame
 from lightning_shard.commands.fit import broken_config
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError
@@ -20,12 +21,6 @@ MISTAKE_EXIT_CODE = 2
 _SILENCE_SECONDS = 2.0
 # How long rank 0 waits for the children's own last words before it ends them.
 _LAST_WORDS_SECONDS = 4.0
-
-# Packages whose frames are not the user's code.
-_LIBRARIES = {
-    *("deepspeed", "jsonargparse", "lightning", "lightning_shard", "lightning_utilities", "torch", "torchmetrics"),
-    *("transformers", *sys.stdlib_module_names),
-} - {"__main__"}
 
 
 def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -83,36 +78,24 @@ def is_mistake(error: BaseException) -> bool:
     frames = _frames(error.__traceback__)
     if not frames:
         return False
-    constructed = any(_package(frame) == "jsonargparse" for frame in frames)
+    constructed = any(package_of(frame) == "jsonargparse" for frame in frames)
     if constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
         return True
     if str(frames[-1].f_globals.get("__name__")).startswith("torch.utils.data"):
         return True
-    return _package(frames[-1]) == "lightning" and user_frame(error) is None
+    return package_of(frames[-1]) == "lightning" and user_frame(error) is None
 
 
 def cause_of(error: Exception, failure: Exception | None) -> Exception:
     """What made the command fail: ``failure``, raised by a constructor, where jsonargparse reported it as its own."""
     frames = _frames(error.__traceback__)
-    if failure is None or not isinstance(error, ValueError) or _package(frames[-1]) != "jsonargparse":
+    if failure is None or not isinstance(error, ValueError) or package_of(frames[-1]) != "jsonargparse":
         return error
     return failure
 
 
-def user_frame(error: BaseException) -> str | None:
-    """``file:line, in function`` of the innermost frame in the user's own code, or None."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if _package(frame) not in _LIBRARIES:
-            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
-    return None
-
-
 def _frames(trace: TracebackType | None) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(trace)]
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def take_children(trainer: Any) -> list[subprocess.Popen[bytes]]:

@@ -15,8 +15,8 @@ from lightning_shard.run.fit import Fit, before_sharding, compared_settings, dro
 from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger
-from lightning_shard.run.memory import Memory
-from lightning_shard.run.nonfinite import Rollback
+from lightning_shard.run.memory import Memory, explain_out_of_memory
+from lightning_shard.run.nonfinite import Rollback, warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (

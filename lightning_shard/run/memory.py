@@ -10,7 +10,7 @@ from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
-from lightning_shard.meters.memory_table import advice
+from lightning_shard.meters.memory_table import advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
 from lightning_shard.planning.predict import predict
 from lightning_shard.planning.step_memory import with_averages
@@ -26,6 +26,7 @@ class Memory:
         self._device, self._recomputes = device, recomputes
         self._facts: ModelFacts | None = None
         self.averaging: Averaging | None = None
+        self.advised = False
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run on this rank but activations, by kind and memory. No communication."""
@@ -69,5 +70,18 @@ class Memory:
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""
+        self.advised = True
         facts = self._engine.facts(self._module, self._run)
         return advice(account, facts, aligned=self._run.aligned, checkpointing=self._recomputes)
+
+
+def explain_out_of_memory(exception: BaseException, memory: Memory | None) -> None:
+    """Say in an error of used up memory what would need less, where no `MemoryCallback` has. No communication."""
+    if memory is None or memory.advised or not is_out_of_memory(exception):
+        return
+    try:
+        text = f"{memory.advice(memory.account())}\n"
+    except Exception:
+        text = ""
+    more = "MemoryCallback says where the memory went, `lightning-shard plan --compare` what fits."
+    append_to_message(exception, text + more)

@@ -191,3 +191,13 @@ class Rollback:
             f"{why} nonfinite is rollback, but this fit has no whole checkpoint yet to go back to. Save one earlier, "
             "such as with ModelCheckpoint(every_n_train_steps=...), or use nonfinite: skip."
         )
+
+
+def warn_of_nonfinite(engine: Engine) -> None:
+    """After training: warn if weights of rank 0 are inf or NaN, which train on without a word."""
+    weights = [r.tensor for r in engine.tensors.resident() if r.kind == "parameters" and isinstance(r.tensor, Tensor)]
+    if not all_finite(weights, device=torch.device("cpu")):
+        rank_zero_warn(
+            "There is inf or NaN in the weights after training. Set nonfinite: raise, skip or rollback on the strategy "
+            "to answer the first loss or gradient that is not finite."
+        )

@@ -1,7 +1,7 @@
 """What of a Trainer can't work here, refused with what to use in its place, and what 16 bits lose, told at a start."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.averaging import averaging_callbacks, own_averaging_hooks
+from lightning_shard.cluster.frames import user_frame
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.policy import PrecisionPolicy, short
 
@@ -24,15 +25,18 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
     Raises:
         ConfigurationError: with what was returned, what to return, and where the step is.
     """
-    if output is None or is_overridden("backward", module):
+    if is_overridden("backward", module):
         return
     if isinstance(output, Mapping) and "loss" not in output:
         found, fix = f"a mapping of {', '.join(map(str, output)) or 'nothing'}", 'name the loss "loss"'
     else:
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
-            return
-        if not isinstance(loss, Tensor):
+            # In one process Lightning leaves the batch out.
+            if module.trainer.world_size == 1:
+                return
+            found, fix = "None", "return the loss, with a weight of 0 where a batch is to count for nothing"
+        elif not isinstance(loss, Tensor):
             found, fix = f"{loss!r}, a {type(loss).__name__}", "return the tensor, not its .item()"
         elif loss.numel() != 1:
             found, fix = f"a loss of shape {tuple(loss.shape)}", "return its .mean() or .sum()"
@@ -41,11 +45,34 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
             found, fix = f"a loss without a gradient ({cause})", "return it as the model gave it"
         else:
             return
-    code = inspect.unwrap(type(module).training_step).__code__
     raise ConfigurationError(
         f"training_step returned {found}, but backward needs one number that depends on the parameters: {fix} "
-        f"({code.co_filename}:{code.co_firstlineno})."
+        f"({_place(type(module).training_step)})."
     )
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
+    """Lightning's ``setup``, which raises a bare KeyError for a mapping without an optimizer.
+
+    Raises:
+        ConfigurationError: with what ``configure_optimizers`` may return.
+    """
+    try:
+        setup(trainer)
+    except KeyError as error:
+        # Raised by Lightning itself, and not in the user's configure_optimizers.
+        if error.args != ("optimizer",) or user_frame(error) is not None:
+            raise
+        place = _place(type(trainer.lightning_module).configure_optimizers)
+        raise ConfigurationError(
+            'configure_optimizers returned a mapping without "optimizer". Return an optimizer, a list of them, or '
+            f'{{"optimizer": ..., "lr_scheduler": ...}} ({place}).'
+        ) from error
 
 
 def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, run: str) -> None:

@@ -33,8 +33,8 @@ from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.strategies import refusals
 from lightning_shard.strategies.precision import ShardPrecision
-from lightning_shard.strategies.refusals import refuse_callbacks, refuse_sync_batchnorm, warn_of_precision
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.strategies.stock_precision import translate
 
@@ -113,7 +113,7 @@ class ShardStrategy(ParallelStrategy):
         run = self._own_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
         if processes.layer_sync(self) is not None:
-            refuse_sync_batchnorm(self.root_device)
+            refusals.refuse_sync_batchnorm(self.root_device)
         self.engine_for().check(run)
 
     # What there is of a run
@@ -238,7 +238,7 @@ class ShardStrategy(ParallelStrategy):
         self.precision_plugin.connect_engine(engine, run, module, self._settings)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
-            self.setup_optimizers(trainer)
+            refusals.set_up_optimizers(self.setup_optimizers, trainer)
             self._engage(trainer, engine)
         elif not parts.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
@@ -251,7 +251,9 @@ class ShardStrategy(ParallelStrategy):
         self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             name = f"{type(self).__name__} in precision {planned.precision!r}"
-            refuse_callbacks(trainer, full=engine.replicates, follows_freezing=engine.follows_freezing, run=name)
+            refusals.refuse_callbacks(
+                trainer, full=engine.replicates, follows_freezing=engine.follows_freezing, run=name
+            )
             parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
             parts.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
@@ -268,7 +270,7 @@ class ShardStrategy(ParallelStrategy):
         self.checkpoints.check(trainer)
         parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
-        warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
+        refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
     @property
@@ -367,6 +369,7 @@ class ShardStrategy(ParallelStrategy):
         # Everything is saved before the run forgets how to stop.
         self.checkpoints.end_of_training()
         self._preemption.finish()
+        parts.warn_of_nonfinite(self.engine)
 
     def on_validation_start(self) -> None:
         if self._fits:
@@ -388,10 +391,10 @@ class ShardStrategy(ParallelStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, exception: BaseException) -> None:
-        # Other ranks may be anywhere: nothing communicates any more.
+        # Other ranks may be anywhere: nothing communicates. Once told they end, and a save in the background with them.
         self._failed = True
-        # They end once they are told, and would take the save in the background with them.
         self.checkpoints.end()
+        parts.explain_out_of_memory(exception, self.memory)
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()

@@ -219,8 +219,11 @@ class Returns(BoringModel):
         output = self.layer(batch)
         return {
             "float": 3.5, "vector": output.sum(0), "detached": output.sum().detach(), "integer": output.sum().long(),
-            "key": {"los": output.sum()},
-        }[self.what]
+            "key": {"los": output.sum()}, "nan": output.sum() * float("nan"),
+        }[self.what] if self.what != "memory" else output.new_empty(1 << 60)
+
+    def configure_optimizers(self):
+        return {"optim": 1} if self.what == "optimizer" else super().configure_optimizers()
 
 class NoBatch(BoringDataModule):
     def train_dataloader(self):
@@ -269,6 +272,7 @@ RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "-
         ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
         ([*RETURNS, "integer"], ["a loss without a gradient (an integer)"]),
         ([*RETURNS, "key"], ["a mapping of los", 'name the loss "loss"']),
+        ([*RETURNS, "optimizer"], ['a mapping without "optimizer"', '"lr_scheduler": ...}']),
     ],
 )
 def test_a_mistake_in_user_code_says_where(
@@ -280,6 +284,20 @@ def test_a_mistake_in_user_code_says_where(
     error = capsys.readouterr().err
     assert all(part in error for part in [*expected, "usercode.py:"]), error
     assert error.count("usercode.py:") == 1
+    sys.modules.pop("usercode")
+
+
+def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -> None:
+    _overlay("usercode.py", USER_CODE)
+    with pytest.warns(UserWarning, match="There is inf or NaN in the weights.*nonfinite: raise, skip"):
+        command("fit", "--config", "base.yaml", *RETURNS, "nan")
+    sys.modules.pop("usercode")
+
+
+def test_memory_that_is_used_up_says_what_needs_less(command: Callable[..., ShardCLI]) -> None:
+    _overlay("usercode.py", USER_CODE)
+    with pytest.raises(RuntimeError, match=r"can't allocate memory(.|\n)*lightning-shard plan --compare"):
+        command("fit", "--config", "base.yaml", *RETURNS, "memory")
     sys.modules.pop("usercode")
 
 

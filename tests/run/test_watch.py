@@ -42,7 +42,10 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
         if not (case in ("silent", "connection") and rank == 2):
             watch.start()
         if case == "raises" and rank == 1:
-            told["cause"] = watch.failed(ValueError("no such token: 7"))
+            try:
+                raise ValueError("no such token: 7")
+            except ValueError as error:
+                told["cause"] = watch.failed(error)
         elif case == "connection" and rank != 2:
             # What gloo says on the ranks that are left.
             told["cause"] = watch.failed(RuntimeError("[...] Connection closed by peer [127.0.0.1]:4567"))
@@ -72,7 +75,7 @@ def test_what_a_rank_raises_ends_the_others() -> None:
     assert zero["exits"] == [1]
     first, second = (line for line in zero["printed"].splitlines() if line.startswith("[rank 0 on "))
     assert "ends: rank 1 on " in first
-    assert first.endswith("failed: ValueError: no such token: 7")
+    assert re.search(r"failed: ValueError: no such token: 7 \(at .*test_watch\.py:\d+, in _watched\)$", first)
     assert "ends where it stands" in second
     # In time, and in one line; the cause comes once more and last, on the rank whose failure it is.
     assert two["exits"] == []

@@ -1,0 +1,22 @@
+"""What a training step may return."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shard import ConfigurationError
+from lightning_shard.strategies.refusals import refuse_loss
+
+
+@pytest.mark.parametrize("output", [None, {"loss": None}])
+def test_none_is_a_batch_left_out_in_one_process_alone(output: Any) -> None:
+    module = BoringModel()
+    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    refuse_loss(output, module)
+    module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"training_step returned None.*a weight of 0.*boring_classes\.py:\d+"):
+        refuse_loss(output, module)
