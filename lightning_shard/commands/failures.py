@@ -78,7 +78,9 @@ def is_mistake(error: BaseException) -> bool:
     frames = _frames(error.__traceback__)
     if not frames:
         return False
-    constructed = any(package_of(frame) == "jsonargparse" for frame in frames)
+    # By jsonargparse, or by Lightning's command line once the model is there (optimizers).
+    built = ("jsonargparse", "instantiate_class")
+    constructed = any(package_of(frame) in built or frame.f_code.co_name in built for frame in frames)
     if constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
         return True
     if str(frames[-1].f_globals.get("__name__")).startswith("torch.utils.data"):
