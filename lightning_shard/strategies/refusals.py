@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.averaging import averaging_callbacks, own_averaging_hooks
 from lightning_shard.cluster.frames import user_frame
+from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.policy import PrecisionPolicy, short
 
@@ -75,13 +76,12 @@ def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> Non
         ) from error
 
 
-def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, run: str) -> None:
+def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
     """Refuse the callbacks of a fit that would fail, or save something else than the user thinks.
 
     Args:
         trainer: whose callbacks.
-        full: every rank has plain parameters; else they are sharded, or replicated as DTensors.
-        follows_freezing: the engine steps what is thawed during the fit.
+        engine: what keeps the parameters, in which form, and whether it steps what is thawed during the fit.
         run: what the message calls the run: strategy and precision.
 
     Raises:
@@ -89,15 +89,15 @@ def refuse_callbacks(trainer: Trainer, *, full: bool, follows_freezing: bool, ru
     """
     saving = bool(trainer.checkpoint_callbacks)
     for callback in callbacks.callbacks(trainer):
-        if isinstance(callback, BaseFinetuning) and not follows_freezing and _thaws(callback, trainer):
+        if isinstance(callback, BaseFinetuning) and not engine.follows_freezing and _thaws(callback, trainer):
             raise ConfigurationError(
                 f"{type(callback).__name__} thaws parameters during the fit, but {run} steps those that are trainable "
                 "when it begins. Use shard_fsdp or shard_ddp, or freeze before the fit and remove the callback."
             )
         if not isinstance(callback, ModelPruning):
             continue
-        # It looks for single elements.
-        if not full:
+        # It looks for single elements of plain parameters.
+        if not engine.replicates:
             raise ConfigurationError(
                 f"ModelPruning works on whole parameters, which {run} does not have. Use shard_ddp with precision "
                 "'32-true'."
@@ -132,13 +132,13 @@ def _thaws(callback: BaseFinetuning, trainer: Trainer) -> bool:
     )
 
 
-def refuse_sync_batchnorm(device: torch.device) -> None:
-    """Refuse ``Trainer(sync_batchnorm=True)`` on a CPU.
+def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> None:
+    """Refuse ``Trainer(sync_batchnorm=True)``, which sets ``layer_sync``, on a CPU.
 
     Raises:
         ConfigurationError: on every rank.
     """
-    if device.type == "cpu":
+    if layer_sync is not None and device.type == "cpu":
         raise ConfigurationError(
             "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "
             "accelerator: cpu."

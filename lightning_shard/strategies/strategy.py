@@ -112,8 +112,7 @@ class ShardStrategy(ParallelStrategy):
         """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
         run = self._own_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
-        if processes.layer_sync(self) is not None:
-            refusals.refuse_sync_batchnorm(self.root_device)
+        refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
         self.engine_for().check(run)
 
     # What there is of a run
@@ -250,10 +249,7 @@ class ShardStrategy(ParallelStrategy):
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
-            name = f"{type(self).__name__} in precision {planned.precision!r}"
-            refusals.refuse_callbacks(
-                trainer, full=engine.replicates, follows_freezing=engine.follows_freezing, run=name
-            )
+            refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {planned.precision!r}")
             parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
             parts.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)

@@ -26,6 +26,7 @@ from lightning_shard.mesh import MeshConfig, build_mesh
 from lightning_shard.precision.policy import policy_from
 from lightning_shard.tensors.full import gather_full
 from lightning_shard.tensors.names import fqns
+from tests.groups import sampled
 from tests.harness import run_distributed
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ def _fits(names: list[str], steps: int, kind: type[Net]) -> list[tuple[dict[str,
     return [_fit(name, steps, kind=kind) for name in names]
 
 
-@pytest.mark.parametrize("kind", [Net, Unusual, Shared, Penalty, Lists])
+@pytest.mark.parametrize("kind", sampled([Net, Unusual, Shared, Penalty, Lists], 1, 2, 3))
 def test_one_loop_drives_every_engine_to_the_same_bits(kind: type[Net]) -> None:
     names = list(ENGINES)
     by_rank = run_distributed(_fits, 2, names, 3, kind)

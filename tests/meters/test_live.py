@@ -23,6 +23,7 @@ from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3O
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
 from tests.compiled import NVME, need
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 
@@ -300,15 +301,18 @@ def left_of_a_run(name: str) -> tuple[list[bool], int]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "shard_ddp_aligned",
-        "shard_fsdp",
-        "shard_fsdp_hybrid_aligned",
-        "shard_deepspeed_stage_1",
-        "shard_deepspeed_stage_2_offload",
-        "shard_deepspeed_stage_3",
-        "shard_deepspeed_stage_3_offload_aligned",
-    ],
+    sampled(
+        [
+            "shard_ddp_aligned",
+            "shard_fsdp",
+            "shard_fsdp_hybrid_aligned",
+            "shard_deepspeed_stage_1",
+            "shard_deepspeed_stage_2_offload",
+            "shard_deepspeed_stage_3",
+            "shard_deepspeed_stage_3_offload_aligned",
+        ],
+        *(0, 2, 5),
+    ),
 )
 def test_nothing_of_a_run_outlives_it(name: str) -> None:
     """Else each trial of a sweep in one process would hold its model, optimizer state and groups."""

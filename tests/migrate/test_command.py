@@ -93,6 +93,7 @@ def test_through_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err.startswith("error: nope.yaml: there is no such file")
 
 
+@pytest.mark.matrix
 def test_stdout_is_yaml_alone(tmp_path: Path) -> None:
     path = str(FILES / "deepspeed" / "zero3_bf16.json")
     command = [sys.executable, "-m", "lightning_shard", "migrate", path]

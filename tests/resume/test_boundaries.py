@@ -102,7 +102,6 @@ def _straight_and_resumed(
             ("epoch", True, {"limit_val_batches": 0}),
             ("epoch", False, {"check_val_every_n_epoch": 2, "accumulate_grad_batches": 2, "max_steps": 6}),
         ],
-        0,
         3,
         7,
     ),

@@ -156,7 +156,9 @@ def test_iterates_as_the_stock_loader(name: str) -> None:
     assert order_warning(loader) is None
 
 
-@pytest.mark.parametrize("stop", [(0, 1), (1, 0), (1, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize(
+    "stop", [(0, 1), *(pytest.param(s, marks=pytest.mark.matrix) for s in ((1, 0), (1, 3))), (1, 2)], ids=str
+)
 @pytest.mark.parametrize("name", STOCK)
 def test_interrupted_is_uninterrupted(name: str, stop: tuple[int, int]) -> None:
     """Samples and the random numbers that the training draws after them, to the end of the next epoch."""

@@ -111,7 +111,7 @@ def test_early_stopping_sees_the_whole_epoch(tmp_path: Path, monitor: str, when:
 
 
 @pytest.mark.parametrize(
-    "plateau", sampled(["loss_epoch/epoch", "val_loss/epoch", "val_loss/step", "loss_step/step"], 0, 2)
+    "plateau", sampled(["loss_epoch/epoch", "val_loss/epoch", "val_loss/step", "loss_step/step"], 2)
 )
 @pytest.mark.parametrize(("when", "step"), sampled([("batch", 8), ("validation", 6), ("epoch", 6)], 0, 1))
 def test_plateau_schedulers_go_on(tmp_path: Path, plateau: str, when: str, step: int) -> None:
@@ -160,6 +160,7 @@ def whole_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Whole]
     return run
 
 
+@pytest.mark.matrix
 def test_two_processes_go_on_bitwise(whole_at: Callable[[int], Whole]) -> None:
     folder, whole = whole_at(2)
     assert whole[0][-1][1]["local"] != whole[1][-1][1]["local"]

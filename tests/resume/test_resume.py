@@ -109,6 +109,7 @@ def test_ddp_sums_in_the_same_order_after_a_resume(tmp_path: Path, ranks: int) -
     _assert_continues(straight, resumed, 3)
 
 
+@pytest.mark.matrix
 def test_resume_at_an_epochs_end_and_with_workers_and_accumulation(tmp_path: Path) -> None:
     name = "shard_fsdp_aligned"
     straight = run_distributed(_fit, 2, name, folder=str(tmp_path), every=None)

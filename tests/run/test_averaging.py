@@ -214,6 +214,7 @@ def _counted(runs: list[tuple[str, str]]) -> Any:
     return [counts.bytes for counts in measures]
 
 
+@pytest.mark.matrix
 def test_the_memory_account_has_averages() -> None:
     runs = [("shard_fsdp_aligned", "ema"), ("shard_fsdp_offload_aligned", "mean"), ("shard_deepspeed_stage_2", "mean")]
     (fullest, other) = run_distributed(_counted, 2, runs)

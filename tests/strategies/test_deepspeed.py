@@ -96,6 +96,7 @@ def test_activation_checkpointing_changes_no_number(what: str) -> None:
     )
 
 
+@pytest.mark.matrix
 def test_low_memory_steps_bf16_parameters() -> None:
     ranks = check_equal(["zero_1", "zero_3"], TinyLM, "bf16-true", strategy={"aligned": False})
     values = [*ranks[0]["zero_1"]["parameters"].values(), *ranks[0]["zero_1"]["optimizer"].values()]

@@ -55,6 +55,7 @@ def read_and_write_all(engines: list[str], precision: str) -> dict[str, Any]:
     return {engine: read_and_write(engine, precision) for engine in engines}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "precision"), [(2, "32-true"), pytest.param(3, "bf16-mixed", marks=pytest.mark.matrix)]
 )

@@ -71,6 +71,7 @@ def test_a_whole_life_is_that_of_fsdp(precision: str) -> None:
     check_lives(precision, ["full", *STAGES, *OFFLOADED, *(["zero_0"] if precision == "32-true" else [])])
 
 
+@pytest.mark.matrix
 def test_a_life_under_stage_2_is_that_of_fsdp() -> None:
     check_lives("bf16-mixed", ["full", "zero_2"])
 

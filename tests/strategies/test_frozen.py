@@ -145,7 +145,7 @@ def _check(kind: str, dtype: torch.dtype, names: list[str], precision: str) -> N
 @pytest.mark.parametrize(
     ("kind", "dtype", "precision"),
     [
-        ("lora", torch.bfloat16, "32-true"),
+        pytest.param("lora", torch.bfloat16, "32-true", marks=pytest.mark.matrix),
         pytest.param("lora_low", torch.bfloat16, "bf16-mixed", marks=pytest.mark.matrix),
         ("peft", torch.bfloat16, "bf16-mixed"),
     ],

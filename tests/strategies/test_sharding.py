@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError, DataError, MeshError, WrappingError
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer, whole_parameters
 
@@ -150,7 +151,7 @@ def plain_names(model: dict[str, Any]) -> list[str]:
     return [name for name, _ in module.named_parameters()]
 
 
-@pytest.mark.parametrize(("model", "precision"), [({"tie": True}, "32-true"), ({}, "bf16-mixed")])
+@pytest.mark.parametrize(("model", "precision"), sampled([({"tie": True}, "32-true"), ({}, "bf16-mixed")], 1))
 def test_settings_do_not_change_a_bit(model: dict[str, Any], precision: str) -> None:
     # Each setting once or twice; the matrix has all in all precisions.
     cases = SAME[::2] if precision == "32-true" else SAME[1::4]
@@ -287,6 +288,7 @@ def _check_checkpointed_replicas() -> None:
         check_runs(found, setting, setting)
 
 
+@pytest.mark.matrix
 def test_checkpointing_changes_no_bit_of_replicas() -> None:
     run_distributed(_check_checkpointed_replicas, 2, timeout=300)
 

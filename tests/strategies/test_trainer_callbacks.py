@@ -292,7 +292,7 @@ def _finetuned(precision: str, kind: str, strategies: list[str]) -> dict[str, An
     return runs
 
 
-@pytest.mark.parametrize("kind", ["backbone", "refreeze"])
+@pytest.mark.parametrize("kind", sampled(["backbone", "refreeze"], 0))
 @PRECISIONS
 def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
     strategies = ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
 from tests.strategies.indexed import ALL, BOTH, Indexed, build, data, flat, refusal
@@ -165,7 +166,9 @@ def _held_in_forward(strategy: str, precision: str, watched: bool, **flags: Any)
     return module.held, watching.seen
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("shard_ddp", "32-true"), ("shard_fsdp", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), sampled([("shard_ddp", "32-true"), ("shard_fsdp", "bf16-mixed")], 1)
+)
 def test_no_forward_runs_beside_the_gradients_of_the_step_before(strategy: str, precision: str) -> None:
     (held, _), _ = run_distributed(_held_in_forward, 2, strategy, precision, False)
     assert len(held) > 2

@@ -84,6 +84,7 @@ class DiscriminatorFirst(Gan):
         super().__init__(discriminator_first=True)
 
 
+@pytest.mark.matrix
 @PRECISIONS
 @pytest.mark.parametrize("module", sampled([Gan, DiscriminatorFirst], 0))
 def test_adversaries_with_an_optimizer_each(module: type[Gan], precision: str) -> None:
@@ -141,6 +142,7 @@ class ManualAccumulation(Indexed):
             optimizer.zero_grad()
 
 
+@pytest.mark.matrix
 @PRECISIONS
 def test_manual_accumulation_with_two_backward_passes(precision: str) -> None:
     run = same_everywhere(ManualAccumulation, precision, strategies=("ddp", "full", "grad_op"))

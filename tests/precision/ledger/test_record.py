@@ -156,7 +156,7 @@ def assert_equal_numbers(one: dict[str, Any], other: dict[str, Any]) -> None:
     [
         pytest.param("tiny", "32-true", {"gradient_clip_val": 0.05}, marks=pytest.mark.matrix),
         ("tiny", "bf16-mixed", {"accumulate_grad_batches": 2, "strategy": {"accumulate_sync": "boundary"}}),
-        ("zoo", "bf16-mixed", {}),
+        pytest.param("zoo", "bf16-mixed", {}, marks=pytest.mark.matrix),
     ],
 )
 def test_recording_changes_no_number_and_engines_agree(model: str, precision: str, options: dict[str, Any]) -> None:
