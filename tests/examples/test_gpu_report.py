@@ -94,7 +94,7 @@ def test_the_report_of_two_processes(tmp_path: Path) -> None:
     assert page.count("all is equal") == 2
     assert page.count("one loss of rank 0 times 1.01     found") == 2
     for contestant in ("hand_fsdp", "lightning_model_parallel", "shard_fsdp", "shard_fsdp_aligned"):
-        assert page.count(f"| {contestant} | ") == 2  # plain and selective
+        assert page.count(f"\n| {contestant} | ") == 2  # plain and selective
     assert "| tiny, shard_fsdp | " in page
     assert page.endswith("## Left out\n\nNothing.\n")
     assert (tmp_path / "gpu_report.png").read_bytes().startswith(b"\x89PNG")
