@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_shard.errors import PrecisionError
+
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
 
@@ -91,6 +93,7 @@ def install_casts(
     (None: as they computed them); what modules hand to each other stays in ``dtype``. Returns a function that takes all
     of it back.
     """
+    _refuse_spectral_norm(root, dtype)
     undo: list[Callable[[], None]] = []
     others = inside or {}
     hooks = {to: _casting_to(to) for to in {dtype, *others.values()}}
@@ -116,6 +119,17 @@ def install_casts(
             step()
 
     return remove
+
+
+def _refuse_spectral_norm(root: nn.Module, dtype: torch.dtype) -> None:
+    """Raise PrecisionError where torch's spectral norms would multiply 16-bit weights with their fp32 vectors."""
+    for name, module in root.named_modules():
+        vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
+        if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
+            raise PrecisionError(
+                f"{name} has a spectral norm, whose vectors are fp32 and can't be multiplied with weights in {dtype}. "
+                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
+            )
 
 
 def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:

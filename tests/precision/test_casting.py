@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_shard.engines.transforms import checkpoint_forward
+from lightning_shard.errors import PrecisionError
 from lightning_shard.precision import casting
 from lightning_shard.precision.casting import cast_floating, cast_trainable_parameters, install_casts, replace_forward
 from lightning_shard.precision.policy import autocasting, policy_from
@@ -457,3 +458,9 @@ def test_an_input_that_has_the_dtype_costs_no_look_into_it(monkeypatch: pytest.M
     install_casts(layer, torch.bfloat16)
     monkeypatch.setattr(casting, "_holds_others", lambda *args: pytest.fail("looked into"))
     assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norms_are_refused_in_16_bits(kind: Any) -> None:
+    with pytest.raises(PrecisionError, match="has a spectral norm, whose vectors are fp32"):
+        install_casts(nn.Sequential(kind(nn.Linear(3, 2))), torch.bfloat16)
