@@ -84,6 +84,7 @@ _NOT_GATHERED = (
     "are out of bounds for storage of size 0",
     "returned an invalid gradient at index 0 - got [0]",
     "The size of tensor a (0) must match",
+    "must match the size of tensor b (0)",
 )
 """What torch says where an operator meets the shard of a parameter, or one that was full and is no more."""
 
