@@ -145,11 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--results", type=Path, default=Path("equality.json"))
-    parser.add_argument("--only", default="", help="columns whose module or optimizer has this in its name")
+    parser.add_argument("--only", nargs="+", default=[""], help="columns with one of these in their names")
     parser.add_argument("--write", type=Path, help="the page whose tables are replaced")
     arguments = parser.parse_args()
     results: dict[str, str] = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    titles = [title for title in columns() if arguments.only in " ".join(title)]
+    titles = [title for title in columns() if any(only in " ".join(title) for only in arguments.only)]
     for ranks in arguments.ranks:
         for title in titles:
             for name in rows():
