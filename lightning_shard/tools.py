@@ -16,14 +16,13 @@ from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.commands.migrate import Migrated, migrate
 from lightning_shard.commands.plan import Plan, parsed
 from lightning_shard.errors import CheckpointError
+from lightning_shard.precision.policy import DTYPES
 from lightning_shard.text import parse_bytes
 
 __all__ = ["Converted", "Migrated", "Plan", "convert", "export", "migrate", "plan", "verify"]
 
 StrPath = str | os.PathLike[str]
 DType = Literal["fp32", "bf16", "fp16"]
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def plan(
@@ -130,7 +129,7 @@ def export(
     return export_contents(
         stored.averaged() if ema else stored,
         folder,
-        dtype=layout.torch_dtype(_DTYPES[dtype]) if dtype else None,
+        dtype=DTYPES[dtype] if dtype else None,
         module=module,
         max_shard_bytes=size,
     )

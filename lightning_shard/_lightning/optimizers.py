@@ -86,5 +86,4 @@ def norms(module: nn.Module, norm_type: Any, group_separator: str) -> dict[str, 
         for name, p in module.named_parameters()
         if p.requires_grad
     ]
-    found: dict[str, float] = _own(SimpleNamespace(named_parameters=lambda: gradients), norm_type, group_separator)
-    return found
+    return _own(SimpleNamespace(named_parameters=lambda: gradients), norm_type, group_separator)

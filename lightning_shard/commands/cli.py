@@ -122,8 +122,7 @@ class ShardCLI(ConfiguredCLI):
     @property
     def _run_config(self) -> Namespace:
         """The parsed configuration of the run, which stands below the name of the subcommand if there is one."""
-        config: Namespace = self.config.get(str(self.config.get("subcommand")), self.config)
-        return config
+        return self.config.get(str(self.config.get("subcommand")), self.config)
 
     def before_instantiate_classes(self) -> None:
         """Give ``16-mixed`` to a strategy of this package by the plugin: Lightning makes bf16 of the flag on CPU."""

@@ -24,8 +24,7 @@ def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
     """
     if not torch.is_grad_enabled():
         return None
-    marked: Tensor = _Mark.apply(torch.empty(0, device=device, requires_grad=True), after)
-    return marked
+    return _Mark.apply(torch.empty(0, device=device, requires_grad=True), after)
 
 
 def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None) -> Tensor:
@@ -33,8 +32,7 @@ def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None
 
     ``before`` is called when it comes there.
     """
-    joined: Tensor = _Join.apply(output, marked, before)
-    return joined
+    return _Join.apply(output, marked, before)
 
 
 def replaced(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:

@@ -7,6 +7,7 @@ the wrong ones where ranks use different ones, without an error as long as the s
 
 from collections.abc import Callable, Generator, Iterable, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,7 @@ class Usage:
 
     def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
         """Note the backward passes that reach ``parameter``; returns what ends that."""
-
-        def note(gradient: Tensor) -> None:
-            self._used.add(fqn)
-
-        handle: Any = parameter.register_hook(note)
+        handle: Any = parameter.register_hook(lambda gradient: self._used.add(fqn))
         return lambda: handle.remove()
 
     @property
@@ -84,14 +81,11 @@ class SameUnits:
         """Look at the first steps of these modules, of which names are given."""
         self._inside, self._steps = False, 0
         # Before the engine's own hooks, which gather.
-        self._hooks = [m.register_forward_pre_hook(self._entering(fqn), prepend=True) for fqn, m in units]
+        self._hooks = [m.register_forward_pre_hook(partial(self._enter, fqn), prepend=True) for fqn, m in units]
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*args: Any) -> None:
-            if self._inside:
-                self._meet(f"runs {name or 'the module itself'}")
-
-        return enter
+    def _enter(self, name: str, *args: Any) -> None:
+        if self._inside:
+            self._meet(f"runs {name or 'the module itself'}")
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:

@@ -34,8 +34,7 @@ def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
 def predict(training: Training, engine: EngineFacts) -> StepMemory:
     """The memory of the rank that needs most, at three points of a step and without activations."""
     module, engine = _arithmetic(engine)
-    memory: StepMemory = module.step_memory(training, engine)
-    return memory
+    return module.step_memory(training, engine)
 
 
 def step_points(training: Training, engine: EngineFacts, trace: Trace) -> list[Point]:

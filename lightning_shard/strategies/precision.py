@@ -89,7 +89,14 @@ class ShardPrecision(Precision):
             "autocast": autocast,
             "loss_scale": loss_scale,
         }
-        self._refuse_what_no_form_runs()
+        try:
+            self.policy(aligned=False)
+        except PrecisionError as error:
+            # What no form runs is refused for the reason of the plain one.
+            try:
+                self.policy(aligned=True)
+            except PrecisionError:
+                raise error from None
         self._connected: _Connected | None = None
         self._scaling: LossScaling | None = None
         self._scale: LossScaleState | None = None
@@ -97,15 +104,6 @@ class ShardPrecision(Precision):
         self._overflows: dict[int, bool] = {}
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
-
-    def _refuse_what_no_form_runs(self) -> None:
-        try:
-            self.policy(aligned=False)
-        except PrecisionError as error:
-            try:
-                self.policy(aligned=True)
-            except PrecisionError:
-                raise error from None
 
     @property
     def sets_loss_scale(self) -> bool:

@@ -40,7 +40,8 @@ QUIET_SECONDS = 120.0
 """A lock that no process here has open is stale once nothing was written beside it for so long: another machine may
 build in a cache that it shares with this one."""
 
-_POLL_SECONDS = 1.0
+POLL_SECONDS = 1.0
+"""Between two looks at a lock."""
 
 
 def required_kernels(config: Mapping[str, Any], optimizer: Optimizer | None) -> tuple[str, ...]:
@@ -201,8 +202,3 @@ def stale_message(path: Path) -> str:
         f"written beside it for {QUIET_SECONDS:g} s, but DeepSpeed would wait for its end forever. If no other machine "
         "is building there, delete it"
     )
-
-
-def pause() -> None:
-    """Between two looks at a lock."""
-    time.sleep(_POLL_SECONDS)

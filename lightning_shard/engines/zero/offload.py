@@ -4,8 +4,10 @@ import copy
 import mmap
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_shard.engines.zero import kernels
+from lightning_shard.engines.zero.config.merging import raise_problems
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -118,21 +121,18 @@ def check_low_memory(optimizer: Optimizer, policy: PrecisionPolicy, device: str)
 
 
 def clean_up(folders: list[Path]) -> None:
-    """Remove this rank's files, after the engine has let go of them."""
+    """Unlink this rank's files (mapped ones stay until nothing refers to them), and the folders with the last's.
+
+    The engine has let go of them.
+    """
     while folders:
-        _remove(folders.pop(), rank=Ranks.of().rank)
-
-
-def _remove(folder: Path, *, rank: int) -> None:
-    """Unlink this rank's files (mapped ones stay until nothing refers to them), and the folder with the last's."""
-    for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
-        shutil.rmtree(files, ignore_errors=True)
-    for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
-        try:
-            empty.rmdir()
-        except OSError:
+        folder = folders.pop()
+        for files in folder.glob(f"zero_stage_3/*/rank{Ranks.of().rank}"):
+            shutil.rmtree(files, ignore_errors=True)
+        for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
             # Other ranks' files are there still, or another rank was faster.
-            continue
+            with suppress(OSError):
+                empty.rmdir()
 
 
 def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
@@ -147,16 +147,11 @@ def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
             if state is not kernels.LockState.IN_USE:
                 waiting.remove(path)
         if waiting:
-            kernels.pause()
+            time.sleep(kernels.POLL_SECONDS)
     return problems
 
 
 def _raise_on_all(ranks: Ranks, own: list[str]) -> None:
     # What is installed may differ between nodes.
     problems = list(dict.fromkeys(problem for rank in ranks.gather(own) for problem in rank))
-    if len(problems) == 1:
-        raise ConfigurationError(f"DeepSpeed can't run with these settings: {problems[0]}.")
-    if problems:
-        raise ConfigurationError(
-            "DeepSpeed can't run with these settings:" + "".join(f"\n  - {problem}." for problem in problems)
-        )
+    raise_problems(problems, "DeepSpeed can't run with these settings")

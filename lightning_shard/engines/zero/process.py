@@ -139,8 +139,7 @@ def _cuda_accelerator() -> Any:
         def device_name(self, device_index: int | str | None = None) -> str:
             # What is given as text is LOCAL_RANK, which DeepSpeed takes for the index of this process' device
             # (zero/partition_parameters.py, zero/utils.py).
-            name: str = super().device_name(self.current_device() if isinstance(device_index, str) else device_index)
-            return name
+            return super().device_name(self.current_device() if isinstance(device_index, str) else device_index)
 
     return CUDA()
 
