@@ -124,22 +124,11 @@ def gathered_parameters(module: FSDPModule) -> Iterator[tuple[Any, Tensor, Tenso
             yield parameter.sharded_param, full, outputs[0][: full.numel()].view(full.shape)
 
 
-def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The shards of all units below ``root``, whether their parameters are gathered or not."""
+def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """The shards of all units below ``root``, gathered or not, and whether FSDP keeps each on the host."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            yield from (parameter.sharded_param for parameter in _parameters_of(module))
-
-
-def offloaded_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """The shards that FSDP keeps on the host."""
-    return {
-        parameter.sharded_param
-        for module in root.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in _parameters_of(module)
-        if parameter.offload_to_cpu
-    }
+            yield from ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_of(module))
 
 
 def _unsharded(parameter: Any) -> Tensor | None:

@@ -99,12 +99,8 @@ def _shown(value: Any, look: Callable[[Any], Callable[[], Any] | None]) -> Any:
     looks = {key: found for key, item in items.items() if (found := look(item)) is not None}
     if not looks:
         return None
-    reads = {key: looks.get(key) or partial(_same, item) for key, item in items.items()}
+    reads = {key: looks.get(key) or partial(lambda same: same, item) for key, item in items.items()}
     return LiveDict(reads) if isinstance(value, dict) else LiveList(list(reads.values()))
-
-
-def _same(item: Any) -> Any:
-    return item
 
 
 class LiveList(Sequence[Any]):

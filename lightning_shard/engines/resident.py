@@ -39,14 +39,14 @@ def module_tensors(
     module: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, wrapper: nn.Module | None = None
 ) -> Iterator[Resident]:
     """The tensors of a module that is full, or that FSDP2 has sharded; ``wrapper`` is torch's DDP around it, if any."""
-    offloaded = _fsdp2.offloaded_parameters(module)
+    on_host: dict[Tensor, bool] = dict(_fsdp2.sharded_parameters(module))
 
     def memory(parameter: Tensor, tensor: Tensor) -> str:
-        return "host" if parameter in offloaded else memory_of(tensor, device)
+        return "host" if on_host.get(parameter) else memory_of(tensor, device)
 
     # First, because gathered parameters stand in the module in place of their shards.
     yield from unsharded(module)
-    parameters = [*_fsdp2.sharded_parameters(module), *module.parameters()]
+    parameters = [*on_host, *module.parameters()]
     yield from (Resident("parameters", memory(p, p), p) for p in parameters)
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -68,7 +68,6 @@ class TorchDDP(StepsOwnParameters):
         self._forward_options = forward
         self._at_boundary = at_boundary
         self._wrapped: DistributedDataParallel | None = None
-        self._sums: SetAsideGradients | None = None
         self._delayed_static_graph = False
 
     def check(self, run: PlannedRun) -> None:
@@ -112,7 +111,6 @@ class TorchDDP(StepsOwnParameters):
         self._delayed_static_graph = False
         self._wrapped = None
         if any(p.requires_grad for p in self._module.parameters()):
-            self._sums = None if self._at_boundary else SetAsideGradients(self._module)
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 
     @property
@@ -165,19 +163,16 @@ class TorchDDP(StepsOwnParameters):
         if self._wrapped is None:
             call(loss)
             return
-        if self._sums is not None:
-            self._sums.put_aside()
-        if not self._run.automatic:
-            with self._named():
-                _ddp.prepare_for_backward(self._wrapped, loss)
-        call(loss)
-        if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
-            # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
-            # this backward in manual optimization.
-            _ddp.delay_all_reduce(self._wrapped)
-            self._delayed_static_graph = True
-        if self._sums is not None:
-            self._sums.add_back()
+        with nullcontext() if self._at_boundary else sums_set_aside(self._module):
+            if not self._run.automatic:
+                with self._named():
+                    _ddp.prepare_for_backward(self._wrapped, loss)
+            call(loss)
+            if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
+                # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
+                # this backward in manual optimization.
+                _ddp.delay_all_reduce(self._wrapped)
+                self._delayed_static_graph = True
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._at_boundary and self._wrapped is not None:
@@ -247,32 +242,22 @@ class StepRoot(nn.Module):
         return (step(*args, **kwargs),)
 
 
-class SetAsideGradients:
-    """Lets DDP reduce each micro-batch's gradients alone.
+@contextmanager
+def sums_set_aside(module: nn.Module) -> Generator[None, None, None]:
+    """Let DDP reduce the gradients of the backward pass inside alone, and add those of earlier micro-batches after it.
 
     DDP all-reduces ``parameter.grad`` as it is, earlier micro-batches' sums included, which rounds differently from
     adding up reduced gradients as engines do that keep sharded ones.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._sums: list[tuple[nn.Parameter, Tensor]] = []
-
-    def put_aside(self) -> None:
-        """Before a backward pass: take the sums of the micro-batches so far out of DDP's sight."""
-        self._sums = []
-        for parameter in self._module.parameters():
-            if parameter.grad is not None:
-                # With gradient_as_bucket_view the gradient lies in DDP's own memory, which the pass overwrites.
-                self._sums.append((parameter, parameter.grad.detach().clone()))
-                parameter.grad = None
-
-    @torch.no_grad()
-    def add_back(self) -> None:
-        """After the backward pass: add the sums to the reduced gradients of this micro-batch."""
-        for parameter, total in self._sums:
-            if parameter.grad is None:
-                parameter.grad = total
-            else:
-                parameter.grad.add_(total)
-        self._sums = []
+    sums: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            # With gradient_as_bucket_view the gradient lies in DDP's own memory, which the pass overwrites.
+            sums.append((parameter, parameter.grad.detach().clone()))
+            parameter.grad = None
+    yield
+    for parameter, total in sums:
+        if parameter.grad is None:
+            parameter.grad = total
+        else:
+            parameter.grad.detach().add_(total)
