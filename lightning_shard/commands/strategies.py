@@ -18,8 +18,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     name = parser().parse_args(arguments).name
-    table = columns([(preset.name, preset.description) for preset in registry.PRESETS.values()])
-    print(table if name is None else preset_yaml(name) + further_arguments(name))
+    print(table() if name is None else preset_yaml(name) + further_arguments(name))
     return 0
 
 
@@ -41,3 +40,7 @@ def further_arguments(name: str) -> str:
     others = {p.name: p.default for p in parameters if p.name not in preset.init_args}
     lines = yaml.safe_dump(others, sort_keys=True).splitlines()
     return "\n".join(["# further init_args, as they are by default:", *(f"#      {line}" for line in lines)])
+
+
+def table() -> str:
+    return columns([(preset.name, preset.description) for preset in registry.PRESETS.values()])

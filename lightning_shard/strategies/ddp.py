@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicate import Replicate, needs_replicate
@@ -87,6 +87,7 @@ class ShardDDPStrategy(ShardStrategy):
         )
         self._start_method = start_method
 
+    @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """Torch's DDP in fp32, FSDP2's replicate where something is cast."""
         casts = self._base_policy.compute != torch.float32 or (module is not None and needs_replicate(module))

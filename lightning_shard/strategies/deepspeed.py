@@ -80,6 +80,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         super().__init__(replace(settings, accumulate_sync=_accumulation(settings.accumulate_sync, stage_number)))
         self._connection: process.Connection | None = None
 
+    @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """DeepSpeed's engine, whatever the module."""
         return Zero(self._fields, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from torch import nn
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.fsdp2 import FORWARD_METHODS
@@ -91,6 +91,7 @@ class ShardFSDPStrategy(ShardStrategy):
         )
         self._start_method = start_method
 
+    @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """FSDP2's ``fully_shard``, whatever the module."""
         return FullyShard(self._options, self._settings.forward, at_boundary=self._settings.at_boundary)

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
 from lightning_shard._lightning import averaging, loops
 from lightning_shard.arguments import checked
@@ -169,6 +170,7 @@ class ShardPrecision(Precision):
         """What the next loss is multiplied by; None: nothing."""
         return None if self._scale is None else self._scale.scale
 
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -193,6 +195,7 @@ class ShardPrecision(Precision):
         return super().connect(model, optimizers, lr_schedulers)
 
     @contextmanager
+    @override
     def train_step_context(self) -> Generator[None, None, None]:
         """Forget what an earlier batch left."""
         self._overflows = {}
@@ -200,6 +203,7 @@ class ShardPrecision(Precision):
         with super().train_step_context():
             yield
 
+    @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
         now = self._now
@@ -216,6 +220,7 @@ class ShardPrecision(Precision):
         """The gradients of the micro-batches so far."""
         return [gradient for _, gradient in self._now.engine.tensors.unreduced_gradients()]
 
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -280,6 +285,7 @@ class ShardPrecision(Precision):
             self._watch.rollback_due = None
             rollback.run(why)
 
+    @override
     def teardown(self) -> None:
         """Take what was put on the module off it."""
         if self._watch is not None:
@@ -294,6 +300,7 @@ class ShardPrecision(Precision):
             module.log("weighted_loss", loss)
         return loss is not None
 
+    @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
@@ -329,6 +336,7 @@ class ShardPrecision(Precision):
                 waiting = [g for g in engine.gradients(other)[0] if id(g) not in own]
                 multiply(waiting, torch.tensor(self._scale.scale / before))
 
+    @override
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
@@ -357,10 +365,12 @@ class ShardPrecision(Precision):
         if norm is not None:
             now.module.log("grad_norm", norm)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, for the checkpoint; empty where there is none."""
         return {} if self._scale is None else asdict(self._scale)
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:

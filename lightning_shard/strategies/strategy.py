@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_shard import run as parts
 from lightning_shard._lightning import averaging, loaders, loops, messages, processes, progress
@@ -70,15 +71,16 @@ class ShardStrategy(ParallelStrategy):
         self._replacements = Replacements()
         self._engine: Engine | None = None
 
-    # Settings
-
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
+    restore_checkpoint_after_setup = True  # into the parameters that the engine left
 
     @abstractmethod
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """A new engine with this strategy's settings; the frozen parameters of ``module`` may decide which it is."""
 
-    @property
+    @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
+    @override
     def precision_plugin(self) -> ShardPrecision:
         """The precision plugin, always this package's own."""
         plugin = self._precision_plugin
@@ -148,9 +150,8 @@ class ShardStrategy(ParallelStrategy):
 
     # Processes
 
-    is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
-
     @property
+    @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
@@ -161,6 +162,7 @@ class ShardStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         replicas, rank = self._processes.data_parallel_coordinates
         return {"num_replicas": replicas, "rank": rank}
@@ -176,6 +178,7 @@ class ShardStrategy(ParallelStrategy):
         assert self.cluster_environment is not None, "the Trainer has chosen the cluster environment"
         return self.cluster_environment
 
+    @override
     def _configure_launcher(self) -> None:
         # All that can be known is checked before any process is started.
         gpu = self.root_device.type == "cuda"
@@ -186,6 +189,7 @@ class ShardStrategy(ParallelStrategy):
         if not self._environment.creates_processes_externally:
             self._launcher = processes.launcher(self, self._start_method)
 
+    @override
     def setup_environment(self) -> None:
         self._failed, self._replacements = False, Replacements()
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
@@ -210,17 +214,21 @@ class ShardStrategy(ParallelStrategy):
         let_threads_finish_before_forks()
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
+    @override
     def barrier(self, name: str | None = None) -> None:
         self._processes.barrier()
 
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._processes.broadcast(obj, src)
 
+    @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._processes.reduce(tensor, group, reduce_op)
 
     # Set-up
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         module, engine = self._module, self.engine_for(self._module)
@@ -244,17 +252,16 @@ class ShardStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
-        module, planned = self._module, self._own_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
+        module, plan = self._module, self._own_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger = engine, parts.RunLedger()
         forward = self._settings.forward
-        self.memory = parts.Memory(module, engine, planned, device=self.root_device, recomputes=forward.recomputes)
+        self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
-            refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {planned.precision!r}")
+            refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
             parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
             parts.before_sharding(trainer, module, processes.layer_sync(self))
-            self._ledger = parts.FitLedger(module, engine, planned.policy, aligned=self.aligned)
-        watch = self._ledger.reduction
-        return parts.run_of(trainer, planned, device=self.root_device, mesh=self.device_mesh, watch=watch)
+            self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
+        return parts.run_of(trainer, plan, device=self.root_device, mesh=self.device_mesh, watch=self._ledger.reduction)
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
@@ -269,7 +276,8 @@ class ShardStrategy(ParallelStrategy):
         refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
-    @property
+    @property  # type: ignore[explicit-override] # mypy sees none on one with a setter
+    @override
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of a fit; Lightning wraps them anew whenever they are set."""
         return self._optimizers
@@ -280,18 +288,22 @@ class ShardStrategy(ParallelStrategy):
         self._lightning_optimizers = wrapped(optimizers, self)
 
     @contextmanager
+    @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
+    @override
     def model_to_device(self) -> None:
         """The engines move the module, one unit at a time."""
 
+    @override
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._data.process(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
 
     # Steps
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if parts.drops_gradients(self._module.trainer):
             # Lightning drops them after the forward; by then they were there together with all of its activations.
@@ -301,14 +313,17 @@ class ShardStrategy(ParallelStrategy):
         self._compiler.after_step()
         return self.precision_plugin.weighed(output, args)
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:
             self._preemption.in_validation(parts.Fit(self._module.trainer))
         return self._evaluate(self.precision_plugin.val_step_context(), self._module.validation_step, *args, **kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(self.precision_plugin.test_step_context(), self._module.test_step, *args, **kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         context, step = self.precision_plugin.predict_step_context, self._module.predict_step
         return self._predictions.step(lambda: self._evaluate(context(), step, *args, **kwargs))
@@ -318,6 +333,7 @@ class ShardStrategy(ParallelStrategy):
             return self.engine.evaluate(self.precision_plugin.step(step), *args, **kw)
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """The backward passes inside end no accumulation; in manual optimization it is the user's to enter."""
         self.engine.sync_gradients(False)
@@ -326,6 +342,7 @@ class ShardStrategy(ParallelStrategy):
         finally:
             self.engine.sync_gradients(True)
 
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self._ledger.backward(closure_loss):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -333,6 +350,7 @@ class ShardStrategy(ParallelStrategy):
         self._ledger.after_backward(accumulates=accumulates)
         return loss
 
+    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         result = self._ledger.step(optimizer, closure, lambda closure: step(closure=closure))
@@ -342,6 +360,7 @@ class ShardStrategy(ParallelStrategy):
 
     # The course of a run
 
+    @override
     def on_train_start(self) -> None:
         trainer = self._module.trainer
         self.checkpoints.start_of_training()
@@ -356,17 +375,20 @@ class ShardStrategy(ParallelStrategy):
         self._data.start_of_training(self._replacements, trainer)
         self._compiler.start()
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.look()
         if self._freezing.changed(self.policy.master):
             self.model = self.engine.follow_freezing()
 
+    @override
     def on_train_end(self) -> None:
         # Everything is saved before the run forgets how to stop.
         self.checkpoints.end_of_training()
         self._preemption.finish()
         parts.warn_of_nonfinite(self.engine)
 
+    @override
     def on_validation_start(self) -> None:
         if self._fits:
             # One that was interrupted runs again from its beginning.
@@ -375,17 +397,20 @@ class ShardStrategy(ParallelStrategy):
 
     on_test_start = on_validation_start
 
+    @override
     def on_predict_start(self) -> None:
         self.checkpoints.synchronize_buffers()
         # Where the forward passes of other ranks need this rank's, they are counted.
         own = loops.prediction_batches(self._module.trainer) if self.engine.gathers_in_forward else None
         self._predictions = parts.Predictions(own)
 
+    @override
     def on_validation_end(self) -> None:
         self.engine.before_reading()  # frees what the last evaluation forward left gathered
 
     on_test_end = on_predict_end = on_validation_end
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may be anywhere: nothing communicates. Once told they end, and a save in the background with them.
         self._failed = True
@@ -395,6 +420,7 @@ class ShardStrategy(ParallelStrategy):
         self._ledger.stop()
         self.checkpoints.remove_converted()
 
+    @override
     def teardown(self) -> None:
         assert self.accelerator is not None
         self._ledger.stop()
@@ -413,13 +439,16 @@ class ShardStrategy(ParallelStrategy):
 
     # Checkpoints
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.checkpoints.state_dict()
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing yet: `save_checkpoint` writes the optimizers' state in place, by FQN."""
         return {}
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
         trainer, checkpoint = self._module.trainer, dict(checkpoint)
@@ -430,13 +459,13 @@ class ShardStrategy(ParallelStrategy):
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
         self._preemption.saved()
 
-    restore_checkpoint_after_setup = True  # into the parameters that the engine left
-
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = self.checkpoints.load_checkpoint(checkpoint_path)
         self._data.loaded(checkpoint, self.global_rank)
         return {**checkpoint, "state_dict": {}}
 
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         resuming = self._fits and OPTIMIZER_STATES in checkpoint
         schedules, averaged = self.lr_scheduler_configs, averaging.evaluates_average(self._module.trainer)
@@ -444,10 +473,12 @@ class ShardStrategy(ParallelStrategy):
         if resuming:
             self._data.resume(checkpoint)
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The slots were read with the parameters, and the loops were loaded right before.
         self._data.loops_loaded(self._replacements, self._module.trainer)
         progress.settle_validation(self._replacements, self._module.trainer)
 
+    @override
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove_checkpoint(filepath)
