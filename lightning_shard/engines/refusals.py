@@ -36,16 +36,20 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
         )
 
 
-def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Container[Tensor] = ()) -> None:
+def refuse_kinds(
+    module: nn.Module, strategy: str, *, empty: bool, hooked: bool = False, ignored: Container[Tensor] = ()
+) -> None:
     """Refuse parameters of kinds that an engine which shards can't step, all of them named; ``empty`` ones if asked.
 
-    Those that are ``ignored`` may be of any kind. The ConfigurationError says what to use.
+    ``hooked``: also those that a module's own hook reads ahead of the engine's. Those that are ``ignored`` may be of
+    any kind. The ConfigurationError says what to use.
     """
     inside = dict(module.named_modules())
     sparse = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "sparse", False) is True}
     # Its forward writes them, where an engine sees gathered or cast copies.
     written = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "max_norm", None) is not None}
     scripted = {f"{n}.{p}" for n, m in inside.items() if isinstance(m, ScriptModule) for p, _ in m.named_parameters()}
+    buffers = {name for name, _ in module.named_buffers()}
     found: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters():
         if parameter in ignored:
@@ -62,6 +66,9 @@ def refuse_kinds(module: nn.Module, strategy: str, *, empty: bool, ignored: Cont
             found.setdefault("of scripted modules (use the Python module, and compile: true)", []).append(name)
         elif empty and not getattr(parameter, "ds_numel", parameter.numel()):
             found.setdefault("without elements (register it as a buffer)", []).append(name)
+        elif hooked and f"{name.removesuffix('_orig')}_u" in buffers:
+            kind = "of torch.nn.utils.spectral_norm (use torch.nn.utils.parametrizations.spectral_norm)"
+            found.setdefault(kind, []).append(name)
     if found:
         lines = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found.items())
         raise ConfigurationError(

@@ -40,3 +40,12 @@ def test_trained_fp64_parameters_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^1\.weight, 1\.bias are fp64"):
         refuse_double(module)
     refuse_double(module[2])
+
+
+def test_old_spectral_norms_are_refused_where_parameters_are_gathered_by_hooks() -> None:
+    """Their hook runs ahead of ZeRO-3's, and a resumed run fails in its first backward."""
+    kinds = (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm)
+    module = nn.Sequential(*(kind(nn.Linear(4, 4)) for kind in kinds))
+    refuse_kinds(module, "ShardFSDPStrategy", empty=True)
+    with pytest.raises(ConfigurationError, match=r"parametrizations\.spectral_norm\): 0\.weight_orig\. Change"):
+        refuse_kinds(module, "ShardDeepSpeedStrategy(stage=3)", empty=True, hooked=True)

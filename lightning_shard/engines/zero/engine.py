@@ -128,7 +128,8 @@ class Zero:
         refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
         if run.fitting:
             refuse_double(module)
-            refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=self._stage == 3)
+            last = self._stage == 3
+            refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=last, hooked=last)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         self._closing.callback(self._to_host)
