@@ -162,7 +162,6 @@ def _shown(value: Any) -> str:
 
 
 def _rule(kinds: Sequence[Any]) -> str:
-    """What a value may be, in words."""
     words = [word for kind in kinds for word in _words(kind)]
     return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
 

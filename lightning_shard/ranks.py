@@ -120,6 +120,17 @@ class Ranks:
             raise refused.error() from failure
         return cast(R, reply)
 
+    def collect(self, doing: str, step: Callable[[], T]) -> list[T]:
+        """Run ``step`` on every rank; all results, by rank, on rank 0, and none on the others. Errors as `exchange`."""
+        found: list[T] = []
+
+        def keep(values: list[T]) -> list[None]:
+            found.extend(values)
+            return [None] * self.size
+
+        self.exchange(doing, step, keep)
+        return found
+
     def agree(self, doing: str, step: Callable[[], T]) -> T:
         """Run ``step`` on every rank and return this rank's result once all have succeeded."""
         mine: list[T] = []

@@ -53,10 +53,7 @@ def plan(
     """
     files = [configs] if isinstance(configs, str | os.PathLike) else configs
     given = {"nodes": nodes, "devices": devices, "batch-size": batch_size, **(options or {})}
-    words = [
-        f"--device-memory={device_memory}",
-        *(f"--{key}={value}" for key, value in given.items() if value is not None),
-    ]
+    words = [f"--device-memory={device_memory}", *(f"--{k}={v}" for k, v in given.items() if v is not None)]
     try:
         return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
     except SystemExit as ended:  # what the command line makes of an error
@@ -67,14 +64,9 @@ def plan(
 class Converted:
     """A checkpoint that was written in another form."""
 
-    source_form: str
-    """The form that was read."""
-
-    path: Path
-    """What was written."""
-
-    form: str
-    """"portable" or "full"."""
+    source_form: str  # The form that was read.
+    path: Path  # What was written.
+    form: str  # "portable" or "full".
 
 
 def convert(

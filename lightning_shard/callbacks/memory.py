@@ -11,15 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount, most
+from lightning_shard.meters import memory_table as tables
 from lightning_shard.meters.memory_meter import StepMeter
-from lightning_shard.meters.memory_table import (
-    append_to_message,
-    from_numbers,
-    is_out_of_memory,
-    largest,
-    memory_table,
-    to_numbers,
-)
 from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
 
 
@@ -64,7 +57,6 @@ class MemoryCallback(Callback):
             rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Predict what the first step will need."""
         self.measured, self.ranks = None, []
         self.predicted = self._predicting(trainer, lambda memory: memory.predicted(trainer.optimizers))
         self._meter = self._new_meter(trainer, pl_module)
@@ -83,7 +75,6 @@ class MemoryCallback(Callback):
         return StepMeter(module, held, device=device)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Watch the first forward."""
         # In manual optimization backward runs inside of the step, and hooks on saved tensors can't be taken off there.
         watches = self.activations and pl_module.automatic_optimization
         if self._meter is not None and self._forward_is_next and watches:
@@ -99,7 +90,7 @@ class MemoryCallback(Callback):
             self._meter.ready_to_step()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """After the first optimizer step, count its state, meet the other ranks and print."""
         if self._meter is None or trainer.global_step == self._steps:
@@ -108,19 +99,18 @@ class MemoryCallback(Callback):
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
         allocated, reserved = peak_bytes(device)
-        own = [*to_numbers(self.measured), allocated, reserved]
+        own = [*tables.to_numbers(self.measured), allocated, reserved]
         rows = gather_rows(own, dtype=torch.int64, device=device)
-        self.ranks = [from_numbers(row[:-2]) for row in rows]
-        rank = largest(self.ranks)
-        *_, allocated, reserved = rows[rank]
+        self.ranks = [tables.from_numbers(row[:-2]) for row in rows]
+        rank = tables.largest(self.ranks)
+        allocated, reserved = rows[rank][-2:]
         note = f"peak so far: {size_text(allocated)} allocated, {size_text(reserved)} reserved by torch"
         if device.type == "cpu":
             note = f"peak so far: {size_text(allocated)} resident in the process"
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
-        rank_zero_info(memory_table(self.ranks[rank], title=title, notes=[note], predicted=self.predicted))
+        rank_zero_info(tables.memory_table(self.ranks[rank], title=title, notes=[note], predicted=self.predicted))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave no hook behind."""
         self._stop()
 
     def _stop(self) -> None:
@@ -132,10 +122,10 @@ class MemoryCallback(Callback):
         """Say in an error of used up memory where it went, and what would hold less."""
         meter, self._meter = self._meter, None
         try:
-            if is_out_of_memory(exception) and self._started:
-                append_to_message(exception, self._explanation(trainer, meter))
+            if tables.is_out_of_memory(exception) and self._started:
+                tables.append_to_message(exception, self._explanation(trainer, meter))
         except Exception as error:
-            append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
+            tables.append_to_message(exception, f"(MemoryCallback has no account: {type(error).__name__}: {error})")
         finally:
             if meter is not None:
                 meter.stop()
@@ -149,7 +139,7 @@ class MemoryCallback(Callback):
             found = most(found, meter.failed())
         elif memory is not None:
             found = most(found, memory.account())
-        text = memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
+        text = tables.memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
         return text if memory is None else f"{text}\n{memory.advice(found)}"
 
 

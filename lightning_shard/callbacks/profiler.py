@@ -109,7 +109,7 @@ class ProfilerCallback(Callback):
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Count optimizer steps; write when the last of them is done."""
         stepped, self._begun = trainer.global_step != self._begun, trainer.global_step

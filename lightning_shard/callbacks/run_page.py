@@ -65,7 +65,6 @@ class RunPageCallback(Callback):
         return self._seconds + (time.monotonic() - self._started if self._file else 0.0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, or go on behind a mark."""
         folder = trainer.log_dir or trainer.default_root_dir  # all ranks ask: it is broadcast
         self._file = Path(self.path or Path(folder) / "run.html")
         self._every = self.every_n_steps or trainer.log_every_n_steps or 1  # type: ignore[attr-defined]
@@ -79,7 +78,6 @@ class RunPageCallback(Callback):
             self._read(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read what the validation said."""
         if not trainer.sanity_checking and self._file is not None:
             self._read(trainer)
 
@@ -97,15 +95,12 @@ class RunPageCallback(Callback):
                 del points[1::2]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the step."""
         self.marks.append(("saved", trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the last step's."""
         self._read(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the page."""
         self._write(trainer, "ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -115,9 +115,8 @@ class ThroughputCallback(Callback):
         elif self.flops.ready:
             self.flops.measure(batch, batch_idx, device=device)
         if self.flops.count is None:
-            rank_zero_info(
-                f"ThroughputCallback: no MFU for {class_name(trainer.lightning_module)}: {self.flops.why_not}."
-            )
+            whose = class_name(trainer.lightning_module)
+            rank_zero_info(f"ThroughputCallback: no MFU for {whose}: {self.flops.why_not}.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The attribute is set by Lightning's logger connector; 0 is `fast_dev_run`.
@@ -164,7 +163,7 @@ class ThroughputCallback(Callback):
             self._actions.waiting.after_backward()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Count the batch; at the end of a window meet the other ranks and log."""
         self._add(batch)
@@ -253,7 +252,6 @@ class ThroughputCallback(Callback):
         self._path = Path(self.csv) if self.csv is not None else Path(folder) / "throughput.csv" if folder else None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table and write the CSV, on rank 0."""
         assert self._actions is not None
         blocked = self._actions.seconds[CHECKPOINT]
         self._detach()

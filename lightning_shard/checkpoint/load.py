@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import errors
+from lightning_shard.checkpoint import load_optimizers
 from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.digests import digests
 from lightning_shard.checkpoint.files import layout
@@ -24,21 +26,8 @@ from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_ch
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.load_optimizers import (
-    OptimizerPlan,
-    create_slots,
-    load_groups,
-    plan_optimizers,
-    read_scalars,
-)
 from lightning_shard.checkpoint.matching import LoadReport, Match, match
 from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import Names
@@ -53,7 +42,6 @@ class OpenCheckpoint:
     directory: Directory
     manifest: Manifest
     metadata: Mapping[str, StoredBoxes]
-
     trainer_state: dict[str, Any]  # The contents of ``trainer.pt``, tensors on the CPU.
 
     @property
@@ -67,7 +55,7 @@ def _open(path: str | os.PathLike[str], *, covered: bool = True) -> OpenCheckpoi
     directory, manifest = open_checkpoint_directory(path)
     try:
         if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{path} is in Hugging Face's layout and has weights alone: from_pretrained and load_pretrained read "
                 "it. To go on training, give a checkpoint whose name does not end in .hf."
             )
@@ -99,7 +87,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
             break  # else a save replaced it after one rank had opened it and before another did
     else:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"rank {other} finds another checkpoint at {path} than rank 0: load from a directory that all "
             "machines share"
         )
@@ -118,9 +106,7 @@ def _share(found: Manifest, ranks: Ranks) -> list[str]:
     """The files that this rank hashes: largest first, each to the rank with the fewest bytes."""
     load = [(0, rank) for rank in range(ranks.size)]
     mine = []
-    files = {
-        name: entry for name, entry in found.files.items() if name not in (boxes_file(found), layout.TRAINER_STATE)
-    }
+    files = {name: file for name, file in found.files.items() if name not in (boxes_file(found), layout.TRAINER_STATE)}
     for name, entry in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
         bytes_before, rank = load[0]
         heapq.heapreplace(load, (bytes_before + entry.size + 1, rank))
@@ -154,9 +140,11 @@ def load_training_state(
     """
     ranks, found = Ranks.of(), checkpoint.manifest
 
-    def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], OptimizerPlan, LoadReport]:
+    def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
-            raise CheckpointMismatchError(f"{checkpoint.path} has no optimizer state: it was saved with weights only")
+            raise errors.CheckpointMismatchError(
+                f"{checkpoint.path} has no optimizer state: it was saved with weights only"
+            )
         names = sharded_names(module)
         live = {layout.model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
         aliases = {layout.model_key(alias): layout.model_key(fqn) for alias, fqn in names.aliases.items()}
@@ -165,7 +153,7 @@ def load_training_state(
         left_out = {layout.model_key(fqn) for fqn in found.facts.frozen} if strict else set()
         of_averages, targets = _match_averages(averages or {}, names, found)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
-        plan = plan_optimizers(optimizers, names, found, saved, configured=configured)
+        plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
             missing=[key for key in matched.missing if key not in left_out] + of_averages.missing + plan.missing,
@@ -183,7 +171,7 @@ def load_training_state(
         base = live_tensors(names, masters)
         here = digests({fqn: base[fqn] for fqn in found.facts.frozen if fqn in base})
         if other := [fqn for fqn, digest in found.facts.frozen.items() if here.get(fqn) != digest]:
-            raise CheckpointMismatchError(
+            raise errors.CheckpointMismatchError(
                 f"{checkpoint.path} was saved without its frozen weights (save_frozen: false), and here are others of "
                 f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
                 "strict_loading=False goes on from those that are here."
@@ -192,11 +180,13 @@ def load_training_state(
     def fill(targets: Iterable[tuple[str, Any]]) -> None:
         read_tensors(checkpoint.directory, checkpoint.metadata, targets)
 
-    scalars = ranks.agree(f"reading {checkpoint.path}", lambda: read_scalars(plan, lambda empty: fill(empty.items())))
+    scalars = ranks.agree(
+        f"reading {checkpoint.path}", lambda: load_optimizers.read_scalars(plan, lambda empty: fill(empty.items()))
+    )
 
     def read() -> None:
-        fill([*tensors, *create_slots(plan, scalars)])
-        load_groups(plan)
+        fill([*tensors, *load_optimizers.create_slots(plan, scalars)])
+        load_optimizers.load_groups(plan)
         load_extra_state(module, names, checkpoint.trainer_state.get(layout.EXTRA_STATE, {}), strict=strict)
 
     ranks.agree(f"reading {checkpoint.path}", read)
@@ -205,11 +195,8 @@ def load_training_state(
 
 def _averages_of(found: Manifest) -> dict[str, str]:
     """Key of each weight that has an average to the average's."""
-    return {
-        layout.MODEL_PREFIX + k.removeprefix(layout.AVERAGE_PREFIX): k
-        for k in found.tensors
-        if k.startswith(layout.AVERAGE_PREFIX)
-    }
+    averaged = layout.without_prefix(layout.AVERAGE_PREFIX, found.tensors)
+    return {layout.model_key(fqn): layout.average_key(fqn) for fqn in averaged}
 
 
 def _match_averages(
@@ -221,9 +208,7 @@ def _match_averages(
     if not stored or not averages:
         return Match(), []
     live = {layout.average_key(fqn): tensor for fqn, tensor in averages.items()}
-    aliases = {
-        layout.average_key(alias): layout.average_key(fqn) for alias, fqn in names.aliases.items() if fqn in averages
-    }
+    aliases = {layout.average_key(a): layout.average_key(fqn) for a, fqn in names.aliases.items() if fqn in averages}
     homes = {
         layout.AVERAGE_PREFIX + alias.removeprefix(layout.MODEL_PREFIX): instead[key]
         for alias, key in found.aliases.items()
@@ -236,7 +221,7 @@ def _match_averages(
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for key, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
-            raise CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
+            raise errors.CheckpointError(f"{key} is on the meta device: materialise the model before loading into it")
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
@@ -278,7 +263,7 @@ def open_newest(folders: Iterable[str | os.PathLike[str]], run: str) -> Found:
     for path, _ in found.own:
         try:
             newest = open_checkpoint(path)
-        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+        except (errors.CheckpointCorruptError, errors.CheckpointNotFoundError) as error:
             broken.append(str(error))
         else:
             return replace(found, broken=tuple(broken), newest=newest)
@@ -296,12 +281,11 @@ def find_checkpoints(folders: Iterable[str | os.PathLike[str]], run: str) -> Fou
     own: list[tuple[int, float, str]] = []
     broken: list[str] = []
     others: set[str] = set()
-    for path in (
-        path for folder in {Path(f).resolve(): None for f in folders} for path in layout.checkpoint_names(folder)
-    ):
+    resolved = {Path(folder).resolve(): None for folder in folders}
+    for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
             directory, manifest = open_checkpoint_directory(path)
-        except CheckpointError:
+        except errors.CheckpointError:
             continue  # half-written, or no checkpoint
         facts, sizes = manifest.facts.run, directory.sizes()
         wrong = [name for name, entry in manifest.files.items() if sizes.get(name) != entry.size]

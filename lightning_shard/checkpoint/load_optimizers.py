@@ -10,18 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_shard.checkpoint import optimizer_state
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
 from lightning_shard.checkpoint.matching import other_kind
-from lightning_shard.checkpoint.optimizer_state import (
-    Group,
-    Stepped,
-    Values,
-    groups_of,
-    hyperparameters,
-    state_of_small,
-    unshardable,
-)
+from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values
 from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, has_tensors_inside, plain_slots, torch_optimizer
 from lightning_shard.tensors.names import Names
@@ -33,7 +26,6 @@ class NewTensor:
 
     shape: tuple[int, ...]  # That of the tensor that the optimizer steps, of a scalar, or neither.
     dtype: torch.dtype
-
     is_scalar: bool  # Whether it is a scalar beside a parameter that may be one too.
 
 
@@ -57,7 +49,6 @@ class OptimizerPlan:
     """How saved optimizer state fits live optimizers; nothing is changed before it is applied."""
 
     optimizers: list[Optimizer]
-
     slots: list[SlotsPlan] = field(default_factory=list)  # Of each stepped tensor with saved state.
     # Live group and its saved hyperparameters.
     groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
@@ -125,7 +116,7 @@ def plan_optimizers(
         source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, other_names)
         scalars = source.scalars()
         taken: set[str] = set()
-        live = groups_of(index, optimizer, names)
+        live = optimizer_state.groups_of(index, optimizer, names)
         if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
             plan.problems.append(f"optimizer {index} {problem}")
             continue
@@ -133,9 +124,7 @@ def plan_optimizers(
         for position, group in enumerate(live):
             stored = {fqn: source.name_of(fqn) for fqn in group.names}
             found = {fqn: name for fqn, name in stored.items() if name is not None}
-            plan.missing.extend(
-                f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn, name in stored.items() if name is None
-            )
+            plan.missing.extend(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in stored if fqn not in found)
             taken.update(found.values())
             for part in group.stepped:
                 _plan_slots(plan, part, group, found, source, scalars)
@@ -187,7 +176,8 @@ def _plan_slots(
         for slot, key in tensors.items():
             shape = source.manifest.tensors[key].shape
             if part.is_sharded and shape not in ((), part.shapes[fqn]):
-                plan.problems.append(unshardable(layout.SlotName(source.index, fqn, slot), shape, part.shapes[fqn]))
+                name = layout.SlotName(source.index, fqn, slot)
+                plan.problems.append(optimizer_state.unshardable(name, shape, part.shapes[fqn]))
             else:
                 keys.setdefault(slot, {})[fqn] = key
         for slot, value in source.values.get(stored, {}).items():
@@ -203,8 +193,7 @@ def _plan_slots(
         lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
         plan.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
     if slots:
-        optimizer = plan.optimizers[source.index]
-        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, slots, keys))
+        plan.slots.append(SlotsPlan(source.index, plan.optimizers[source.index], part, group.settings, slots, keys))
 
 
 def _new_tensor(
@@ -254,10 +243,9 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str, Any], sources: list[Values]) -> None:
-    values = [hyperparameters(source) for source in sources]
+    values = [optimizer_state.hyperparameters(source) for source in sources]
     for other in values[1:]:
-        differing = [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]
-        if differing:
+        if differing := [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]:
             plan.problems.append(
                 f"group {position} of optimizer {index} joins parameters that were saved in groups with different "
                 f"{', '.join(sorted(differing))}"
@@ -298,13 +286,9 @@ def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], obj
     CheckpointMismatchError: parameters in one flat tensor have different values of such a scalar.
     """
     shared = [(slots, slot, keys) for slots in plan.slots for slot, keys in slots.keys.items() if slots.is_shared(slot)]
-    scalars = {
-        key: torch.zeros((), dtype=slots.slots[slot].dtype) for slots, slot, keys in shared for key in keys.values()
-    }
+    scalars = {key: torch.zeros((), dtype=s.slots[slot].dtype) for s, slot, keys in shared for key in keys.values()}
     read(scalars)
-    problems = [
-        _unequal(slots.index, slot, {fqn: scalars[key] for fqn, key in keys.items()}) for slots, slot, keys in shared
-    ]
+    problems = [_unequal(s.index, slot, {fqn: scalars[key] for fqn, key in keys.items()}) for s, slot, keys in shared]
     if found := [problem for problem in problems if problem is not None]:
         raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
     return scalars
@@ -340,7 +324,7 @@ def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
     if live or part.flat is not None or not any("." in slot for slot in slots.slots):
         return live
     (shape,) = part.shapes.values()
-    found = state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
+    found = optimizer_state.state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
     return {} if found is None else found[1]
 
 

@@ -20,17 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 class LoadReport:
     """What a load left alone, which is nothing after a strict one, and what it replaced."""
 
-    missing: tuple[str, ...] = ()
-    """Asked for, not in the checkpoint: these tensors kept their values."""
-
-    unexpected: tuple[str, ...] = ()
-    """In the checkpoint, not asked for."""
-
-    averages: bool = False
-    """Whether averages of weights were asked for, and read."""
-
+    missing: tuple[str, ...] = ()  # Asked for, not in the checkpoint: these tensors kept their values.
+    unexpected: tuple[str, ...] = ()  # In the checkpoint, not asked for.
+    averages: bool = False  # Whether averages of weights were asked for, and read.
+    # Hyperparameters of optimizers that had another value here, with both, of which the first wins.
     overridden: tuple[str, ...] = ()
-    """Hyperparameters of optimizers that had another value here, with both, of which the first wins."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,8 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, has_a
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.tensors.flat import (
-    AnyOptimizer,
-    FlatMember,
-    FlatOptimizer,
-    FlatSlice,
-    FlatTensor,
-    LiveTensor,
-    OwnedOptimizer,
-    plain_slots,
-    torch_optimizer,
-)
+from lightning_shard.tensors import flat
+from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
 from lightning_shard.tensors.names import Names
 
 # Non-tensor slots of one parameter, hyperparameters of one group: name to value.
@@ -43,7 +34,6 @@ class Stepped:
     """A tensor that an optimizer steps and keys its state by, with the parameters in it."""
 
     tensor: Tensor
-
     names: tuple[str, ...]  # FQNs of the parameters, frozen ones in the group too.
     shapes: Mapping[str, tuple[int, ...]]  # FQN to full shape, of those that can have state.
     # FQN to its slice; None where the tensor is a parameter of the module, plain or a DTensor.
@@ -161,7 +151,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
     """
     found = OptimizerStates()
     for index, optimizer in enumerate(optimizers):
-        live = torch_optimizer(optimizer)
+        live = flat.torch_optimizer(optimizer)
         groups = groups_of(index, optimizer, names)
         plain: dict[str, Values] = {}
         if isinstance(optimizer, OwnedOptimizer):
@@ -172,7 +162,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
             groups_with_state = groups
         for part in (p for group in groups_with_state for p in group.stepped if p.tensor in live.state):
             slots = live.state[part.tensor]
-            for slot, value in plain_slots(slots if part.flat is None else _with_tensor_step(slots)).items():
+            for slot, value in flat.plain_slots(slots if part.flat is None else _with_tensor_step(slots)).items():
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
@@ -192,10 +182,11 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
 def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterator[tuple[SlotName, LiveTensor]]:
     for parameter in optimizer.parameters:
         for name, slot in optimizer.slots.get(parameter.fqn, {}).items():
-            own = [] if parameter.tensor is None else [plain_slots(optimizer.optimizer.state[parameter.tensor])[name]]
-            slices = [FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in own]
+            own = [] if parameter.tensor is None else [optimizer.optimizer.state[parameter.tensor]]
+            tensors = (flat.plain_slots(state)[name] for state in own)
+            slices = [flat.FlatSlice(data=tensor.detach().reshape(-1), start=0) for tensor in tensors]
             fqn = names.aliases.get(parameter.fqn, parameter.fqn)
-            yield SlotName(index, fqn, name), FlatTensor(slot.shape, slot.dtype, slices)
+            yield SlotName(index, fqn, name), flat.FlatTensor(slot.shape, slot.dtype, slices)
 
 
 def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
@@ -234,7 +225,7 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
     Raises ConfigurationError for state that a checkpoint could not have, before it is first saved.
     """
     for index, optimizer in enumerate(optimizers):
-        live = torch_optimizer(optimizer)
+        live = flat.torch_optimizer(optimizer)
         kinds = {
             (part.is_sharded, len(shape) if part.flat is None else 1)
             for group in groups_of(index, optimizer, names)
@@ -248,7 +239,7 @@ def check_savable(optimizers: Sequence[AnyOptimizer], names: Names) -> None:
             shape = (64, 68) if ndim == 2 else tuple(range(2, 2 + ndim))
             small, state = (own and state_of_small(live, torch.zeros(shape))) or (torch.empty(0), {})
             try:
-                for slot, value in plain_slots(state).items():
+                for slot, value in flat.plain_slots(state).items():
                     name = SlotName(index, "parameter", slot)
                     if not isinstance(value, Tensor):
                         encode_trainer_state({name.key: _checked_value(name, value, is_sharded=is_sharded)})

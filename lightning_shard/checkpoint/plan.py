@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,8 +43,8 @@ class LocalTensor(NamedTuple):
 class GlobalPlan:
     """What rank 0 knows of a plan."""
 
-    tensors: Mapping[str, TensorStorageMetadata]
-    writers: Sequence[Sequence[MetadataIndex]]  # By rank, the boxes that it writes, in this order.
+    tensors: Mapping[str, dcp.TensorStorageMetadata]
+    writers: Sequence[Sequence[dcp.MetadataIndex]]  # By rank, the boxes that it writes, in this order.
     slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state, on whichever rank, to what it is.
     # Places of the boxes in the last save, and the files that say them.
     described: list[Any] = field(default_factory=list)
@@ -59,7 +54,7 @@ class GlobalPlan:
 class Plan:
     """A plan that all ranks have agreed on."""
 
-    mine: Sequence[MetadataIndex]  # The boxes that this rank writes, in this order.
+    mine: Sequence[dcp.MetadataIndex]  # The boxes that this rank writes, in this order.
     of_all: GlobalPlan | None  # None but on rank 0.
 
 
@@ -103,7 +98,7 @@ class Plans:
             return numbers
 
         numbers = ranks.exchange("planning the save", lambda: local, decide)
-        boxes = [MetadataIndex(part.key, offsets) for part in local for offsets, _ in part.boxes]
+        boxes = [dcp.MetadataIndex(part.key, offsets) for part in local for offsets, _ in part.boxes]
         return Plan(mine=[boxes[number] for number in numbers], of_all=of_all[0] if of_all else None)
 
 
@@ -124,18 +119,18 @@ def divide(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[list[list[int]], G
         raise CheckpointError(f"the ranks' tensors do not make up full ones: {'; '.join(problems[:5])}")
     chosen = _spread(tensors, owners, len(by_rank))
     numbers: list[list[int]] = []
-    writers: list[list[MetadataIndex]] = []
+    writers: list[list[dcp.MetadataIndex]] = []
     for rank, local in enumerate(by_rank):
         boxes = ((part.key, box) for part in local for box in part.boxes)
         mine = [(number, key, box) for number, (key, box) in enumerate(boxes) if chosen[key][box] == rank]
         numbers.append([number for number, _, _ in mine])
-        writers.append([MetadataIndex(key, offsets) for _, key, (offsets, _) in mine])
+        writers.append([dcp.MetadataIndex(key, offsets) for _, key, (offsets, _) in mine])
     metadata = {
-        key: TensorStorageMetadata(
-            properties=TensorProperties(dtype=first.dtype),
+        key: dcp.TensorStorageMetadata(
+            properties=dcp.TensorProperties(dtype=first.dtype),
             size=torch.Size(first.shape),
             chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                dcp.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
                 for offsets, sizes in owners[key]
             ],
         )

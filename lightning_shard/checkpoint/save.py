@@ -141,15 +141,9 @@ class Begun:
 
         ``ranks``: the same processes as at the beginning, over the same or another group. Errors as for `save`.
         """
-        gathered: list[list[Written]] = []
-
-        def keep(written: list[Written]) -> list[None]:
-            gathered.append(written)
-            return [None] * ranks.size
-
         try:
-            ranks.exchange(f"writing {self.target}", lambda: self._write(ranks.rank, values), keep)
-            ranks.first(f"completing {self.target}", lambda: self._complete(gathered[0]))
+            written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
+            ranks.first(f"completing {self.target}", lambda: self._complete(written))
         except BaseException:
             if ranks.is_first:
                 commit.delete_tree(self.temporary)

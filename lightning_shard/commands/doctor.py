@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write the speeds of all-gathers inside a node and between nodes into a JSON file, for plan --links FILE",
+        help="all-gathers' speeds, in and between nodes, as JSON for plan --links",
     )
     add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
     return parser
@@ -80,11 +80,9 @@ def place_of(environ: Mapping[str, str]) -> tuple[Place, int]:
     job = read_job(environ)
     if job is None or not job.uses_srun:
         return Place(address="127.0.0.1", port=0, rank=0, world_size=1), 0
-    point = {**meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ), **environ}
+    meet = {**meeting_point(job, Launch(nodes=1, devices=1, launcher="slurm", gpu=False), environ), **environ}
     assert job.rank is not None
-    place = Place(
-        address=point["MASTER_ADDR"], port=int(point["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1
-    )
+    place = Place(address=meet["MASTER_ADDR"], port=int(meet["MASTER_PORT"]), rank=job.rank, world_size=job.tasks or 1)
     return place, int(environ.get("SLURM_LOCALID", "0"))
 
 
@@ -216,9 +214,8 @@ def table(ranks: Sequence[Rank]) -> str:
 
 def odd(ranks: Sequence[Rank]) -> list[str]:
     """A line for each thing that is odd: wrong values, a slow link, another device, another number of ranks."""
-    found = [
-        f"rank {i} ({r.node}): all-reduce or all-gather gave wrong values" for i, r in enumerate(ranks) if not r.sums
-    ]
+    wrong = "all-reduce or all-gather gave wrong values"
+    found = [f"rank {i} ({rank.node}): {wrong}" for i, rank in enumerate(ranks) if not rank.sums]
     for links in _links(ranks).values():
         median = statistics.median(links.values()) if links else 0.0
         for i, link in links.items():

@@ -94,9 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     strategy = {"reason": "The line to change.", "strategy": found["engine"]}
     if found["engine"] == "choose":
         if accelerator == "gpu" and not gpus:
-            raise ConfigurationError(
-                "engine is choose, but there is no GPU here to choose for: name it, or run it there."
-            )
+            raise ConfigurationError("engine is choose, but there's no GPU here to choose for: name it, or run there.")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
         strategy = _choose(values, torch.cuda.get_device_properties(0).total_memory if gpus else memory)
     options.output.write_text(_YAML.format(**values, **strategy), encoding="utf-8")

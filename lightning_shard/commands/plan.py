@@ -50,12 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
     add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
-    add(
-        "--links",
-        type=Path,
-        metavar="FILE",
-        help="both speeds, as doctor --output FILE measured them in all-gathers",
-    )
+    add("--links", type=Path, metavar="FILE", help="both speeds, as doctor --output FILE measured them in all-gathers")
     add("--device-peak", type=peak, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")
     add("--efficiency", type=float, default=0.5, help="part of the peak that the model reaches (default: 0.5)")
@@ -73,20 +68,12 @@ def main(arguments: Sequence[str]) -> int:
 class Plan:
     """What a run will need."""
 
+    # The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time.
     configured: Row
-    """The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time."""
-
-    memory: int
-    """Bytes of a device that the run may use."""
-
-    others: tuple[Row, ...] = ()
-    """With ``compare``: the engines of the package, each with why it is refused if it is."""
-
-    best: Row | None = None
-    """The one of ``others`` that is recommended."""
-
-    text: str = ""
-    """All of it, as the command prints it."""
+    memory: int  # Bytes of a device that the run may use.
+    others: tuple[Row, ...] = ()  # With ``compare``: the engines of the package, each with why it is refused if it is.
+    best: Row | None = None  # The one of ``others`` that is recommended.
+    text: str = ""  # All of it, as the command prints it.
 
     @property
     def fits(self) -> bool:

@@ -98,8 +98,6 @@ def _number(given: Any) -> int:
 
 def _parse(arguments: Sequence[str], mode: Any) -> Any:
     class Parser(ShardArgumentParser):
-        """Builds modules without data in their tensors."""
-
         def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             @functools.wraps(instantiator)
             def without_data(class_type: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +111,6 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
         """Reads a configuration of ``fit`` and starts nothing."""
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
-            """Nothing that needs a device, a process or a folder."""
             return SimpleNamespace(fit=lambda **_: None)
 
         def after_fit(self) -> None:

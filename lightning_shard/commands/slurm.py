@@ -188,9 +188,8 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
             raise ConfigurationError(f"{name} {file}: the accelerator is cpu, which needs no GPUs: give --cpu.")
         near = did_you_mean(key, own)
         if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
-            raise ConfigurationError(
-                f"{name} is no option of slurm, nor of {command}.{did_you_mean(key, [*own, *_KEYS])}"
-            )
+            near = did_you_mean(key, [*own, *_KEYS])
+            raise ConfigurationError(f"{name} is no option of slurm, nor of {command}.{near}")
 
 
 def refuse_to_replace(output: Path | None, force: bool) -> None:
@@ -214,7 +213,6 @@ def _program() -> list[str]:
 
 
 def _beside(name: str) -> str | None:
-    """Path of a program of the same environment."""
     path = Path(sys.executable).with_name(name)
     return str(path) if path.exists() else None
 

@@ -223,8 +223,6 @@ def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:
             below[ranks] = below.get(ranks, 0) + units[name] * micro_batches
     found[1:1] = [replace(forward, what="parameters, backward", ranks=r, payload=sent) for r, sent in below.items()]
     if engine.replicate > 1:
-        copies = replace(
-            forward, kind="all-reduce", what="gradient shards", axis="replicate", payload=reduced // shards
-        )
-        found.append(replace(copies, ranks=engine.replicate, stride=shards))
+        copies = replace(forward, kind="all-reduce", what="gradient shards", axis="replicate", ranks=engine.replicate)
+        found.append(replace(copies, payload=reduced // shards, stride=shards))
     return found

@@ -28,9 +28,8 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     flat = _flat_partitions(model.trainable, engine.ranks)
     frozen = compute_bytes((p for p in model.parameters if not p.trainable), compute)
     device = KindBytes(parameters=flat.full * compute.itemsize + frozen, buffers=model.buffer_bytes)
-    state = KindBytes(
-        masters=flat.own * master.itemsize, optimizer=training.optimizer.state_bytes(flat.partitions, master)
-    )
+    slots = training.optimizer.state_bytes(flat.partitions, master)
+    state = KindBytes(masters=flat.own * master.itemsize, optimizer=slots)
     offload = engine.optimizer_device != "none"
     if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
         return _bf16_optimizer(device + state, flat, training)

@@ -177,13 +177,7 @@ def _collect(
         "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
         **rewound,
     }
-    ranks, states = Ranks.of(), [own]
-
-    def keep(gathered: list[dict[str, Any]]) -> list[None]:
-        states[:] = gathered
-        return [None] * ranks.size
-
-    ranks.exchange("collecting the state of the ranks", lambda: own, keep)
+    states = Ranks.of().collect("collecting the state of the ranks", lambda: own) or [own]
     return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states}
 
 

@@ -101,9 +101,8 @@ class RunIdentity:
         for reason in found.broken:
             rank_zero_warn(f"Passed over a broken checkpoint of run {self.name}: {reason}")
         if (checkpoint := found.newest) is not None:
-            rank_zero_info(
-                f"Run {self.name} goes on from step {checkpoint.manifest.facts.run['step']}: {checkpoint.path}"
-            )
+            step = checkpoint.manifest.facts.run["step"]
+            rank_zero_info(f"Run {self.name} goes on from step {step}: {checkpoint.path}")
             return checkpoint
         if speak:
             others = f" (there are some of {', '.join(found.others)})" if found.others else ""

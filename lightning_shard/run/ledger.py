@@ -126,9 +126,8 @@ class FitLedger(RunLedger):
         found = violations(ledger, self._policy)
         if found or logging.getLogger("lightning_shard").isEnabledFor(logging.DEBUG):
             return "\n".join([ledger.table(), *(f"not as asked: {violation.text()}" for violation in found[:3])])
-        return (
-            f"dtypes, measured on {len(ledger.entries)} tensors in the first step, are as asked: {self._policy.text()}"
-        )
+        count, asked = len(ledger.entries), self._policy.text()
+        return f"dtypes, measured on {count} tensors in the first step, are as asked: {asked}"
 
     def stop(self) -> None:
         self._recorder.stop()

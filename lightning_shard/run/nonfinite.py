@@ -116,9 +116,7 @@ class NonFiniteWatch:
     def _answer(self, what: str) -> None:
         action, limit = self._config.action, self._config.limit
         if action == "raise":
-            advice = (
-                "" if self._config.find_module else " nonfinite: {action: raise, find_module: true} names the module."
-            )
+            advice = " nonfinite: {action: raise, find_module: true} names the module." * (not self._config.find_module)
             raise DataError(f"{what} Look at the data of that step, lower the learning rate, or clip.{advice}")
         past, times = (self._in_a_row, "in a row") if action == "skip" else (self.steps, "in all")
         if past > limit:

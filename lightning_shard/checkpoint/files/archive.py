@@ -46,8 +46,6 @@ class ArchivedTensor(StoredTensor):
 
 
 class _Storage:
-    """What stands in a pickle for a storage that is written later."""
-
     def __init__(self, kind: Any, key: str, numel: int) -> None:
         self.reference = ("storage", kind, key, "cpu", numel)
 

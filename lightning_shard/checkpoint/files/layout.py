@@ -13,14 +13,16 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
@@ -77,6 +79,11 @@ def model_key(fqn: str) -> str:
 
 def average_key(fqn: str) -> str:
     return f"{AVERAGE_PREFIX}{fqn}"
+
+
+def without_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    """Those whose keys begin with ``prefix``, by what follows it."""
+    return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,9 +165,7 @@ def _slots(fields: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dic
 
 def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> Iterator[tuple[str, layout.SlotName]]:
     """By the longest FQN of the model with which a key goes on behind the optimizer's number."""
-    fqns = {
-        key.removeprefix(layout.MODEL_PREFIX) for key in (*tensors, *aliases) if key.startswith(layout.MODEL_PREFIX)
-    }
+    fqns = {k.removeprefix(layout.MODEL_PREFIX) for k in (*tensors, *aliases) if k.startswith(layout.MODEL_PREFIX)}
     for key in tensors:
         if key.startswith(layout.OPTIMIZER_PREFIX):
             _, index, rest = key.split(".", 2)
@@ -201,6 +199,7 @@ def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True
     CheckpointCorruptError where the manifest is damaged.
     """
     path = Path(path)
+    file = path / layout.MANIFEST
     try:
         directory = open_directory(path, lock=lock)
         if not directory.has(layout.MANIFEST):
@@ -213,13 +212,11 @@ def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True
     try:
         with directory.open(layout.MANIFEST) as stream:
             if (size := os.fstat(stream.fileno()).st_size) > _MOST_BYTES:
-                raise CheckpointCorruptError(
-                    f"{path / layout.MANIFEST} has {size} bytes, more than a manifest can have"
-                )
-            return directory, Manifest.from_json(stream.read().decode(), path / layout.MANIFEST)
+                raise CheckpointCorruptError(f"{file} has {size} bytes, more than a manifest can have")
+            return directory, Manifest.from_json(stream.read().decode(), file)
     except UnicodeDecodeError as error:
         directory.close()
-        raise CheckpointCorruptError(f"{path / layout.MANIFEST} is not text: {error}") from error
+        raise CheckpointCorruptError(f"{file} is not text: {error}") from error
     except BaseException:
         directory.close()
         raise

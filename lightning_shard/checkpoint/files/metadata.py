@@ -106,9 +106,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, records: Iterable[tuple[str, str]] = _RECORDS) -> None:
         check_pickle(data)
         super().__init__(io.BytesIO(data))
-        self._known: dict[tuple[str, str], Any] = {
-            (module, name): type(name, (_Record,), {}) for module, name in records
-        }
+        self._known: dict[tuple[str, str], Any] = {known: type(known[1], (_Record,), {}) for known in records}
         # Fresh functions: even an attribute that the pickle sets on one is gone after this reading.
         self._known["torch", "Size"] = lambda sizes=(): tuple(sizes)
         self._known["torch.serialization", "_get_layout"] = lambda name: name

@@ -23,12 +23,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +34,7 @@ from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.trainer_state import check_archive
 from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
 
-Values = Callable[[MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
+Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
 _SMALL_BYTES = 1 << 20
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 
@@ -101,7 +96,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
-def write_boxes(directory: Path, rank: int, boxes: Sequence[MetadataIndex], values: Values) -> Written:
+def write_boxes(directory: Path, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values) -> Written:
     """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
     places: list[tuple[int, int]] = []
     if not boxes:
@@ -129,7 +124,9 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def describe_boxes(
-    tensors: Mapping[str, TensorStorageMetadata], writers: Sequence[Sequence[MetadataIndex]], written: Sequence[Written]
+    tensors: Mapping[str, dcp.TensorStorageMetadata],
+    writers: Sequence[Sequence[dcp.MetadataIndex]],
+    written: Sequence[Written],
 ) -> dict[str, bytes]:
     """The contents of ``.metadata`` and ``boxes.bin``; ``writers``: by rank the boxes of ``written``, in its order."""
     places = {
@@ -140,24 +137,24 @@ def describe_boxes(
     names, _ = data_files({name: entry for part in written for name, entry in part.files.items()})
     numbers = {name: number for number, name in enumerate(names)}
 
-    def row(key: str, chunk: ChunkStorageMetadata) -> list[int]:
-        place = places[MetadataIndex(key, chunk.offsets)]
+    def row(key: str, chunk: dcp.ChunkStorageMetadata) -> list[int]:
+        place = places[dcp.MetadataIndex(key, chunk.offsets)]
         return [numbers[place.relative_path], place.offset, place.length, *chunk.offsets, *chunk.sizes]
 
     rows = {key: [row(key, chunk) for chunk in entry.chunks] for key, entry in tensors.items()}
     # No path of the machine that wrote it, no random number.
-    metadata = Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta(), version=_VERSION)
+    metadata = Metadata(dict(tensors), storage_data=places, storage_meta=dcp.StorageMeta(), version=_VERSION)
     return {METADATA: pickle.dumps(metadata), BOXES: encode_boxes(rows)}
 
 
-def chunks_of(tensor: Any) -> list[ChunkStorageMetadata]:
+def chunks_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
     """The boxes of a tensor that this rank has: a plain tensor, a DTensor, or what stands for one."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return []
     if hasattr(tensor, "__create_chunk_list__"):
         return list(tensor.__create_chunk_list__())
     assert isinstance(tensor, Tensor)
-    return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
+    return [dcp.ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
 
 
 @torch.no_grad()
@@ -170,13 +167,13 @@ def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], target
     Raises CheckpointCorruptError where a file has something else than is said of it, CheckpointMismatchError for a
     target of another shape.
     """
-    by_file: dict[str, list[tuple[int, str, int, list[int], list[int], MetadataIndex, Any]]] = {}
+    by_file: dict[str, list[tuple[int, str, int, list[int], list[int], dcp.MetadataIndex, Any]]] = {}
     for key, target in targets:
         boxes = stored[key]
         if boxes.shape != tuple(target.shape):
             raise CheckpointMismatchError(f"{key} has shape {boxes.shape} there, {tuple(target.shape)} here")
         for position, chunk in enumerate(chunks_of(target)):
-            live = MetadataIndex(key, chunk.offsets, position)
+            live = dcp.MetadataIndex(key, chunk.offsets, position)
             for number, low, high in boxes.meeting(chunk):
                 file, start = boxes.rows[number, :2].tolist()
                 by_file.setdefault(boxes.files[file], []).append((start, key, number, low, high, live, target))

@@ -68,9 +68,8 @@ def _stored_in(directory: Directory) -> Contents:
         if parts[0] in _MODEL and len(parts) == 2:
             weights[without_wrappers(str(parts[1]))] = tensor
         elif parts[0] not in _MODEL and parts[1] == "state":
-            slots[
-                layout.SlotName(_number(parts[0]), without_wrappers(str(parts[2])), ".".join(map(str, parts[3:])))
-            ] = tensor
+            fqn, slot = without_wrappers(str(parts[2])), ".".join(map(str, parts[3:]))
+            slots[layout.SlotName(_number(parts[0]), fqn, slot)] = tensor
         else:
             raise CheckpointCorruptError(f"{directory.path / layout.METADATA}: {key} is a tensor where none belongs")
     state = {**state, layout.EXTRA_STATE: extra}

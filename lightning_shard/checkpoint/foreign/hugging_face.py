@@ -137,15 +137,9 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
     """
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
-    written: list[dict[str, FileEntry]] = []
-
-    def keep(entries: list[dict[str, FileEntry]]) -> list[None]:
-        written.extend(entries)
-        return [None] * ranks.size
-
     try:
         ranks.first(f"writing {target}", lambda: commit.begin(target, token))
-        ranks.exchange(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted), keep)
+        written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
         ranks.first(f"completing {target}", lambda: _complete(temporary, target, token, parts, wanted, written))
     except BaseException:
         if ranks.is_first:

@@ -63,14 +63,8 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     state = dict(stored.trainer_state)
     extra = state.pop(layout.EXTRA_STATE, {})
     saved = state.pop(layout.OPTIMIZER_STATES, None)
-    weights = {
-        k.removeprefix(layout.MODEL_PREFIX): t for k, t in stored.tensors.items() if k.startswith(layout.MODEL_PREFIX)
-    }
-    averages = {
-        k.removeprefix(layout.AVERAGE_PREFIX): t
-        for k, t in stored.tensors.items()
-        if k.startswith(layout.AVERAGE_PREFIX)
-    }
+    weights = layout.without_prefix(layout.MODEL_PREFIX, stored.tensors)
+    averages = layout.without_prefix(layout.AVERAGE_PREFIX, stored.tensors)
     tied = {alias.removeprefix(layout.MODEL_PREFIX): stored.tensors[key] for alias, key in stored.aliases.items()}
     facts = asdict(stored.facts)
     facts.pop("run")
@@ -92,9 +86,7 @@ def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
         state["loops"] = {**loops, "fit_loop": without_positions}
     own = {**weights, **tied, **extra}
     if averages:
-        names = {
-            fqn: key.removeprefix(layout.MODEL_PREFIX) for fqn, key in zip(tied, stored.aliases.values(), strict=True)
-        }
+        names = {a: key.removeprefix(layout.MODEL_PREFIX) for a, key in zip(tied, stored.aliases.values(), strict=True)}
         state, own = _with_averages(state, own, {fqn: averages.get(names.get(fqn, fqn), t) for fqn, t in own.items()})
     return {**state, "state_dict": own, NOTES: notes}
 
