@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -70,10 +71,8 @@ def read(
 ) -> Any:
     """``value`` as the annotation ``kind`` has it; ``error`` is raised where it can't be."""
     kinds = _members(kind)
-    try:
+    with suppress(_Mismatch):
         return _converted(kinds, value)
-    except _Mismatch:
-        pass
     path = f"{whose}.{name}" if whose.islower() else name
     raise error(f"{path} is {_shown(value)}, but must be {_rule(kinds)}.{_fix(kinds, value, name)}")
 
@@ -92,10 +91,8 @@ def _converted(kinds: Sequence[Any], value: Any) -> Any:
     # In the order of the union, but what fits as it is stays as it is.
     for convert in (False, True):
         for kind in kinds:
-            try:
+            with suppress(_Mismatch):
                 return _convert(kind, value, convert)
-            except _Mismatch:
-                pass
     raise _Mismatch
 
 

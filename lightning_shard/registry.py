@@ -73,12 +73,8 @@ def _presets() -> Iterator[Preset]:
     """Each row of the table, followed by its ``_aligned`` form."""
     for name, path, arguments, text in _TABLE:
         yield Preset(name=name, class_path=path, init_args=arguments, description=text)
-        yield Preset(
-            name=name + ALIGNED_SUFFIX,
-            class_path=path,
-            init_args={**arguments, "aligned": True},
-            description=f"{name} under the aligned precision contract",
-        )
+        aligned, text = {**arguments, "aligned": True}, f"{name} under the aligned precision contract"
+        yield Preset(name=name + ALIGNED_SUFFIX, class_path=path, init_args=aligned, description=text)
 
 
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _presets()}

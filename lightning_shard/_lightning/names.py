@@ -1,14 +1,7 @@
 """The private classes and attributes of Lightning that this package uses, required when it is imported."""
 
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelCheckpoint,
-    ModelSummary,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _Loop, _TrainingEpochLoop
@@ -27,14 +20,14 @@ update_dataloader = _update_dataloader
 
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
-    (BaseFinetuning, "_store"),
+    (callbacks.BaseFinetuning, "_store"),
     (LightningModule, "_device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
-    (ModelCheckpoint, "file_exists _link_checkpoint"),
-    (ModelSummary, "_summary _max_depth"),
-    (StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged"),
-    (StochasticWeightAveraging, "_latest_update_epoch _scheduler_state"),
-    (WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
+    (callbacks.ModelCheckpoint, "file_exists _link_checkpoint"),
+    (callbacks.ModelSummary, "_summary _max_depth"),
+    (callbacks.StochasticWeightAveraging, "_average_model _clear_schedulers _device _init_n_averaged"),
+    (callbacks.StochasticWeightAveraging, "_latest_update_epoch _scheduler_state"),
+    (callbacks.WeightAveraging, "_average_model _copy_average_to_current _device _kwargs _swap_models _use_buffers"),
     (TensorBoardLogger, "_log_graph"),
     (ParallelStrategy, "_layer_sync"),
     (_CheckpointConnector, "resume_start"),

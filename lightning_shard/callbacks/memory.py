@@ -89,9 +89,7 @@ class MemoryCallback(Callback):
         if self._meter is not None:
             self._meter.ready_to_step()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first optimizer step, count its state, meet the other ranks and print."""
         if self._meter is None or trainer.global_step == self._steps:
             return

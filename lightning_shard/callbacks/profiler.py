@@ -108,9 +108,7 @@ class ProfilerCallback(Callback):
         if self.snapshots and self._on_cuda:
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count optimizer steps; write when the last of them is done."""
         stepped, self._begun = trainer.global_step != self._begun, trainer.global_step
         if stepped and self._profile is not None:

@@ -44,8 +44,7 @@ class RunPageCallback(Callback):
         """
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps is {every_n_steps}, but must be 1 or more.")
-        self.path = path
-        self.every_n_steps = every_n_steps
+        self.path, self.every_n_steps = path, every_n_steps
         self.metrics: dict[str, Points] = {}
         self.marks: list[tuple[str, int]] = []
         self._seconds = 0.0
@@ -162,9 +161,8 @@ def _panel(title: str, curves: dict[str, Points], marks: list[tuple[str, int]]) 
     for kind, step in marks:
         if first <= step <= last:
             line = f'x1="{x(step):.1f}" x2="{x(step):.1f}" y2="{bottom}"'
-            look = (
-                f'y1="{bottom - 6}" stroke="#888"' if kind == "saved" else 'y1="24" stroke="#c22" stroke-dasharray="4"'
-            )
+            saved, resumed = f'y1="{bottom - 6}" stroke="#888"', 'y1="24" stroke="#c22" stroke-dasharray="4"'
+            look = saved if kind == "saved" else resumed
             parts.append(f"<line {line} {look}/>")
     for number, (name, points) in enumerate(sorted(curves.items())):
         color = COLORS[number % len(COLORS)]

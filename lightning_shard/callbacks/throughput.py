@@ -163,12 +163,11 @@ class ThroughputCallback(Callback):
             self._actions.waiting.after_backward()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; at the end of a window meet the other ranks and log."""
         self._add(batch)
-        ends = trainer.global_step - self._first_step >= self._every
-        if not ends:
+        if trainer.global_step - self._first_step < self._every:
             self._tick()
             return
         window = self._finish(trainer)

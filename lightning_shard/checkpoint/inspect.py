@@ -1,7 +1,6 @@
 """What is in a checkpoint, and whether it is whole."""
 
 import math
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +18,13 @@ from lightning_shard.text import columns
 _BLOCK = 1 << 22
 
 
-def describe(path: str | os.PathLike[str], stored: Contents) -> str:
+def describe(path: layout.StrPath, stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
     with in_form(f"{path} has a state of another form"):
         return _described(path, stored)
 
 
-def _described(path: str | os.PathLike[str], stored: Contents) -> str:
+def _described(path: layout.StrPath, stored: Contents) -> str:
     state, facts = stored.trainer_state, stored.facts
     versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
     lines = {
@@ -72,7 +71,7 @@ def _tensors(stored: Contents) -> list[str]:
     ]
 
 
-def verify(path: str | os.PathLike[str]) -> list[str]:
+def verify(path: layout.StrPath) -> list[str]:
     """Check every file of the checkpoint at ``path``; returns the names of what was checked. One process calls it.
 
     Of a portable checkpoint each file is compared with its size and checksum, and the metadata and the trainer's

@@ -5,7 +5,6 @@ is compared with its checksum by one rank. What was opened is then loaded; nothi
 """
 
 import heapq
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +48,7 @@ class OpenCheckpoint:
         return self.directory.path
 
 
-def _open(path: str | os.PathLike[str], *, covered: bool = True) -> OpenCheckpoint:
+def _open(path: layout.StrPath, *, covered: bool = True) -> OpenCheckpoint:
     settle()
     layout.refuse_url(path)
     directory, manifest = open_checkpoint_directory(path)
@@ -70,7 +69,7 @@ def _open(path: str | os.PathLike[str], *, covered: bool = True) -> OpenCheckpoi
         raise
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
     """Open the checkpoint directory ``path`` on every rank, the same one; all ranks call it.
 
     What this process writes in the background is waited for first. All files are compared with their checksums, those
@@ -209,11 +208,8 @@ def _match_averages(
         return Match(), []
     live = {layout.average_key(fqn): tensor for fqn, tensor in averages.items()}
     aliases = {layout.average_key(a): layout.average_key(fqn) for a, fqn in names.aliases.items() if fqn in averages}
-    homes = {
-        layout.AVERAGE_PREFIX + alias.removeprefix(layout.MODEL_PREFIX): instead[key]
-        for alias, key in found.aliases.items()
-        if key in instead
-    }
+    tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases)
+    homes = {layout.average_key(alias): instead[key] for alias, key in tied.items() if key in instead}
     matched = match(_shapes(live), aliases, stored, homes)
     return matched, [(source, live[key]) for key, source in matched.sources.items()]
 
@@ -225,7 +221,7 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def open_portable(path: str | os.PathLike[str], *, compared: bool = True) -> Contents:
+def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
     """The checkpoint directory ``path``; its tensors are read when asked for. One process calls it.
 
     Where it is ``compared``, each file is with its checksum when the first tensor in it is read. Raises
@@ -256,7 +252,7 @@ class Found:
     newest: OpenCheckpoint | None = None
 
 
-def open_newest(folders: Iterable[str | os.PathLike[str]], run: str) -> Found:
+def open_newest(folders: Iterable[layout.StrPath], run: str) -> Found:
     """Open the newest whole checkpoint of ``run`` in ``folders``: it is ready to be loaded. All ranks call it."""
     found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, run))
     broken = list(found.broken)
@@ -270,7 +266,7 @@ def open_newest(folders: Iterable[str | os.PathLike[str]], run: str) -> Found:
     return replace(found, broken=tuple(broken))
 
 
-def find_checkpoints(folders: Iterable[str | os.PathLike[str]], run: str) -> Found:
+def find_checkpoints(folders: Iterable[layout.StrPath], run: str) -> Found:
     """The checkpoints of ``run`` that lie directly in one of ``folders``. One rank calls it.
 
     The run is the one that the manifest names: a checkpoint without a name, or with weights only, is never taken.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class _Saved:
         key = layout.model_key(stored)
         return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
 
+    @cached_property
     def scalars(self) -> set[str]:
         """Names of slots that are seen to be scalars beside a parameter that is none."""
         found = set()
@@ -114,7 +115,6 @@ def plan_optimizers(
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
         source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, other_names)
-        scalars = source.scalars()
         taken: set[str] = set()
         live = optimizer_state.groups_of(index, optimizer, names)
         if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
@@ -127,7 +127,7 @@ def plan_optimizers(
             plan.missing.extend(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in stored if fqn not in found)
             taken.update(found.values())
             for part in group.stepped:
-                _plan_slots(plan, part, group, found, source, scalars)
+                _plan_slots(plan, part, group, found, source)
             sources = {id(by_name[name]): by_name[name] for name in found.values()}
             _plan_group(plan, index, position, group.settings, list(sources.values()))
             for source_id in sources:
@@ -146,10 +146,8 @@ def _names_as_stored(names: Names, manifest: Manifest) -> dict[str, list[str]]:
     candidates: dict[str, list[str]] = {}
     for alias, fqn in names.aliases.items():
         candidates.setdefault(fqn, [fqn]).append(alias)
-    stored = {
-        alias.removeprefix(layout.MODEL_PREFIX): key.removeprefix(layout.MODEL_PREFIX)
-        for alias, key in manifest.aliases.items()
-    }
+    tied = layout.without_prefix(layout.MODEL_PREFIX, manifest.aliases)
+    stored = {alias: key.removeprefix(layout.MODEL_PREFIX) for alias, key in tied.items()}
     for fqn in names.tensors:
         known = candidates.get(fqn, [fqn])
         extra = [stored[name] for name in known if name in stored]
@@ -158,9 +156,7 @@ def _names_as_stored(names: Names, manifest: Manifest) -> dict[str, list[str]]:
     return candidates
 
 
-def _plan_slots(
-    plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved, scalars: set[str]
-) -> None:
+def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved) -> None:
     """Plan the slots of a stepped tensor; ``found``: FQN to the name that its state is stored under."""
     if part.elsewhere:
         return
@@ -188,7 +184,7 @@ def _plan_slots(
         if (problem := _unequal(source.index, slot, by_name)) is not None:
             plan.problems.append(problem)
     for slot, by_name in keys.items():
-        slots[slot] = _new_tensor(part, slot, by_name, found, source, scalars)
+        slots[slot] = _new_tensor(part, slot, by_name, found, source)
     for slot in slots:
         lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
         plan.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
@@ -197,7 +193,7 @@ def _plan_slots(
 
 
 def _new_tensor(
-    part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved, scalars: set[str]
+    part: Stepped, slot: str, keys: Mapping[str, str], found: Mapping[str, str], source: _Saved
 ) -> NewTensor:
     dtypes = []
     entries = {fqn: source.manifest.tensors[key] for fqn, key in keys.items()}
@@ -207,7 +203,7 @@ def _new_tensor(
         follows = weights is not None and weights.dtype == entry.dtype and entry.shape == part.shapes[fqn]
         dtypes.append(part.tensor.dtype if follows else layout.torch_dtype(entry.dtype))
     is_scalar = all(entry.shape == () for entry in entries.values()) and (
-        slot == "step" or slot in scalars or any(part.shapes[fqn] != () for fqn in entries)
+        slot == "step" or slot in source.scalars or any(part.shapes[fqn] != () for fqn in entries)
     )
     shape = next(iter(entries.values())).shape
     if part.flat is not None:

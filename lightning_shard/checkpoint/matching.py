@@ -1,13 +1,12 @@
 """Which stored tensors go to which live ones by name, tied names followed on both sides, and what does not fit."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.files.layout import listed
+from lightning_shard.checkpoint.files.layout import StrPath, listed
 from lightning_shard.checkpoint.optimizer_state import Group, kind_of
 from lightning_shard.errors import CheckpointMismatchError
 
@@ -35,9 +34,7 @@ class Match:
     reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
-    def judge(
-        self, path: str | os.PathLike[str], strict: bool, *, where: str = "the checkpoint", hint: str = ""
-    ) -> LoadReport:
+    def judge(self, path: StrPath, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
         """What to report of a match that is good enough; CheckpointMismatchError of one that is not.
 
         ``where``: what the tensors are looked for in; ``hint``: a sentence on what else than ``strict=False`` may help.
@@ -61,13 +58,9 @@ class Match:
 def match(
     live: Shapes, live_aliases: Mapping[str, str], stored: Shapes, stored_aliases: Mapping[str, str] | None = None
 ) -> Match:
-    """Find each live tensor among the stored ones.
+    """Find each live tensor among the stored ones; both are given as name to full shape, each tensor once.
 
-    Args:
-        live: name to full shape of each live tensor, under its canonical name.
-        live_aliases: further name of a tied live tensor to its name in ``live``.
-        stored: name to shape of each stored tensor.
-        stored_aliases: as ``live_aliases``.
+    ``live_aliases`` and ``stored_aliases``: further name of a tied tensor to its name there.
     """
     homes = {name: name for name in stored} | dict(stored_aliases or {})
     further: dict[str, list[str]] = {}

@@ -171,10 +171,8 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                         found.tensors[name] = part.view(fqn, value)
                     else:
                         plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
-        described = [
-            {"params": group.names, **{k: _plain(v) for k, v in hyperparameters(group.settings).items()}}
-            for group in groups
-        ]
+        settings = [{k: _plain(v) for k, v in hyperparameters(group.settings).items()} for group in groups]
+        described = [{"params": group.names, **each} for group, each in zip(groups, settings, strict=True)]
         found.described.append({"class": kind_of(live), "groups": described, "slots": plain})
     return found
 

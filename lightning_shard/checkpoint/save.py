@@ -64,7 +64,7 @@ def training_state(
     )
 
 
-def save(path: str | os.PathLike[str], collect: Callable[[], Contents]) -> None:
+def save(path: layout.StrPath, collect: Callable[[], Contents]) -> None:
     """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
 
     ``collect`` gives what there is to save, such as `training_state`; it is called on each rank, without communication.
@@ -78,14 +78,12 @@ def save(path: str | os.PathLike[str], collect: Callable[[], Contents]) -> None:
     begun.finish(ranks, live_values(state.tensors))
 
 
-def write_portable(path: str | os.PathLike[str], contents: Contents) -> None:
+def write_portable(path: layout.StrPath, contents: Contents) -> None:
     """Write ``contents``, the same on all ranks, as the checkpoint directory ``path``. All ranks call it; as `save`."""
     save(path, lambda: contents)
 
 
-def begin(
-    ranks: Ranks, path: str | os.PathLike[str], collect: Callable[[], Contents], plans: Plans
-) -> tuple[Begun, Contents]:
+def begin(ranks: Ranks, path: layout.StrPath, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
     """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
 
     Arguments and errors as for `save`. All ranks call it.

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -289,11 +290,9 @@ def _make_probe(folder: Path) -> str | None:
 def _sees(path: Path) -> bool:
     deadline = time.monotonic() + _FOLDER_SECONDS
     while time.monotonic() < deadline:
-        try:
+        with suppress(OSError):
             # A name that was never looked up is asked of the server, once; after that, listing asks it again.
             if path.exists() or path.name in os.listdir(path.parent):
                 return True
-        except OSError:
-            pass
         time.sleep(0.2)
     return False

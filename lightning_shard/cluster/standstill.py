@@ -89,11 +89,7 @@ def blame(reports: Mapping[int, Report]) -> list[int]:
     first: dict[str, int] = {}  # the farthest that a rank waits in, by group
     for group, number, *_ in waiting.values():
         first[group] = max(number, first.get(group, number))
-    behind = [
-        rank
-        for rank, report in reports.items()
-        if any(report.last.get(group, number) < number for group, number in first.items())
-    ]
+    behind = [rank for rank, report in reports.items() if any(report.last.get(g, n) < n for g, n in first.items())]
     if 0 < len(behind) < len(reports):
         return sorted(behind)
     places = {rank: tuple(waits[:3]) for rank, waits in waiting.items()}

@@ -7,6 +7,7 @@ from lightning_shard.commands import COMMANDS
 from lightning_shard.commands.parser import ShardArgumentParser
 
 DType = Literal["fp32", "bf16", "fp16"]
+Form = Literal["portable", "full"]
 
 _HELP = {
     "inspect": "Print what is in a checkpoint of any form.",
@@ -29,12 +30,7 @@ def parser() -> ShardArgumentParser:
             add("--remove", type=bool, default=False, help="remove it")
         if name == "convert":
             add("target", type=str, help="where to write the other form")
-            add(
-                "--form",
-                type=Literal["portable", "full"] | None,
-                default=None,
-                help="the form to write. Default: full of a portable directory, portable of all else",
-            )
+            add("--form", type=Form | None, default=None, help="default: full of a portable directory, else portable")
             add("--weights_only", type=bool, default=False, help="leave the optimizers' state out")
         if name == "export":
             add("folder", type=str, help="where to write the files")

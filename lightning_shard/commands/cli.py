@@ -98,12 +98,10 @@ class ShardCLI(ConfiguredCLI):
         """Lightning's parsers, and this package's commands in the help."""
         super().setup_parser(add_subcommands, *args, **kwargs)
         if add_subcommands and isinstance(self.parser, ShardArgumentParser):
-            built = self.parser.subcommands.choices
-            if "fit" in built:
-                built["fit"].add_argument(
-                    "--verbose", action="store_true", help="Show the table of measured dtypes too."
-                )
-            if len(built) > 1:
+            own = self.parser.subcommands.choices
+            if "fit" in own:
+                own["fit"].add_argument("--verbose", action="store_true", help="Show the table of measured dtypes too.")
+            if len(own) > 1:
                 self.parser.list_commands(commands.COMMANDS)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

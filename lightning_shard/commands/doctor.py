@@ -55,12 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, help="folder that all nodes are to share, such as the run's default_root_dir")
     add("--seconds", type=float, default=120.0, help="how long a process may be late (default: 120)")
     add("--megabytes", type=int, help="size of what is gathered (default: 256 on GPUs, else 16)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="all-gathers' speeds, in and between nodes, as JSON for plan --links",
-    )
+    add("--output", type=Path, metavar="FILE", help="speeds of all-gathers in and between nodes, for plan --links FILE")
     add("--backend", choices=["gloo", "nccl"], help="backend (default: nccl where there are GPUs)")
     return parser
 

@@ -62,17 +62,14 @@ def check_ckpt_path(path: Any) -> None:
     """Refuse a local path at which there is no checkpoint; words and remote paths are left to Lightning."""
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
         return
+    given = f"ckpt_path: {str(path)!r}"
     if not Path(path).exists():
-        raise UsageError(
-            f"ckpt_path: {str(path)!r} does not exist. Allowed: the path of a checkpoint, or one of auto, best, last."
-        )
+        raise UsageError(f"{given} does not exist. Allowed: the path of a checkpoint, or one of auto, best, last.")
     if Path(path).is_file():
         with open(path, "rb") as file:
             start = file.read(2)
         if start != b"PK" and not start.startswith(b"\x80"):  # torch's zip files, and pickles of before torch 1.6
-            raise UsageError(
-                f"ckpt_path: {str(path)!r} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file."
-            )
+            raise UsageError(f"{given} is not a checkpoint. Allowed: a checkpoint directory or a .ckpt file.")
 
 
 def give_fp16_by_plugin(trainer: Namespace | None) -> None:

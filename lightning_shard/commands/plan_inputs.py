@@ -71,9 +71,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         data=reader.datamodule,
         strategy=strategy,
         trainer=trainer,
-        nodes=Nodes(
-            nodes=nodes or _number(trainer.get("num_nodes")), devices=devices or _number(trainer.get("devices"))
-        ),
+        nodes=Nodes(nodes=nodes or _number(trainer, "num_nodes"), devices=devices or _number(trainer, "devices")),
         mode=mode,
         name=name,
     )
@@ -88,8 +86,9 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
     return inputs
 
 
-def _number(given: Any) -> int:
+def _number(trainer: Mapping[str, Any], name: str) -> int:
     """A number of nodes or devices as the Trainer takes it: "auto" and -1 are what a machine has, here one."""
+    given = trainer.get(name)
     if isinstance(given, list | tuple):
         return len(given)
     text = str(given)

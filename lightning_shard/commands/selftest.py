@@ -20,9 +20,7 @@ def parser() -> argparse.ArgumentParser:
     parser = options_parser("selftest", _DESCRIPTION)
     add = parser.add_argument
     add("--names", nargs="+", metavar="NAME", help="strategies (default: aligned DDP, FSDP and ZeRO 1 to 3)")
-    add(
-        "--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed", help="of the runs (default: bf16-mixed)"
-    )
+    add("--precision", choices=["32-true", "bf16-mixed"], default="bf16-mixed", help="default: bf16-mixed")
     add("--accelerator", choices=["cpu", "gpu"], help="devices (default: gpu where there are GPUs)")
     add("--devices", type=int, help="processes where no launcher has started them (default: 2, or all GPUs)")
     folder = "where checkpoints go and are removed from, shared by all nodes (default: selftest in this folder)"

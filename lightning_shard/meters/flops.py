@@ -215,18 +215,15 @@ def flop_counter(counts: Callable[[], bool] = lambda: True) -> FlopCounterMode:
         count._get_raw = True  # type: ignore[attr-defined]
         return count
 
-    formulas = {
-        operation: counted(formula) for operation, formula in {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}.items()
-    }
+    known = {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}
+    formulas = {operation: counted(formula) for operation, formula in known.items()}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
 
 
 class _NoModules(nullcontext[None]):
-    """Attributes FLOPs to no submodule: that takes hooks which do not go with `torch.autograd.grad`, and which keep
-    alive what checkpointing computes again.
-    """
+    """No FLOPs by submodule: its hooks do not go with `torch.autograd.grad`, and keep what is computed again alive."""
 
     parents = frozenset({"Global"})
 

@@ -119,7 +119,5 @@ def peak_flops(
 
 
 def mfu(flops: float, seconds: float, peak: float, *, devices: int = 1) -> float:
-    """Model FLOPs utilisation, between 0 and 1: FLOPs (`count_flops`) of all devices by what they could do in that
-    time.
-    """
+    """Model FLOPs utilisation, from 0 to 1: FLOPs (`count_flops`) of all devices by what they could do in that time."""
     return flops / (seconds * peak * devices)

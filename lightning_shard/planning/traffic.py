@@ -53,8 +53,6 @@ class Collective:
 
     def _members(self, nodes: Nodes) -> int:
         """Ranks of a group on one node."""
-        if self.stride >= nodes.devices:
-            return 1
         return max(1, min(self.ranks, nodes.devices // self.stride))
 
 

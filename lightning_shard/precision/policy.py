@@ -31,31 +31,19 @@ class PrecisionPolicy:
         PrecisionError: fields that contradict each other, or that no engine can do; it names them.
     """
 
-    compute: torch.dtype
-    """Dtype of parameters, floating inputs and gradients inside forward and backward."""
-
-    master: torch.dtype
-    """Dtype of the trainable parameters that the optimizer steps, and so of its state."""
-
-    reduce: torch.dtype
-    """Dtype in which gradients cross the network."""
-
+    compute: torch.dtype  # Of parameters, floating inputs and gradients inside forward and backward.
+    master: torch.dtype  # Of the trainable parameters that the optimizer steps, and so of its state.
+    reduce: torch.dtype  # In which gradients cross the network.
+    # In which gradients of several micro-batches are summed: the master's where each is reduced, the reduction's where
+    # they wait for the boundary.
     accumulate: torch.dtype
-    """Dtype in which gradients of several micro-batches are summed: the master's where each is reduced, the
-    reduction's where they wait for the boundary."""
-
-    buffers: torch.dtype | None = None
-    """Dtype of buffers; None, the only choice: each keeps the one that the model gave it."""
-
+    buffers: torch.dtype | None = None  # None, the only choice: each keeps the one that the model gave it.
+    # Of what modules return to the LightningModule's own code; None: the compute dtype.
     output: torch.dtype | None = None
-    """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
-
+    # That ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no autocast.
     autocast: torch.dtype | None = None
-    """Dtype that ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no
-    autocast."""
-
+    # How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all.
     loss_scale: LossScaling | None = None
-    """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
 
     def __post_init__(self) -> None:
         known = ", ".join(DTYPES)

@@ -102,16 +102,12 @@ class Checkpoints(CheckpointIO):
         A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead, and one that ends in ``.hf.ckpt``
         a folder for ``from_pretrained``.
 
-        Args:
-            checkpoint: what Lightning dumped; rank 0's counts, but for each rank's own generators.
-            path: rank 0's counts.
-            storage_options: not supported.
-            run: name, step and time of the run; None: the checkpoint is never taken for that of a run.
-            background: return as soon as the tensors may change; see `look` and `finish`.
+        ``checkpoint``: what Lightning dumped; rank 0's counts but for each rank's own generators, as does its ``path``.
+        ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run. ``background``:
+        return as soon as the tensors may change; see `look` and `finish`.
 
-        Raises:
-            CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays.
-                Also for a save before that failed in the background.
+        CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays. Also for a
+        save before that failed in the background, and for ``storage_options``, which are not supported.
         """
         if storage_options is not None:
             raise CheckpointError(
@@ -284,17 +280,13 @@ class Checkpoints(CheckpointIO):
         begins: bool = True,
         averaged: bool = False,
     ) -> None:
-        """Read the tensors into the live parameters, buffers and optimizer slots. All ranks call it.
+        """Read the tensors into the live parameters and buffers, and with ``optimizers`` into their slots.
 
-        Args:
-            optimizers: whether optimizer state is read too.
-            strict: refuse missing and unexpected tensors.
-            schedules: Lightning's configurations of schedulers, which get their state after this.
-            begins: a run begins with it: of hyperparameters that differ it is said whose win.
-            averaged: weights get their averages, where the checkpoint has some.
+        All ranks call it. ``strict``: refuse missing and unexpected tensors. ``schedules``: Lightning's configurations
+        of schedulers, which get their state after this. ``begins``: a run begins with it: of hyperparameters that
+        differ it is said whose win. ``averaged``: weights get their averages, where the checkpoint has some.
 
-        Raises:
-            CheckpointError: on every rank, before anything was changed.
+        CheckpointError: on every rank, before anything was changed.
         """
         assert self._loading is not None
         self.synchronize()

@@ -62,9 +62,7 @@ class Predictions:
         self._idle = 0 if own is None else max(Ranks.of().gather(own)) - own
 
     def step(self, predict: Callable[[], Any]) -> Any:
-        """``predict()``. After the last batch it is repeated, without using the result, as often as other ranks'
-        gathers need it.
-        """
+        """``predict()``, which after the last batch is repeated, unused, as often as other ranks' gathers need it."""
         output = predict()
         self._left -= 1
         if self._left == 0:

@@ -1,22 +1,20 @@
 """A LightningModule from a checkpoint directory, on one process."""
 
 import io
-import os
 import warnings
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_shard.checkpoint.files.layout import StrPath
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.engines.materialize import Materializer
 
 M = TypeVar("M", bound=LightningModule)
 
 
-def load_from_checkpoint(
-    module_class: type[M], path: str | os.PathLike[str], *, strict: bool | None = None, **kwargs: Any
-) -> M:
+def load_from_checkpoint(module_class: type[M], path: StrPath, *, strict: bool | None = None, **kwargs: Any) -> M:
     """Build a module as ``module_class.load_from_checkpoint`` does and fill it from the directory ``path``.
 
     For one process: every tensor is whole and on the host. A module that ``configure_model`` builds on the meta

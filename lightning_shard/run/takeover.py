@@ -68,8 +68,7 @@ def take_over_signals(replacements: Replacements, trainer: Trainer, preemption: 
 
 def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
     """Let the Trainer's callbacks know of checkpoints that are written in the background."""
-    writing, link = checkpoints.saver.is_writing, checkpoints.link
-    let_checkpoints_wait(replacements, trainer, is_writing=writing, link=link)
+    let_checkpoints_wait(replacements, trainer, is_writing=checkpoints.saver.is_writing, link=checkpoints.link)
 
 
 def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints) -> None:
@@ -90,11 +89,7 @@ def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, che
 
 
 def begin_averaging(
-    replacements: Replacements,
-    trainer: Trainer,
-    engine: Engine,
-    checkpoints: Checkpoints,
-    memory: Memory | None,
+    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, memory: Memory | None
 ) -> None:
     """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it.
 

@@ -10,15 +10,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_shard.tensors.flat import (
-    AnyOptimizer,
-    FlatOptimizer,
-    FlatSlice,
-    FlatTensor,
-    LiveTensor,
-    OwnedOptimizer,
-    plain_slots,
-)
+from lightning_shard.tensors import flat
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatTensor, LiveTensor, OwnedOptimizer
 
 
 @torch.no_grad()
@@ -71,7 +64,7 @@ def optimizer_slot(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: s
         elif isinstance(optimizer, OwnedOptimizer):
             found = _owned_slot(optimizer, fqn, slot)
         if isinstance(optimizer, Optimizer) and parameter in optimizer.state:
-            found = plain_slots(optimizer.state[parameter]).get(slot)
+            found = flat.plain_slots(optimizer.state[parameter]).get(slot)
         if found is not None:
             return found if isinstance(found, Tensor | FlatTensor) else torch.as_tensor(found)
     return None
@@ -80,8 +73,8 @@ def optimizer_slot(optimizers: Sequence[AnyOptimizer], parameter: Tensor, fqn: s
 def _owned_slot(optimizer: OwnedOptimizer, fqn: str, slot: str) -> Any:
     for parameter in optimizer.parameters:
         if parameter.fqn == fqn and (facts := optimizer.slots.get(fqn, {}).get(slot)) is not None:
-            state = {} if parameter.tensor is None else plain_slots(optimizer.optimizer.state[parameter.tensor])
-            return FlatTensor(facts.shape, facts.dtype, [FlatSlice(state[slot].reshape(-1), 0)] if state else [])
+            state = {} if parameter.tensor is None else flat.plain_slots(optimizer.optimizer.state[parameter.tensor])
+            return FlatTensor(facts.shape, facts.dtype, [flat.FlatSlice(state[slot].reshape(-1), 0)] if state else [])
     return optimizer.values.get(fqn, {}).get(slot)
 
 

@@ -127,10 +127,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path) -> None:
-    """Delete what saves to ``path`` left, but not what is locked: written by another job, or still being read.
-
-    Files that a user put into a checkpoint stay at the path.
-    """
+    """Delete what saves to ``path`` left, but not a user's files, nor what is locked: being written or read."""
     for leftover in layout.leftovers(path):
         _delete_unless_locked(leftover, path)
 
@@ -148,11 +145,8 @@ def clean(folder: str | os.PathLike[str], *, remove: bool, idle_seconds: float =
             idle = time.time() - os.lstat(leftover).st_mtime
         except FileNotFoundError:
             continue  # another job's save was faster
-        if (
-            idle >= idle_seconds
-            and layout.current(path) != leftover
-            and _delete_unless_locked(leftover, path, really=remove)
-        ):
+        stale = idle >= idle_seconds and layout.current(path) != leftover
+        if stale and _delete_unless_locked(leftover, path, really=remove):
             found.append(leftover)
     return found
 

@@ -76,16 +76,13 @@ class Contents:
 
         Raises CheckpointError where there are none, or no update is in them yet.
         """
-        averages = {key: tensor for key, tensor in self.tensors.items() if key.startswith(layout.AVERAGE_PREFIX)}
+        averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
         if not averages or not int(self.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)):
             raise CheckpointError(
                 "the checkpoint has no averages of weights"
                 + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")
             )
-        tensors = {
-            k: averages.get(f"{layout.AVERAGE_PREFIX}{k.removeprefix(layout.MODEL_PREFIX)}", t)
-            for k, t in self.tensors.items()
-        }
+        tensors = {k: averages.get(k.removeprefix(layout.MODEL_PREFIX), t) for k, t in self.tensors.items()}
         return replace(self, tensors=tensors)
 
     @staticmethod

@@ -23,6 +23,7 @@ import torch
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 T = TypeVar("T")
+StrPath = str | os.PathLike[str]
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
@@ -56,7 +57,7 @@ class SlotName(NamedTuple):
         return f"{OPTIMIZER_PREFIX}{self.optimizer}.{self.fqn}.{self.slot}"
 
 
-def refuse_url(path: str | os.PathLike[str]) -> None:
+def refuse_url(path: StrPath) -> None:
     """Raise CheckpointError where ``path`` is of an object store, which would become a folder of that name."""
     if re.match(r"\w[\w+.-]*://", os.fspath(path)):
         raise CheckpointError(
@@ -65,7 +66,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         )
 
 
-def names_hugging_face(path: str | os.PathLike[str]) -> bool:
+def names_hugging_face(path: StrPath) -> bool:
     """Whether a checkpoint of this path, or what a save to it left, is a folder for Hugging Face: ``*.hf.ckpt``.
 
     Lightning's ModelCheckpoint makes ``.hf-v1.ckpt`` of it where there is one of that name already.

@@ -15,11 +15,8 @@ _DEEPEST = 200
 _MARK = object()
 
 # By opcode: the bytes after a leaf, the bytes of the length of one, and how many objects others take.
-_LEAF = {ord(code): after for code, after in zip("JKMNG)\x88\x89", (4, 1, 2, 0, 8, 0, 0, 0), strict=True)}
-_COUNTED = {
-    ord(code): after
-    for code, after in zip("TUX\x8c\x8dBC\x8e\x96\x8a\x8b", b"\4\1\4\1\x08\4\1\x08\x08\1\4", strict=True)
-}
+_LEAF = dict(zip(b"JKMNG)\x88\x89", (4, 1, 2, 0, 8, 0, 0, 0), strict=True))
+_COUNTED = dict(zip(b"TUX\x8c\x8dBC\x8e\x96\x8a\x8b", b"\4\1\4\1\x08\4\1\x08\x08\1\4", strict=True))
 _TUPLE = {0x85: 1, 0x86: 2, 0x87: 3}
 _PUT, _GET = {ord("q"): 1, ord("r"): 4}, {ord("h"): 1, ord("j"): 4}
 _SKIPPED = {0x80: 1, 0x95: 8}

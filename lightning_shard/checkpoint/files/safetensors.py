@@ -1,7 +1,6 @@
 """Reading slices of tensors from one safetensors file or an index of many."""
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.layout import check_relative, refuse_url
+from lightning_shard.checkpoint.files.layout import StrPath, check_relative, refuse_url
 from lightning_shard.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 INDEX = "model.safetensors.index.json"
@@ -35,7 +34,7 @@ class SafetensorsReader(ExitStack):
         self._opened: dict[Path, Any] = {}
         self.callback(self._opened.clear)
 
-    def entries(self, path: str | os.PathLike[str]) -> dict[str, Entry]:
+    def entries(self, path: StrPath) -> dict[str, Entry]:
         """Key to entry of every tensor in the file, the index (``*.index.json``) or the directory ``path``.
 
         Raises CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.

@@ -10,7 +10,6 @@ is not imported.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
-from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES, SlotName, check_relative
+from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES, SlotName, StrPath, check_relative
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import hyperparameters
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -62,7 +61,7 @@ def deepspeed_folder(path: Path) -> Path | None:
     return next((folder for folder in folders if folder.is_dir() and any(folder.glob(f"*{_MODEL}"))), None)
 
 
-def open_deepspeed(path: str | os.PathLike[str]) -> Contents:
+def open_deepspeed(path: StrPath) -> Contents:
     """The checkpoint in the directory ``path``; no tensor of the model or the optimizer is read yet.
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged;
@@ -97,19 +96,14 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
     if world != (max(counts) if isinstance(counts, list) else counts):
         raise CheckpointError(f"{folder} has the files of {world} ranks, but {counts} wrote it: copy all of them")
     stage = first.get("zero_stage", 1)
-    base_key, flat_key = (
-        ("optimizer_state_dict", "fp32_flat_groups")
-        if stage == 3
-        else ("base_optimizer_state", "single_partition_of_fp32_groups")
-    )
+    base_key, flat_key = "base_optimizer_state", "single_partition_of_fp32_groups"
+    if stage == 3:
+        base_key, flat_key = "optimizer_state_dict", "fp32_flat_groups"
     if not isinstance(first[base_key], dict):
         raise CheckpointError(f"{folder} is an elastic checkpoint of ZeRO; save it with elastic_checkpoint: false")
     places = _places(models[0]["param_shapes"], first.get("param_alignment_paddings"), world if stage == 3 else 0)
     flats = [state[flat_key] for state in states]
-    weights = {
-        _clean(name): _flat_tensor([groups[place.group] for groups in flats], place, stage)
-        for name, place in places.items()
-    }
+    weights = {_clean(n): _flat_tensor([flat[p.group] for flat in flats], p, stage) for n, p in places.items()}
     described, slots = _optimizer([state[base_key] for state in states], places, stage)
     shared = dict(models[0].get("shared_params") or {})
     rest, extra = _rest_of_module(models, stage, {*places, *shared})

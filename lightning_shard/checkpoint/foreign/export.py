@@ -37,17 +37,11 @@ def export(
 ) -> list[Path]:
     """Write the weights and buffers of ``stored`` into ``folder``; returns the files. One process calls it.
 
-    Args:
-        stored: a checkpoint of any form.
-        folder: created where needed; files of other names in it stay, older safetensors files are refused.
-        dtype: of floating-point tensors; None: as they are stored.
-        module: FQN of the submodule whose tensors are wanted, under their names in it; "": the whole module.
-        max_shard_bytes: a file has at most this many bytes of tensors, or one tensor.
+    Arguments as of `lightning_shard.tools.export`. Files of other names in ``folder`` stay, older safetensors files are
+    refused; a file has at most ``max_shard_bytes`` of tensors, or one tensor. A tied tensor is written once, under its
+    first name. Memory holds one tensor, and its copy in ``dtype``.
 
-    A tied tensor is written once, under its first name. Memory holds one tensor, and its copy in ``dtype``.
-
-    Raises:
-        CheckpointError: nothing was written, or no file that was not whole.
+    CheckpointError: nothing was written, or no file that was not whole.
     """
     target = Path(folder)
     tensors = _selected(stored, module)
@@ -79,13 +73,7 @@ def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:
             seen.add(id(tensor))
             chosen[key.removeprefix(prefix)] = tensor
     if not chosen:
-        tops = sorted(
-            {
-                k.removeprefix(layout.MODEL_PREFIX).split(".")[0]
-                for k in stored.tensors
-                if k.startswith(layout.MODEL_PREFIX)
-            }
-        )
+        tops = sorted({fqn.split(".")[0] for fqn in layout.without_prefix(layout.MODEL_PREFIX, stored.tensors)})
         raise CheckpointMismatchError(f"there is no tensor of {module!r}; the module has {', '.join(tops)}")
     return chosen
 

@@ -1,6 +1,5 @@
 """Telling the forms of checkpoints apart, and opening any of them."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +7,14 @@ from typing import Literal
 
 from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, refuse_url
+from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath, refuse_url
 from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
 from lightning_shard.checkpoint.foreign.fsdp_directory import is_stock_fsdp, open_stock_fsdp
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
 
 
-def is_foreign(path: str | os.PathLike[str]) -> bool:
+def is_foreign(path: StrPath) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
     refuse_url(path)
     path = Path(path)
@@ -26,7 +25,7 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
 
 
 def open_any(
-    path: str | os.PathLike[str],
+    path: StrPath,
     names: Callable[[], ModuleNames] | None = None,
     *,
     optimizers: Literal["named", "numbered", "none"] = "named",

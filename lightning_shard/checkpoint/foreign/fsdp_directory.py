@@ -5,7 +5,6 @@ torch.distributed.checkpoint files with the module under ``model`` (or ``state_d
 """
 
 import io
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def is_stock_fsdp(path: Path) -> bool:
     return (path / REST).is_file() and (path / layout.METADATA).is_file()
 
 
-def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
+def open_stock_fsdp(path: layout.StrPath) -> Contents:
     """The directory ``path``; no tensor of the model or an optimizer is read yet.
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
@@ -46,11 +45,8 @@ def open_stock_fsdp(path: str | os.PathLike[str]) -> Contents:
 def _stored_in(directory: Directory) -> Contents:
     path = directory.path
     state = materialize(read_archive(directory.path / REST))
-    files = {
-        n: layout.FileEntry(size=size, sha256="")
-        for n, size in directory.sizes().items()
-        if n.endswith(layout.DATA_SUFFIX)
-    }
+    sizes = {name: size for name, size in directory.sizes().items() if name.endswith(layout.DATA_SUFFIX)}
+    files = {name: layout.FileEntry(size=size, sha256="") for name, size in sizes.items()}
     with directory.open(layout.METADATA) as stream:
         metadata = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
     if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
