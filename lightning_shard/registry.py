@@ -162,10 +162,7 @@ class _Names(list[str]):
 
 
 def build(name: str, **more: Any) -> Any:
-    """A new strategy of this name; ``more``: constructor arguments beside those that the name stands for.
-
-    ConfigurationError: there is no such name.
-    """
+    """A new strategy of this name, with ``more`` constructor arguments; ConfigurationError: there is no such name."""
     preset = find(name)
     return preset.strategy_class(**{**preset.init_args, **more})
 

@@ -264,9 +264,7 @@ def mistakes(problems: Sequence[str]) -> str:
 
 
 def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Became]) -> str:
-    """The file that is written: what ``fit --config`` reads, below the command, the launcher's variables and lost
-    fields.
-    """
+    """The written file: what ``fit --config`` reads, below the command, the launcher's variables and lost fields."""
     lines = [f"# Written by `{command}`."]
     if launch:
         variables = " ".join(f"{name}={value}" for name, value in launch.items())

@@ -88,10 +88,7 @@ def initial_state(scaling: LossScaling) -> LossScaleState:
 
 
 def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -> LossScaleState:
-    """The state after a step that was taken, or skipped for an overflow.
-
-    DataError: an overflow at the minimum: the scale was not the reason.
-    """
+    """The state after a step that was taken, or skipped for an overflow; DataError: an overflow at the minimum."""
     if overflow:
         if state.overflows_left > 1:
             return replace(state, good_steps=0, overflows_left=state.overflows_left - 1, skipped=state.skipped + 1)

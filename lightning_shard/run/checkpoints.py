@@ -219,10 +219,7 @@ class Checkpoints(CheckpointIO):
         self.saver.look()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written in the background is complete, or CheckpointError.
-
-        All ranks call it.
-        """
+        """Wait until what is written in the background is complete; CheckpointError: it failed. All ranks call it."""
         self.saver.finish()
 
     def end(self) -> None:

@@ -40,10 +40,7 @@ class RunLedger:
         return nullcontext()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Step, and after the first time complete the ledger and check it. All ranks call it.
-
-        PrecisionContractError: under ``aligned``, on every rank.
-        """
+        """Step, and once complete the ledger and check it; PrecisionContractError if ``aligned``. All ranks call it."""
         return step(closure)
 
     def stop(self) -> None:

@@ -72,10 +72,7 @@ def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints
 
 
 def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints) -> None:
-    """In a fit: errors come through, sharded tensors are counted and logged in full, all ranks validate at one time.
-
-    Saves come after a step.
-    """
+    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step."""
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
     full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))

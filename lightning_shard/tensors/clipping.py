@@ -38,10 +38,7 @@ def _local(grad: Tensor) -> Tensor:
 
 
 def _shard_axes(grad: Tensor, sharded_over: DeviceMesh | None) -> tuple[tuple[dist.ProcessGroup, str], ...]:
-    """Process groups over whose ranks a gradient is sharded, one per mesh axis, with the mesh's device type.
-
-    There are none if it is full.
-    """
+    """Process groups over which a gradient is sharded, one per mesh axis, and the device type; none if it is full."""
     if not isinstance(grad, DTensor):
         if sharded_over is None:
             return ()

@@ -34,10 +34,7 @@ class Names:
         return self.identities.get(id(tensor))
 
     def canonical(self, fqn: str) -> str:
-        """The name under which the module registers the parameter or buffer ``fqn`` first.
-
-        ConfigurationError: there is none, with the nearest names.
-        """
+        """The name that ``fqn`` is registered by first; ConfigurationError, with the nearest names: there is none."""
         name = self.aliases.get(fqn, fqn)
         if name not in self.tensors:
             raise ConfigurationError(f"the module has no parameter {fqn!r}.{did_you_mean(fqn, self.tensors)}")

@@ -93,10 +93,7 @@ class Contents:
         averages: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> Contents:
-        """From weights and averages by FQN, FQNs of tied names to those in ``weights``, and optimizer state.
-
-        ``rest``: as here.
-        """
+        """Of weights and averages by FQN, tied FQNs to those in ``weights``, and optimizer state; ``rest`` as here."""
         tensors = {layout.model_key(fqn): tensor for fqn, tensor in weights.items()}
         tensors |= {layout.average_key(fqn): tensor for fqn, tensor in (averages or {}).items()}
         return Contents(
