@@ -64,9 +64,14 @@ def plan(
 class Converted:
     """A checkpoint that was written in another form."""
 
-    source_form: str  # The form that was read.
-    path: Path  # What was written.
-    form: str  # "portable" or "full".
+    source_form: str
+    """The form that was read."""
+
+    path: Path
+    """What was written."""
+
+    form: str
+    """"portable" or "full"."""
 
 
 def convert(

@@ -68,10 +68,17 @@ def main(arguments: Sequence[str]) -> int:
 class Migrated:
     """A configuration for this package, made from another."""
 
-    content: Mapping[str, Any]  # What ``lightning-shard fit --config`` reads.
-    yaml: str  # The same as text, with what was lost as comments.
-    table: str  # What became what, a line for each field.
-    lost: Sequence[str]  # Fields without a counterpart.
+    content: Mapping[str, Any]
+    """What ``lightning-shard fit --config`` reads."""
+
+    yaml: str
+    """The same as text, with what was lost as comments."""
+
+    table: str
+    """What became what, a line for each field."""
+
+    lost: Sequence[str]
+    """Fields without a counterpart."""
 
 
 def migrate(

@@ -68,12 +68,20 @@ def main(arguments: Sequence[str]) -> int:
 class Plan:
     """What a run will need."""
 
-    # The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time.
     configured: Row
-    memory: int  # Bytes of a device that the run may use.
-    others: tuple[Row, ...] = ()  # With ``compare``: the engines of the package, each with why it is refused if it is.
-    best: Row | None = None  # The one of ``others`` that is recommended.
-    text: str = ""  # All of it, as the command prints it.
+    """The run as it is configured: bytes at the points of a step, largest batch, fewest devices, traffic, time."""
+
+    memory: int
+    """Bytes of a device that the run may use."""
+
+    others: tuple[Row, ...] = ()
+    """With ``compare``: the engines of the package, each with why it is refused if it is."""
+
+    best: Row | None = None
+    """The one of ``others`` that is recommended."""
+
+    text: str = ""
+    """All of it, as the command prints it."""
 
     @property
     def fits(self) -> bool:

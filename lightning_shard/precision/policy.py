@@ -31,19 +31,31 @@ class PrecisionPolicy:
         PrecisionError: fields that contradict each other, or that no engine can do; it names them.
     """
 
-    compute: torch.dtype  # Of parameters, floating inputs and gradients inside forward and backward.
-    master: torch.dtype  # Of the trainable parameters that the optimizer steps, and so of its state.
-    reduce: torch.dtype  # In which gradients cross the network.
-    # In which gradients of several micro-batches are summed: the master's where each is reduced, the reduction's where
-    # they wait for the boundary.
+    compute: torch.dtype
+    """Dtype of parameters, floating inputs and gradients inside forward and backward."""
+
+    master: torch.dtype
+    """Dtype of the trainable parameters that the optimizer steps, and so of its state."""
+
+    reduce: torch.dtype
+    """Dtype in which gradients cross the network."""
+
     accumulate: torch.dtype
-    buffers: torch.dtype | None = None  # None, the only choice: each keeps the one that the model gave it.
-    # Of what modules return to the LightningModule's own code; None: the compute dtype.
+    """Dtype in which gradients of several micro-batches are summed: the master's where each is reduced, the
+    reduction's where they wait for the boundary."""
+
+    buffers: torch.dtype | None = None
+    """Dtype of buffers; None, the only choice: each keeps the one that the model gave it."""
+
     output: torch.dtype | None = None
-    # That ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no autocast.
+    """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
+
     autocast: torch.dtype | None = None
-    # How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all.
+    """Dtype that ``torch.autocast`` casts operators' inputs to inside of steps, while ``compute`` is fp32; None: no
+    autocast."""
+
     loss_scale: LossScaling | None = None
+    """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
 
     def __post_init__(self) -> None:
         known = ", ".join(DTYPES)

@@ -117,8 +117,6 @@ class ShardStrategy(ParallelStrategy):
         refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
         self.engine_for().check(run)
 
-    # What there is of a run
-
     @property
     def engine(self) -> Engine:
         """The engine of the run, from its set-up on."""
@@ -147,8 +145,6 @@ class ShardStrategy(ParallelStrategy):
     @property
     def _fits(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
-
-    # Processes
 
     @property
     @override
@@ -226,8 +222,6 @@ class ShardStrategy(ParallelStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._processes.reduce(tensor, group, reduce_op)
 
-    # Set-up
-
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -301,8 +295,6 @@ class ShardStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._data.process(dataloader, self._module.trainer, self._processes.data_parallel_coordinates)
 
-    # Steps
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if parts.drops_gradients(self._module.trainer):
@@ -357,8 +349,6 @@ class ShardStrategy(ParallelStrategy):
         # What a forward without a backward left gathered is old now.
         self.engine.before_reading()
         return result
-
-    # The course of a run
 
     @override
     def on_train_start(self) -> None:
@@ -436,8 +426,6 @@ class ShardStrategy(ParallelStrategy):
     def _end_of_run(self) -> None:
         self._preemption.give_signals_back()
         self._watch.end()
-
-    # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
