@@ -80,8 +80,8 @@ def explain_out_of_memory(exception: BaseException, memory: Memory | None) -> No
     if memory is None or memory.advised or not is_out_of_memory(exception):
         return
     try:
-        text = f"{memory.advice(memory.account())}\n"
-    except Exception:
-        text = ""
+        text = memory.advice(memory.account())
+    except Exception as error:  # What the run died of is raised, not that the account broke.
+        text = f"(no account of the memory: {type(error).__name__}: {error})"
     more = "MemoryCallback says where the memory went, `lightning-shard plan --compare` what fits."
-    append_to_message(exception, text + more)
+    append_to_message(exception, f"{text}\n{more}")

@@ -193,7 +193,9 @@ class Rollback:
 
 def warn_of_nonfinite(engine: Engine) -> None:
     """After training: warn if weights of rank 0 are inf or NaN, which train on without a word."""
-    weights = [r.tensor for r in engine.tensors.resident() if r.kind == "parameters" and isinstance(r.tensor, Tensor)]
+    tensors = [r.tensor for r in engine.tensors.resident() if r.kind == "parameters" and isinstance(r.tensor, Tensor)]
+    # Quantised ones, integers or float8, have no norm.
+    weights = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
     if not all_finite(weights, device=torch.device("cpu")):
         rank_zero_warn(
             "There is inf or NaN in the weights after training. Set nonfinite: raise, skip or rollback on the strategy "

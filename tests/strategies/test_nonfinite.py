@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, DataError, ShardPrecision, full_tensor
+from lightning_shard.engines.resident import Resident
 from lightning_shard.registry import build
+from lightning_shard.run.nonfinite import warn_of_nonfinite
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -249,3 +253,15 @@ def test_a_loss_of_nan_is_no_overflow(tmp_path: Path) -> None:
 def test_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="nonfinite"):
         build("shard_ddp", nonfinite=wrong)
+
+
+def test_weights_that_are_quantised_are_not_looked_at_after_training() -> None:
+    kinds = (torch.int8, torch.float8_e4m3fn, torch.float32)
+    resident = [Resident("parameters", "device", torch.ones(3).to(kind)) for kind in kinds]
+    engine: Any = SimpleNamespace(tensors=SimpleNamespace(resident=lambda: resident))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_nonfinite(engine)
+    resident[2].tensor[0] = math.inf  # type: ignore[index]
+    with pytest.warns(UserWarning, match="There is inf or NaN in the weights"):
+        warn_of_nonfinite(engine)
