@@ -90,8 +90,8 @@ def leave_signals_alone(replacements: Replacements, trainer: Trainer) -> None:
     replacements.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
-def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[], None]) -> None:
-    """Call ``hook`` at the end of this run, however it ends, after the strategy's teardown; then restore all.
+def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable[[], None]) -> None:
+    """Call each hook at the end of this run, however it ends, after the strategy's teardown; then restore all.
 
     Call this before anything else is replaced. What an earlier run left that did not come to its end is restored first.
     """
@@ -101,8 +101,8 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, hook: Callable[[
 
     def teardown_and_restore() -> None:
         try:
-            teardown()
-            hook()
+            for end in (teardown, *hooks):
+                end()
         finally:
             replacements.restore()
 

@@ -16,16 +16,16 @@ from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory, explain_out_of_memory
-from lightning_shard.run.nonfinite import Rollback, warn_of_nonfinite
+from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
+    after_batches,
     begin_averaging,
     keep_batch,
     keeps_optimizers,
     let_callbacks_wait,
     settle_fit,
-    take_over_resuming,
-    take_over_signals,
+    take_over,
 )
 from lightning_shard.run.watch import RunWatch

@@ -122,9 +122,10 @@ class Data:
         self._resumed = checkpoint.get(RUN_STATE)
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
-        """The loops' state was loaded: let an epoch end whose end comes next."""
+        """The loops' state was loaded: let an epoch end whose end comes next, and settle a validation."""
         if self._resumed is not None and self._resumed.get("epoch_ends"):
             progress.end_epoch(replacements, trainer)
+        progress.settle_validation(replacements, trainer)
 
     def start_of_training(self, replacements: Replacements, trainer: Trainer) -> None:
         """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""

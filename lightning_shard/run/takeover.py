@@ -1,6 +1,6 @@
 """What a run does in place of Lightning: choose what it resumes from, take signals, let errors through."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard._lightning import callbacks, loops, results
-from lightning_shard._lightning.averaging import averaging_callbacks
+from lightning_shard._lightning import callbacks, loaders, loops, results
+from lightning_shard._lightning.averaging import averaging_callbacks, leave_out_copies
 from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait, save_between_steps
 from lightning_shard._lightning.optimizers import full_gradient_norms
 from lightning_shard._lightning.replaced import Replacements
@@ -21,14 +21,29 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.fit import checkpoint_folders
+from lightning_shard.run.fit import Fit, checkpoint_folders
 from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.memory import Memory
+from lightning_shard.run.nonfinite import Rollback
 from lightning_shard.run.preemption import Preemption
 
 
-def take_over_resuming(
+def take_over(
+    replacements: Replacements,
+    trainer: Trainer,
+    identity: RunIdentity,
+    checkpoints: Checkpoints,
+    preemption: Preemption,
+) -> None:
+    """Keep the order of data that the loaders say, and choose checkpoints and take signals in Lightning's place."""
+    loaders.keep_order(replacements, trainer)
+    leave_out_copies(replacements, trainer)
+    _take_over_resuming(replacements, trainer, identity, checkpoints)
+    _take_over_signals(replacements, trainer, preemption)
+
+
+def _take_over_resuming(
     replacements: Replacements, trainer: Trainer, identity: RunIdentity, checkpoints: Checkpoints
 ) -> None:
     """Have ``identity`` choose what a run goes on from, in place of Lightning; ``checkpoints`` loads what it opened."""
@@ -40,6 +55,18 @@ def take_over_resuming(
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     choose_checkpoint(replacements, trainer, choose)
+
+
+def after_batches(
+    replacements: Replacements,
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    preemption: Preemption,
+    go_back: Callable[[Rollback, Any], None],
+) -> None:
+    """After each batch ``go_back`` to a checkpoint where one is due, and then stop, which saves, where that is."""
+    rollback, stop = Rollback(trainer, checkpoints), partial(preemption.after_batch, Fit(trainer))
+    loops.after_each_batch(replacements, trainer, partial(go_back, rollback), stop)
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
@@ -58,7 +85,7 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
         trainer.accumulate_grad_batches = keeps
 
 
-def take_over_signals(replacements: Replacements, trainer: Trainer, preemption: Preemption) -> None:
+def _take_over_signals(replacements: Replacements, trainer: Trainer, preemption: Preemption) -> None:
     """Keep Lightning's handlers out, and in a fit note the signals; they end the process elsewhere."""
     if preemption.signals:
         loops.leave_signals_alone(replacements, trainer)

@@ -90,7 +90,8 @@ class ShardDDPStrategy(ShardStrategy):
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
         """Torch's DDP in fp32, FSDP2's replicate where something is cast."""
-        casts = self._base_policy.compute != torch.float32 or (module is not None and needs_replicate(module))
+        compute = self.precision_plugin.policy(aligned=self.aligned).compute
+        casts = compute != torch.float32 or (module is not None and needs_replicate(module))
         forward, at_boundary = self._settings.forward, self._settings.at_boundary
         if not casts:
             return TorchDDP(self._options, forward, at_boundary=at_boundary)

@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import run as parts
-from lightning_shard._lightning import averaging, loaders, loops, messages, processes, progress
+from lightning_shard._lightning import averaging, loops, messages, processes, progress
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_graphs
@@ -46,7 +46,6 @@ class ShardStrategy(ParallelStrategy):
     aligned: bool
     activation_checkpointing: Checkpointing
     async_save: bool
-    sample_seeds: bool | None
     preemption: PreemptionConfig
 
     def __init__(self, settings: CommonSettings) -> None:
@@ -63,7 +62,7 @@ class ShardStrategy(ParallelStrategy):
         self._processes = parts.Processes(settings.processes)
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
-        self._data = parts.Data(sample_seeds=self.aligned if self.sample_seeds is None else self.sample_seeds)
+        self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
         self._ledger = parts.RunLedger()
@@ -93,26 +92,22 @@ class ShardStrategy(ParallelStrategy):
             plugin.begin(self.policy)
 
     @property
-    def _base_policy(self) -> PrecisionPolicy:
-        return self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._settings.at_boundary)
-
-    @property
     def policy(self) -> PrecisionPolicy:
         """The dtypes of this run."""
-        return self.engine_for().policy(self._base_policy, loss_scale_given=self.precision_plugin.sets_loss_scale)
+        base = self.precision_plugin.policy(aligned=self.aligned, at_boundary=self._settings.at_boundary)
+        return self.engine_for().policy(base, loss_scale_given=self.precision_plugin.sets_loss_scale)
 
-    def planned_run(self, *, ranks: int, per_node: int, device_type: str = "cuda", **more: Any) -> PlannedRun:
-        """A run of this strategy on so many processes; ``more``: further fields of `PlannedRun`."""
-        given = {"policy": self.policy, "precision": self.precision_plugin.precision, "aligned": self.aligned, **more}
-        return PlannedRun(ranks=ranks, per_node=per_node, device_type=device_type, **given)
-
-    def _own_run(self, **more: Any) -> PlannedRun:
-        on = {"ranks": self.num_nodes * self.num_processes, "per_node": self.num_processes}
-        return self.planned_run(**on, device_type=self.root_device.type, **more)
+    def planned_run(self, **given: Any) -> PlannedRun:
+        """A run of this strategy; ``given``: fields of `PlannedRun`, of which those of the Trainer may be left out."""
+        if "ranks" not in given:
+            given |= {"ranks": self.num_nodes * self.num_processes, "per_node": self.num_processes}
+            given["device_type"] = self.root_device.type
+        precision, aligned = self.precision_plugin.precision, self._settings.aligned
+        return PlannedRun(**{"policy": self.policy, "precision": precision, "aligned": aligned, **given})
 
     def check(self) -> None:
         """Refuse, on every rank and before anything is touched, what can't work with a `ConfigurationError`."""
-        run = self._own_run()
+        run = self.planned_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
         refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
         self.engine_for().check(run)
@@ -149,8 +144,7 @@ class ShardStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return (self.parallel_devices or [])[self.local_rank]
 
     @property
     def num_processes(self) -> int:
@@ -160,13 +154,11 @@ class ShardStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas, rank = self._processes.data_parallel_coordinates
-        return {"num_replicas": replicas, "rank": rank}
+        return dict(zip(("num_replicas", "rank"), self._processes.data_parallel_coordinates, strict=True))
 
     def set_world_ranks(self) -> None:
-        if (environment := self.cluster_environment) is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
+        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self._environment.set_world_size(self.num_nodes * self.num_processes)
         processes.set_rank(self.global_rank)
 
     @property
@@ -191,11 +183,8 @@ class ShardStrategy(ParallelStrategy):
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
-        loops.at_end_of_run(self._replacements, trainer, self._end_of_run)
-        loaders.keep_order(self._replacements, trainer)
-        averaging.leave_out_copies(self._replacements, trainer)
-        parts.take_over_resuming(self._replacements, trainer, self._identity, self.checkpoints)
-        parts.take_over_signals(self._replacements, trainer, self._preemption)
+        loops.at_end_of_run(self._replacements, trainer, self._preemption.give_signals_back, self._watch.end)
+        parts.take_over(self._replacements, trainer, self._identity, self.checkpoints, self._preemption)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -246,7 +235,7 @@ class ShardStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
-        module, plan = self._module, self._own_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
+        module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger = engine, parts.RunLedger()
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
@@ -288,8 +277,7 @@ class ShardStrategy(ParallelStrategy):
             yield
 
     @override
-    def model_to_device(self) -> None:
-        """The engines move the module, one unit at a time."""
+    def model_to_device(self) -> None: ...  # the engines move the module, one unit at a time
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -309,20 +297,19 @@ class ShardStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:
             self._preemption.in_validation(parts.Fit(self._module.trainer))
-        return self._evaluate(self.precision_plugin.val_step_context(), self._module.validation_step, *args, **kwargs)
+        return self._evaluate(self._module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(self.precision_plugin.test_step_context(), self._module.test_step, *args, **kwargs)
+        return self._evaluate(self._module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context, step = self.precision_plugin.predict_step_context, self._module.predict_step
-        return self._predictions.step(lambda: self._evaluate(context(), step, *args, **kwargs))
+        return self._predictions.step(lambda: self._evaluate(self._module.predict_step, *args, **kwargs))
 
-    def _evaluate(self, context: AbstractContextManager[Any], step: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        with context, parts.evaluating():
-            return self.engine.evaluate(self.precision_plugin.step(step), *args, **kw)
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.forward_context(), parts.evaluating():
+            return self.engine.evaluate(self.precision_plugin.step(step), *args, **kwargs)
 
     @contextmanager
     @override
@@ -346,8 +333,7 @@ class ShardStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         result = self._ledger.step(optimizer, closure, lambda closure: step(closure=closure))
-        # What a forward without a backward left gathered is old now.
-        self.engine.before_reading()
+        self.engine.before_reading()  # what a forward without a backward left gathered is old now
         return result
 
     @override
@@ -358,9 +344,8 @@ class ShardStrategy(ParallelStrategy):
             parts.let_callbacks_wait(self._replacements, trainer, self.checkpoints)
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
-        go_back = partial(self.precision_plugin.after_batch, parts.Rollback(trainer, self.checkpoints))
-        stop = partial(self._preemption.after_batch, parts.Fit(trainer))
-        loops.after_each_batch(self._replacements, trainer, go_back, stop)  # which saves what it went back to
+        go_back = self.precision_plugin.after_batch
+        parts.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer)
         self._compiler.start()
@@ -402,8 +387,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Other ranks may be anywhere: nothing communicates. Once told they end, and a save in the background with them.
-        self._failed = True
+        self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
         self.checkpoints.end()
         parts.explain_out_of_memory(exception, self.memory)
         self._watch.failed(exception)
@@ -418,14 +402,9 @@ class ShardStrategy(ParallelStrategy):
         self.model = self.lightning_module
         if self._engine is not None:
             self._engine.close(failed=self._failed)
-        # Not by the parents' teardown, which moves the module to the host: it may be sharded.
-        self._environment.teardown()
+        self._environment.teardown()  # not the parents' teardown, which moves the module to the host: it may be sharded
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    def _end_of_run(self) -> None:
-        self._preemption.give_signals_back()
-        self._watch.end()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -465,7 +444,6 @@ class ShardStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The slots were read with the parameters, and the loops were loaded right before.
         self._data.loops_loaded(self._replacements, self._module.trainer)
-        progress.settle_validation(self._replacements, self._module.trainer)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

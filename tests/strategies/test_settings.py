@@ -139,10 +139,9 @@ def test_deepspeeds_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_base_stays_a_list_of_calls() -> None:
-    lines = [line for line in inspect.getsource(strategy_module).splitlines() if line.strip() != "@override"]
-    assert len(lines) <= 450
+    assert len(inspect.getsource(strategy_module).splitlines()) <= 450
     functions = [value for value in vars(ShardStrategy).values() if inspect.isfunction(value)]
     assert len(functions) > 40
-    too_long = {f.__name__: n for f in functions if (n := len(inspect.getsource(f).splitlines())) > 27}
+    too_long = {f.__name__: n for f in functions if (n := len(inspect.getsource(f).splitlines())) > 26}
     # The constructor lists the parts.
     assert too_long.keys() <= {"__init__"}
