@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning
 import pytest
-import torch
 
 from lightning_shard import __version__
 from lightning_shard.commands import COMMANDS, FIT, quick, run
@@ -25,7 +25,7 @@ def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 QUICK: dict[str, tuple[int, str]] = {
     "": (0, "checkpoint inspect last.ckpt"),
     "--help": (0, "checkpoint inspect last.ckpt"),
-    "--version": (0, f" {__version__} (lightning {lightning.__version__}, torch {torch.__version__})"),
+    "--version": (0, f" {__version__} (lightning {lightning.__version__}, torch {version('torch')})"),
     "fot": (2, "error: there is no command 'fot'. Did you mean fit?"),
     "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
     "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),

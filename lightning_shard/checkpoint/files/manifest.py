@@ -8,9 +8,12 @@ import json
 import os
 import platform
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
@@ -177,14 +180,12 @@ def _slots_of_version_1(tensors: Collection[str], aliases: Collection[str]) -> I
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the installed libraries that take part in a checkpoint, without importing them."""
+    """Versions of the installed libraries that take part in a checkpoint, without importing them; torch's own build."""
     versions = {"python": platform.python_version()}
     for library in _LIBRARIES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {**versions, "torch": str(torch.__version__)}  # the package of a CUDA build may leave "+cu130" out
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
