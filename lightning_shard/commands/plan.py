@@ -35,6 +35,8 @@ Say what a run will need before it is queued, on any machine: memory per device 
 the largest batch, the fewest devices, bytes over the network and the expected time of a step. One training step runs on
 tensors without data. Options that are not named here are those of fit:
 lightning-shard plan --nodes 4 --devices 8 --device-memory 80GB --config run.yaml --data.init_args.batch_size 16
+Without a LightningModule, first of all a Hugging Face configuration (config.json, its folder, or a class):
+lightning-shard plan transformers.LlamaConfig --devices 8 --device-memory 80GB --batch-size 2 --seq-len 4096
 """
 
 
@@ -48,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add("--reserve", type=size, metavar="SIZE", help="of it, left to libraries and fragmentation (default: 5 %%)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
+    add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
+    add("--task", help="what a Hugging Face configuration trains (default: by its architectures, else causal-lm)")
     add("--intra-node", type=speed, metavar="SPEED", help="of a device's links inside its node: 450GB/s")
     add("--inter-node", type=speed, metavar="SPEED", help="of a node's links to others, all together: 400Gb/s")
     add("--links", type=Path, metavar="FILE", help="both speeds, as doctor --output FILE measured them in all-gathers")
@@ -91,12 +95,29 @@ class Plan:
 
 def parsed(arguments: Sequence[str]) -> Plan:
     """The plan that the command's arguments ask for."""
-    options, rest = parser().parse_known_args(arguments)
+    model = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    options, rest = parser().parse_known_args(arguments if model is None else arguments[1:])
     check(options)
+    if model is not None:
+        rest = [*_hugging_face(model, options), *rest]
     measured = None if options.links is None else read_links(options.links)
     if options.picture is not None:
         report.require_matplotlib()
     return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
+
+
+def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
+    """Options of fit for a run of a Hugging Face configuration, over which the user's own are laid."""
+    data = {"batch_size": options.batch_size or 1, "seq_len": options.seq_len}
+    given = {"model": {}, "data": data, "trainer": {"strategy": "shard_fsdp", "precision": "bf16-mixed"}}
+    words = [
+        f"--{name}=lightning_shard.hugging_face.HuggingFace{kind}" for name, kind in (("model", ""), ("data", "Data"))
+    ]
+    for name in ("model", "data"):
+        given[name] |= {"config": model, "task": options.task}
+    return words + [
+        f"--{n}.{key}={value}" for n, keys in given.items() for key, value in keys.items() if value is not None
+    ]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -190,16 +211,17 @@ def _planner(options: argparse.Namespace, inputs: Inputs, machines: Machines) ->
         planner.without_activations("--no-trace was given")
     else:
         try:
-            planner.training_step = plan_inputs.loss_of(inputs.module)
+            planner.training_step = plan_inputs.loss_of(inputs)
             batch = plan_inputs.first_batch(inputs)
             planner.batch = batch if options.batch_size is None else resized(batch, options.batch_size)
         except ConfigurationError as error:
             planner.without_activations(error)
     try:
-        optimizer = plan_inputs.optimizer_of(inputs)
-        planner.groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+        optimizers = plan_inputs.optimizers_of(inputs)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        planner.groups = [dict(group, params=list(group["params"])) for group in groups]
         planner.optimizer = plan_inputs.optimizer_facts(inputs)
-        inputs.optimizer = {"type": type(optimizer).__name__}
+        inputs.optimizer = {"type": type(optimizers[0]).__name__}
     except ShardError as error:
         planner.notes.append(f"the optimizer's state is taken as Adam's, two slots: {error}")
     return planner

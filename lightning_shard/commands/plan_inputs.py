@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -209,19 +210,55 @@ def first_batch(inputs: Inputs) -> Any:
         ) from error
 
 
-def loss_of(module: LightningModule) -> Any:
-    """``(batch) -> loss`` of a module's training step; a module that steps its optimizers itself is refused."""
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "the module steps its optimizers itself (automatic_optimization is false), so that a step is more than a "
-            "loss and its backward"
-        )
+def loss_of(inputs: Inputs) -> Any:
+    """``(batch) -> loss`` of a module's training step; of a manual one, the sum of its losses."""
+    module = inputs.module
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    return lambda batch: module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+    def step(batch: Any) -> Any:
+        return module.training_step(batch, 0) if takes_index else module.training_step(batch)
+
+    return step if module.automatic_optimization else partial(_manual_step, inputs, step)
 
 
-def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
-    """The one optimizer that ``configure_optimizers`` returns, over the module's tensors without data."""
+class _Idle:
+    """In the place of an optimizer or a schedule: what is called does nothing, what is read is the optimizer's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return None if closure is None else closure()
+
+    def toggle_model(self, **_: Any) -> Any:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self.optimizer, name)
+        return lambda *args, **kwargs: None
+
+
+def _manual_step(inputs: Inputs, step: Callable[[Any], Any], batch: Any) -> Tensor:
+    """The sum of what a manual step calls backward on, whose graphs so are all there at once."""
+    module, losses = inputs.module, list[Tensor]()
+    idle = [_Idle(optimizer) for optimizer in optimizers_of(inputs)]
+    own: dict[str, Any] = {"optimizers": lambda *a, **k: idle[0] if len(idle) == 1 else idle}
+    own |= {"manual_backward": lambda loss, *a, **k: losses.append(loss), "lr_schedulers": _Idle}
+    nothing = ("clip_gradients", "toggle_optimizer", "untoggle_optimizer")
+    module.__dict__.update(own | dict.fromkeys(nothing, lambda *a, **k: None))
+    try:
+        step(batch)
+    finally:
+        for name in (*own, *nothing):
+            del module.__dict__[name]
+    if not losses:
+        raise ConfigurationError("the manual training_step calls manual_backward on no loss")
+    return torch.stack([loss.float() for loss in losses]).sum()
+
+
+def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
+    """What ``configure_optimizers`` returns, over tensors without data: one, or a manual step's several."""
     try:
         with inputs.mode:
             found = inputs.module.configure_optimizers()
@@ -229,28 +266,31 @@ def optimizer_of(inputs: Inputs) -> torch.optim.Optimizer:
         raise ConfigurationError(
             f"configure_optimizers needs what only a run has: {type(error).__name__}: {error}"
         ) from error
-    found = found.get("optimizer") if isinstance(found, Mapping) else found
     if isinstance(found, tuple) and found and isinstance(found[0], list):
         found = found[0]
-    if isinstance(found, list | tuple):
-        found = found[0] if len(found) == 1 else None
-    found = found.get("optimizer") if isinstance(found, Mapping) else found
-    if not isinstance(found, torch.optim.Optimizer):
+    given = found if isinstance(found, list | tuple) else [found]
+    optimizers: list[Any] = [each.get("optimizer") if isinstance(each, Mapping) else each for each in given]
+    manual = not inputs.module.automatic_optimization
+    if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers) or (len(optimizers) > 1 and not manual):
         raise ConfigurationError("configure_optimizers returns no optimizer, or several")
-    return found
+    return optimizers
 
 
 def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
-    """The state that the optimizer makes in a step of master weights, over which it is made anew."""
+    """The state that the optimizers make in a step of master weights, over which they are made anew.
+
+    Of several the one with the most state stands for all: memory is counted by one rule for each parameter.
+    """
     restore = restoring(inputs.module)
     try:
         with inputs.mode:
             cast_trainable_parameters(inputs.module, inputs.strategy.policy.master)
-        optimizer = optimizer_of(inputs)
-        for group in optimizer.param_groups:
+        optimizers = optimizers_of(inputs)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             # As on GPUs, where torch's optimizers step all tensors at once.
             if "foreach" in group and not group["foreach"] and not group.get("fused"):
                 group["foreach"] = group["foreach"] is None
-        return trace_optimizer(inputs.module, optimizer, inputs.mode)
+        traced = [trace_optimizer(inputs.module, optimizer, inputs.mode) for optimizer in optimizers]
+        return max(traced, key=lambda facts: facts.state_bytes([1024], inputs.strategy.policy.master))
     finally:
         restore()

@@ -1,0 +1,188 @@
+"""A Hugging Face model by its configuration alone: planned and trained where there is no LightningModule yet."""
+
+import importlib
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+from lightning_shard.errors import ConfigurationError
+
+Task = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
+]
+# What the name of a model's class ends with.
+_SUFFIXES: Mapping[str, Task] = {
+    "ForCausalLM": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForSeq2SeqLM": "seq2seq-lm",
+    "ForSequenceClassification": "sequence-classification",
+    "ForTokenClassification": "token-classification",
+    "ForImageClassification": "image-classification",
+    "ForConditionalGeneration": "seq2seq-lm",
+}
+_LONGEST = 2048
+"""Tokens of a sample where neither ``seq_len`` nor a smaller ``max_position_embeddings`` says so."""
+
+
+def read_config(config: str) -> Any:
+    """The configuration: of a ``config.json`` or its folder, or a class path's with its defaults."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    path, (module, _, name) = Path(config), config.rpartition(".")
+    try:
+        found = AutoConfig.from_pretrained(path) if path.exists() else getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+        raise ConfigurationError(
+            f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
+            "it is in, or a class: transformers.LlamaConfig."
+        ) from error
+    if not isinstance(found, PretrainedConfig):
+        raise ConfigurationError(f"config is {config!r}, a {type(found).__name__}, and no configuration of a model.")
+    return found
+
+
+def task_of(config: Any) -> Task:
+    """What its ``architectures`` are made for; a causal language model where they do not say."""
+    for name in config.architectures or ():
+        for suffix, task in _SUFFIXES.items():
+            if name.endswith(suffix):
+                return task
+    return "causal-lm"
+
+
+class HuggingFace(LightningModule):
+    """A model of transformers with its own loss, and AdamW.
+
+    Weights are read where ``config`` is a folder with safetensors files, and drawn where it is not.
+    """
+
+    def __init__(self, config: str, task: Task | None = None, lr: float = 2e-5) -> None:
+        """Read the configuration; the model is built on the meta device by ``configure_model``.
+
+        Args:
+            config: a ``config.json``, the folder that it is in, or a class such as ``transformers.LlamaConfig``.
+            task: what is trained. Default: what the configuration's ``architectures`` say, else ``causal-lm``.
+            lr: learning rate of AdamW.
+
+        Raises:
+            ConfigurationError: ``config`` can't be read.
+        """
+        super().__init__()
+        self.save_hyperparameters()
+        self._config = read_config(config)
+        self._weights = next(Path(config).glob("*.safetensors"), None) and config
+
+    @override
+    def configure_model(self) -> None:
+        """Build the model without memory."""
+        if hasattr(self, "model"):
+            return
+        import transformers
+
+        task = self.hparams["task"] or task_of(self._config)
+        suffix = next(suffix for suffix, known in _SUFFIXES.items() if known == task)
+        self._config.use_cache = False
+        try:
+            with torch.device("meta"):
+                self.model = getattr(transformers, f"AutoModel{suffix}").from_config(self._config)
+        except ValueError as error:
+            kind = type(self._config).__name__
+            raise ConfigurationError(f"task is {task!r}, for which transformers has no model of {kind}.") from error
+
+    @override
+    def on_fit_start(self) -> None:
+        """Each process reads the slices that it holds."""
+        if self._weights:
+            load_pretrained(self.model, self._weights)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The model's own loss of a batch of `HuggingFaceData`."""
+        loss: Tensor = self.model(**batch).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """AdamW over what needs gradients."""
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
+
+
+class _Drawn(Dataset[dict[str, Tensor]]):
+    """Samples of the task's form; a sample is drawn by its own number, and so the same on every rank."""
+
+    def __init__(self, config: Any, task: Task, seq_len: int, count: int) -> None:
+        self.config, self.task, self.seq_len, self.count = config, task, seq_len, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        config, draw = self.config, torch.Generator().manual_seed(index)
+        label = torch.randint(max(2, config.num_labels), (), generator=draw)
+        if self.task == "image-classification":
+            sizes = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+            return {"pixel_values": torch.randn(config.num_channels, *sizes, generator=draw), "labels": label}
+        ids = torch.randint(config.get_text_config().vocab_size, (self.seq_len,), generator=draw)
+        if self.task == "sequence-classification":
+            return {"input_ids": ids, "labels": label}
+        return {"input_ids": ids, "labels": ids % config.num_labels if self.task == "token-classification" else ids}
+
+
+class HuggingFaceData(LightningDataModule):
+    """Batches for `HuggingFace`: windows of text files in the model's tokens, or drawn where there is no text."""
+
+    def __init__(
+        self,
+        config: str,
+        task: Task | None = None,
+        batch_size: int = 1,
+        seq_len: int | None = None,
+        text: str | None = None,
+        samples: int = 100_000,
+    ) -> None:
+        """Keep the arguments.
+
+        Args:
+            config: as the model's.
+            task: as the model's.
+            batch_size: samples of a batch of one process.
+            seq_len: tokens of a sample. Default: the model's ``max_position_embeddings``, at most 2048.
+            text: pattern of text files for a language model, such as ``corpus/*.txt``; the tokenizer lies in the
+                configuration's folder. Default: samples are drawn, which shows speed and memory.
+            samples: how many there are, at most.
+        """
+        super().__init__()
+        self.save_hyperparameters()
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Shuffled batches: ``input_ids`` int64 (batch, seq_len), or ``pixel_values``, and ``labels``."""
+        h, config = self.hparams, read_config(self.hparams["config"])
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        seq_len, task = h["seq_len"] or min(longest, _LONGEST), h["task"] or task_of(config)
+        drawn = _Drawn(config, task, seq_len, h["samples"])
+        data: Any = drawn if h["text"] is None else self._windows(seq_len)
+        return DataLoader(data, h["batch_size"], shuffle=True, drop_last=True)
+
+    def _windows(self, seq_len: int) -> list[dict[str, Tensor]]:
+        from transformers import AutoTokenizer
+
+        files = sorted(Path().glob(self.hparams["text"]))
+        tokenizer = AutoTokenizer.from_pretrained(self.hparams["config"])
+        ids = torch.tensor([token for file in files for token in tokenizer(file.read_text())["input_ids"]])
+        windows = islice((part for part in ids.split(seq_len) if len(part) == seq_len), self.hparams["samples"])
+        found = [{"input_ids": part, "labels": part} for part in windows]
+        if not found:
+            raise ConfigurationError(
+                f"text is {self.hparams['text']!r}, but {len(files)} files have {len(ids)} tokens."
+            )
+        return found

@@ -1,0 +1,119 @@
+"""``plan`` of a Hugging Face configuration without a LightningModule, of stock classifiers and of manual steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard.commands import plan as plan_command
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.hugging_face import HuggingFace, HuggingFaceData
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = {**SMALL, "vocab_size": 96, "max_position_embeddings": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama", **TEXT},
+    "BertForMaskedLM": {"model_type": "bert", **TEXT},
+    "BertForSequenceClassification": {"model_type": "bert", **TEXT},
+    "RobertaForTokenClassification": {"model_type": "roberta", **TEXT, "max_position_embeddings": 18},
+    "ViTForImageClassification": {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8},
+}
+
+
+def write(folder: Path, name: str) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIGS[name], "architectures": [name]}))
+    return str(path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert plan_command.main([*arguments, "--device-memory", "80GB"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_is_planned_as_its_architecture(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, name)
+    out = plan(capsys, path, "--devices=2", "--batch-size=3", "--seq-len=8")
+    model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(path))
+    count = sum(p.numel() for p in model.parameters())
+    assert f"shard_fsdp, bf16-mixed, 1 x 2 devices, batch 3 per device: {count:,} parameters" in out
+    assert "note:" not in out
+    # A step with real values, of batches of the same form.
+    module, data = HuggingFace(path), HuggingFaceData(path, batch_size=3, seq_len=8)
+    module.configure_model()
+    assert type(module.model) is type(model)
+    assert model(**next(iter(data.train_dataloader()))).loss.isfinite()
+
+
+def test_a_class_and_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "transformers.GPT2Config", "--task=token-classification", "--trainer.strategy=shard_ddp")
+    assert "shard_ddp, bf16-mixed, 1 x 1 devices, batch 1 per device: 124," in out
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nope.json", "config is 'nope.json', which can't be read"),
+        ("transformers.BertModel", "config is 'transformers.BertModel', which can't be read"),
+        ("transformers.T5Config", "task is 'causal-lm', for which transformers has no model of T5Config"),
+    ],
+)
+def test_what_is_no_configuration(model: str, message: str) -> None:
+    with pytest.raises((ConfigurationError, SystemExit)) as raised:
+        plan_command.main([model, "--device-memory", "80GB"])
+    # Told by the command line that reads the options of fit, or by the plan.
+    assert message in f"{raised.value} {raised.value.__cause__}"
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers, which the module steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker, self.judge = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
+            with optimizer.toggle_model():
+                loss = sign * self.judge(self.maker(batch)).mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 1.0)
+                optimizer.step()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        slow = torch.optim.SGD(self.judge.parameters(), lr=0.1)
+        return [torch.optim.Adam(self.maker.parameters()), slow], [torch.optim.lr_scheduler.ConstantLR(slow)]
+
+
+class Rows(pl.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.zeros(64)] * 8, batch_size=4)  # type: ignore[arg-type]
+
+
+def test_a_manual_step(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [
+        f"--{name}=tests.commands.test_plan_model.{kind}" for name, kind in (("model", "Adversaries"), ("data", "Rows"))
+    ]
+    out = plan(capsys, *own, "--trainer.strategy=shard_ddp")
+    assert "note:" not in out
+    # Adam's two slots of each parameter in fp32, and its steps.
+    held = re.search(r"^optimizer +([\d.]+) kB", out, re.MULTILINE)
+    assert held is not None
+    assert float(held[1]) == pytest.approx(2 * 4 * (64 * 64 + 64 + 64 + 1) / 1000, rel=0.01)
+    assert re.search(r"^activations +[1-9]", out, re.MULTILINE)
