@@ -27,9 +27,6 @@ from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_byt
 
 _T = TypeVar("_T")
 
-_RESERVE = 0.05
-"""The part of a device's memory that is left to the CUDA context, libraries and fragmentation by default."""
-
 _DESCRIPTION = """\
 Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,
 the largest batch, the fewest devices, bytes over the network and the expected time of a step. One training step runs on
@@ -47,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", type=int, help="devices, and so processes, on each node (default: the configuration's, or 1)")
     size, speed, peak = _argument(parse_bytes), _argument(parse_speed), _argument(parse_flops)
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
-    add("--reserve", type=size, metavar="SIZE", help="of it, left to libraries and fragmentation (default: 5 %%)")
+    add("--reserve", type=size, metavar="SIZE", help="of it, left to what is not of this run (default: nothing)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
     add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
@@ -89,8 +86,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run as configured fits into a device."""
-        return self.configured.most.device.total <= self.memory
+        """Whether the run as configured fits into a device, at most and with activations."""
+        return self.configured.verdict(self.memory) == "fits"
 
 
 def parsed(arguments: Sequence[str]) -> Plan:
@@ -170,7 +167,6 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
 
 def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Machines:
     flops = options.device_peak
-    reserve = options.reserve if options.reserve is not None else int(options.device_memory * _RESERVE)
     if options.device_name is not None:
         flops = peak_flops(options.device_name, inputs.strategy.policy.products)
         if flops is None:
@@ -180,7 +176,7 @@ def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | Non
     links = links_of(options, inputs.nodes, measured)
     return Machines(
         nodes=inputs.nodes,
-        memory=options.device_memory - reserve,
+        memory=options.device_memory - (options.reserve or 0),
         flops=None if flops is None else flops * options.efficiency,
         intra_node=links.intra_node,
         inter_node=links.inter_node,
@@ -284,11 +280,10 @@ def _hybrid(planner: Planner, inputs: Inputs, own: Candidate, row: Row) -> list[
     assert row.time is not None
     before = sum(c.between(nodes) for c in row.sent)
     after = sum(c.between(nodes) for c in hybrid.sent)
-    verdict = "fits" if hybrid.most.device.total <= memory else "does not fit"
     return [
         f"hybrid sharding ({name}) would send {show_bytes(after)} between nodes in place of {show_bytes(before)} per "
         f"node, and a step would take about {show_seconds(hybrid.time.expected)} in place of "
-        f"{show_seconds(row.time.expected)}; its peak of {show_bytes(hybrid.most.device.total)} {verdict}"
+        f"{show_seconds(row.time.expected)}; with {show_bytes(hybrid.needs.high)} at most it {hybrid.verdict(memory)}"
     ]
 
 

@@ -152,7 +152,7 @@ class _TracedUnits:
             account = with_segment(
                 base, segment, gradients=segment.peak_gradients, gathered=gathered, communication=in_flight + reducing
             )
-            yield Point(name=segment.name, account=account)
+            yield Point(name=segment.name, account=account, apart=self._apart(base, in_flight))
             for name in [name for name in segment.complete if name not in done and reduces]:
                 yield self._reduction(name, segment, base, gathered, in_flight)
                 last_reduced = self.reduced[name]
@@ -191,19 +191,27 @@ class _TracedUnits:
         buffer = (self.again if segment.phase == "backward" else self.unsharded).get(segment.unit, 0)
         start = replace(segment, peak=before, peak_gradients=0)
         account = with_segment(base, start, gradients=0, gathered=gathered, communication=buffer + reducing)
-        return Point(name=f"{segment.phase} of {segment.unit}, gathering", account=account)
+        name = f"{segment.phase} of {segment.unit}, gathering"
+        return Point(name=name, account=account, apart=self._apart(base, buffer))
+
+    def _apart(self, base: MemoryAccount, all_gather: int, reduced: int = 0) -> KindBytes:
+        """Buffers of all-gathers and what reduce-scatters give have streams of their own (``FSDPCommContext``)."""
+        summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
+        return KindBytes(communication=all_gather, gradients=summed + reduced)
 
     def _reduction(self, name: str, segment: Segment, base: MemoryAccount, gathered: int, in_flight: int) -> Point:
         """The unit is resharded, then its gradients are copied into the buffer that they are reduced from."""
         end = replace(segment, peak=segment.at_reduction or segment.end_activations, peak_gradients=0)
+        reduced = self.elements[name] * self.policy.reduce.itemsize
         account = with_segment(
             base,
             end,
-            gradients=self.elements[name] * self.policy.reduce.itemsize,
+            gradients=reduced,
             gathered=gathered - (self.unsharded[name] if name and name == segment.unit else 0),
             communication=in_flight + self.reduced[name],
         )
-        return Point(name=f"reduction of {name or 'the root'}", account=account)
+        apart = self._apart(base, in_flight, reduced)
+        return Point(name=f"reduction of {name or 'the root'}", account=account, apart=apart)
 
 
 def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:

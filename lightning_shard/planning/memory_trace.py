@@ -37,6 +37,9 @@ class Trace:
     batch_size: int  # Samples per rank and micro-batch.
     forward_flops: int = 0
     backward_flops: int = 0  # With what activation checkpointing computes again.
+    # In order: the segment's index, a storage's key, and its bytes, or 0 where it is freed or a gradient that an engine
+    # takes. Empty where the trace is computed from others.
+    events: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def flops(self) -> int:
@@ -98,7 +101,13 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         finally:
             root.zero_grad(set_to_none=True)
     backward = flops.get_total_flops() - forward
-    return Trace(segments=tuple(live.segments), batch_size=size, forward_flops=forward, backward_flops=backward)
+    return Trace(
+        segments=tuple(live.segments),
+        batch_size=size,
+        forward_flops=forward,
+        backward_flops=backward,
+        events=tuple(live.events),
+    )
 
 
 def _loss(output: Any) -> Tensor:
@@ -285,6 +294,7 @@ class LiveBytes(NumbersReadAsOne):
         self.activations = 0
         self.gradients = 0
         self.segments: list[Segment] = []
+        self.events: list[tuple[int, int, int]] = []
         self.last_operation = ""
 
     def begin(self, phase: Phase, unit: str) -> None:
@@ -316,9 +326,14 @@ class LiveBytes(NumbersReadAsOne):
             if key not in self._known and key not in self._alive:
                 self._alive[key] = storage.nbytes(), weakref.ref(storage, partial(self._forget, key))
                 self.activations += storage.nbytes()
+                self._happened(key, storage.nbytes())
+
+    def _happened(self, key: int, size: int) -> None:
+        self.events.append((max(0, len(self.segments) - 1), key, size))
 
     def _forget(self, key: int, _: Any) -> None:
         size, _ = self._alive.pop(key)
+        self._happened(key, 0)
         if key in self._gradients:
             self._gradients.discard(key)
             self.gradients -= size
@@ -330,6 +345,7 @@ class LiveBytes(NumbersReadAsOne):
         key = storage_key(tensor)
         if key in self._alive and key not in self._gradients:
             self._gradients.add(key)
+            self._happened(key, 0)
             self.activations -= self._alive[key][0]
             self.gradients += self._alive[key][0]
 

@@ -13,6 +13,7 @@ from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import MemoryAccount
+from lightning_shard.planning.device_memory import DeviceMemory, device_memory
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Step, Trace, resized, trace_step
 from lightning_shard.planning.predict import collectives, predict, step_points
@@ -73,6 +74,11 @@ class Planner:
             micro_batches=candidate.run.accumulate_grad_batches,
         )
         run = Run(training=training, traces=traces, averages=self.averages)
+        points = tuple(run.points(engine))
+        needs = run.measured(engine)
+        if traces is not None and traces.two is not None:
+            needs = needs.growing(run.measured(engine, traces.two.batch_size))
+        run = replace(run, needs=needs)
 
         def engine_on(nodes: Nodes) -> EngineFacts | None:
             try:
@@ -86,7 +92,9 @@ class Planner:
         return Row(
             name=candidate.name,
             checkpointing=candidate.checkpointing,
-            points=tuple(run.points(engine)),
+            points=points,
+            needs=needs,
+            traced=traces is not None,
             largest_batch=confirmed,
             fewest=fewest_devices(run, engine_on, self.machines.nodes.devices, memory),
             sent=tuple(sent),
@@ -198,6 +206,7 @@ class Traces:
         return replace(
             self.one,
             segments=tuple(segments),
+            events=(),
             batch_size=batch,
             forward_flops=_line(a.forward_flops, b.forward_flops, ratio),
             backward_flops=_line(a.backward_flops, b.backward_flops, ratio),
@@ -219,6 +228,7 @@ class Run:
     training: Training
     traces: Traces | None  # None: activations are not known.
     averages: str | None = None
+    needs: DeviceMemory | None = None  # At the batch of the run; None: what lies beside tensors does not count.
 
     def points(self, engine: EngineFacts, batch: int | None = None) -> list[Point]:
         """The moments of a step; without a trace, the three of the arithmetic."""
@@ -233,6 +243,19 @@ class Run:
     def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:
         return peak(self.points(engine, batch)).account
 
+    def most(self, engine: EngineFacts, batch: int | None = None) -> int:
+        """Bytes of a device, with what may lie beside its tensors."""
+        if self.traces is not None and self.needs and batch in {trace.batch_size for trace in self.traces.more}:
+            return self.measured(engine, batch).high
+        tensors = self.peak(engine, batch).device.total
+        return tensors if self.needs is None else self.needs.at(tensors)
+
+    def measured(self, engine: EngineFacts, batch: int | None = None) -> DeviceMemory:
+        """All that a device holds, its allocator's blocks too, at the batch of the run or at another that is traced."""
+        traces = self.traces
+        trace = None if traces is None else traces.one if batch is None else traces.at(batch)
+        return device_memory(self.points(engine, batch), self.training, engine, trace)
+
 
 def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:
     """The most samples per rank and micro-batch that fit into ``memory`` bytes; 0: none; None: not known."""
@@ -240,7 +263,7 @@ def largest_batch(run: Run, engine: EngineFacts, memory: int) -> int | None:
         return None
 
     def fits(batch: int) -> bool:
-        return run.peak(engine, batch).device.total <= memory
+        return run.most(engine, batch) <= memory
 
     low, high = 0, 1
     while high < LARGEST_BATCH and fits(high):
@@ -267,7 +290,10 @@ def confirmed_batch(
         for size in (batch, larger):
             if run.traces is not None and not run.traces.traced(size):
                 run = replace(run, traces=replace(run.traces, more=(*run.traces.more, trace_at(size))))
-        fits = [run.peak(engine, size).device.total <= memory for size in (batch, larger)]
+        if run.needs is not None:
+            # Nearer to the batch that is looked for than the run's own.
+            run = replace(run, needs=run.measured(engine, batch))
+        fits = [run.most(engine, size) <= memory for size in (batch, larger)]
         fitting |= {size for size, does in zip((batch, larger), fits, strict=True) if does}
         if fits == [True, False]:
             return batch, run, True
@@ -284,7 +310,7 @@ def fewest_devices(
 
     def fits(nodes: Nodes) -> bool:
         engine = engine_on(nodes)
-        return engine is not None and run.peak(engine).device.total <= memory
+        return engine is not None and run.most(engine) <= memory
 
     for count in range(1, devices + 1):
         if fits(Nodes(nodes=1, devices=count)):

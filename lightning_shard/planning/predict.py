@@ -6,9 +6,11 @@ torch's and DeepSpeed's sources, which its module names.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
+from lightning_shard.memory import KindBytes
 from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
@@ -44,7 +46,11 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace) -> list[P
     """
     memory = predict(training, engine)
     module, engine = _arithmetic(engine)
-    return [*module.step_points(training, engine, memory, trace), optimizer_point(memory, training.optimizer, trace)]
+    points = list(module.step_points(training, engine, memory, trace))
+    last = optimizer_point(memory, training.optimizer, trace)
+    # The optimizer reads gradients where the last reduction has put them.
+    apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
+    return [*points, replace(last, apart=apart)]
 
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:

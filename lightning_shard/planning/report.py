@@ -1,13 +1,15 @@
 """A plan as text: tables of bytes by kind, of engines, of what crosses the network."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
+from lightning_shard.planning.device_memory import DeviceMemory
 from lightning_shard.planning.step_memory import Point, peak
 from lightning_shard.planning.traffic import Collective, Nodes, StepTime
 from lightning_shard.text import columns, show_bytes, show_seconds
@@ -22,6 +24,8 @@ class Row:
     checkpointing: Checkpointing = None
     refused: str = ""  # Why the engine does not run this configuration; "": it does.
     points: tuple[Point, ...] = ()
+    needs: DeviceMemory = field(default_factory=partial(DeviceMemory, tensors=0))  # Of the device at the peak.
+    traced: bool = True  # Whether activations are among it.
     largest_batch: int | None = None
     fewest: Nodes | None = None
     sent: tuple[Collective, ...] = ()
@@ -33,6 +37,13 @@ class Row:
             return self.name
         return f"{self.name} + {'selective ' if self.checkpointing == SELECTIVE else ''}checkpointing"
 
+    def verdict(self, memory: int) -> str:
+        """Whether ``memory`` bytes of a device are enough."""
+        if not self.traced:
+            return "?" if self.needs.low <= memory else "does not fit"
+        low, high = self.needs.low, self.needs.high
+        return "fits" if high <= memory else "may fit" if low <= memory else "does not fit"
+
     @property
     def most(self) -> MemoryAccount:
         return peak(self.points).account
@@ -41,12 +52,22 @@ class Row:
 def fit(row: Row, memory: int) -> str:
     """Whether a row fits into ``memory`` bytes of a device, the largest batch that does, and the fewest devices."""
     at = peak(row.points)
-    verdict = "fits" if at.account.device.total <= memory else "does not fit"
-    lines = [f"{verdict}: {show_bytes(at.account.device.total)} at the peak, in the {at.name}, of {show_bytes(memory)}"]
+    shown = f"{show_bytes(row.needs.low)} to {show_bytes(row.needs.high)}"
+    if row.traced:
+        lines = [f"{row.verdict(memory)}: {shown} at the peak, in the {at.name}, of {show_bytes(memory)}"]
+    else:
+        lines = [f"not known whether it fits: {shown} without activations, of {show_bytes(memory)}"]
+    lines.append(_beside(row.needs))
     if row.largest_batch is not None:
         lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
     fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
     return "\n".join([*lines, f"fewest devices for this batch: {fewest}"])
+
+
+def _beside(needs: DeviceMemory) -> str:
+    rows = [["of a device at the peak", "at least", "at most"], ["tensors", *[show_bytes(needs.tensors)] * 2]]
+    rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in needs.beside.items()]
+    return columns([*rows, ["all", show_bytes(needs.low), show_bytes(needs.high)]], numbers=True) + "\n"
 
 
 def by_kind(points: Sequence[Point]) -> str:
@@ -70,7 +91,7 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
     """A line for each engine: what its device holds at the peak, by kind, and whether that fits."""
     kinds = [kind for kind in KINDS if any(getattr(r.most.device, kind) for r in rows if not r.refused)]
     times = any(r.time for r in rows)
-    head = ["engine", *kinds, "all", "host", "fits", "largest batch", "fewest devices"]
+    head = ["engine", *kinds, "tensors", "device", "host", "fits", "largest batch", "fewest devices"]
     table = [[*head, *(["step", "bound by"] if times else [])]]
     for row in rows:
         if row.refused:
@@ -78,7 +99,8 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
         most = row.most
         outside = most.host.total + most.nvme.total
         cells = [row.title, *(show_bytes(getattr(most.device, kind)) for kind in kinds), show_bytes(most.device.total)]
-        cells += [show_bytes(outside), "yes" if most.device.total <= memory else "no"]
+        cells += [f"{show_bytes(row.needs.low)} to {show_bytes(row.needs.high)}", show_bytes(outside)]
+        cells.append(row.verdict(memory))
         cells.append("?" if row.largest_batch is None else str(row.largest_batch))
         cells.append("none" if row.fewest is None else str(row.fewest.ranks))
         if times:
@@ -111,16 +133,18 @@ def timing(time: StepTime) -> str:
 def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | None, str]:
     """The row to use, None where nothing fits, and why; rows have every form of activation checkpointing."""
     known = [row for row in rows if not row.refused]
-    fitting = [row for row in known if row.most.device.total <= memory]
+    of = {verdict: [row for row in known if row.verdict(memory) == verdict] for verdict in ("fits", "?", "may fit")}
+    fitting = next((rows for rows in of.values() if rows), [])
     if not fitting:
-        least = min(known, key=lambda row: row.most.device.total)
+        least = min(known, key=lambda row: row.needs.low)
         more = "" if least.fewest is None else f", or {least.fewest.ranks} devices for {least.title}"
         return None, (
-            f"nothing fits; {least.title} needs least, {show_bytes(least.most.device.total)} per device: use a smaller "
+            f"nothing fits; {least.title} needs least, {show_bytes(least.needs.low)} per device: use a smaller "
             f"batch{more}."
         )
     best = min(fitting, key=lambda row: _cost(row, nodes))
-    return best, f"{best.title}, because {_reason(best, f'{len(fitting)} of {len(known)} forms fit', memory)}."
+    verb = "may fit" if fitting is of["may fit"] else "fit without activations" if fitting is of["?"] else "fit"
+    return best, f"{best.title}, because {_reason(best, f'{len(fitting)} of {len(known)} forms {verb}', memory)}."
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
@@ -134,7 +158,7 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
 
 
 def _reason(best: Row, count: str, memory: int) -> str:
-    room = f"with {show_bytes(best.most.device.total)} of {show_bytes(memory)} per device"
+    room = f"with at most {show_bytes(best.needs.high)} of {show_bytes(memory)} per device"
     if best.time is not None:
         return (
             f"of what fits ({count}), without offload where that is possible, its step is the shortest, about "

@@ -1,7 +1,7 @@
 """The memory of one rank at the three points of a step where it may peak, without activations."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -66,6 +66,8 @@ def compute_bytes(parameters: Iterable[ParameterFacts], compute: torch.dtype) ->
 class Point:
     name: str  # Such as "backward of model.layers.3".
     account: MemoryAccount
+    # Of the device's bytes, those that are allocated on a stream of their own: the allocator lets no other use them.
+    apart: KindBytes = field(default_factory=KindBytes)
 
 
 def peak(points: Sequence[Point]) -> Point:

@@ -85,7 +85,9 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, 
         if engine.stage == 3:
             here = gathered.get((segment.phase, segment.unit), 0)
             device = replace(device, gathered=always_gathered + here * training.policy.compute.itemsize)
-        yield Point(name=segment.name, account=replace(base, device=device))
+        # Stage 3 gathers on a stream of its own (``partitioned_param_coordinator.py``, ``__allgather_stream``).
+        apart = KindBytes(gathered=device.gathered - always_gathered)
+        yield Point(name=segment.name, account=replace(base, device=device), apart=apart)
         done = segment.complete or done
     end = replace(
         backward.device,

@@ -1,0 +1,169 @@
+"""A device's memory as its driver would show it: what torch's allocator reserves, and what lies outside of it.
+
+The parts of a step (`Point`) say what an engine holds; the trace says what its module allocates and frees, in order.
+Both together drive `Allocator` through two steps: the optimizer makes its state in the first, between blocks that
+backward has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts
+from lightning_shard.planning.allocator import Allocator, Block, MiB
+from lightning_shard.planning.facts import Training
+from lightning_shard.planning.memory_trace import Trace
+from lightning_shard.planning.step_memory import Point, peak
+
+Range = tuple[int, int]
+"""The least and the most, in bytes."""
+
+CONTEXT: Range = (450 * 10**6, 930 * 10**6)
+"""The CUDA context with the kernels that are loaded.
+
+Least: where kernels are loaded when they are first used (CUDA_MODULE_LOADING=LAZY, the default since CUDA 12.2); most:
+all of them, 0.87 GiB beside what torch had reserved of a Titan RTX (the message of an out-of-memory error in
+https://huggingface.co/blog/pytorch-fsdp, table 2).
+"""
+
+CUBLAS: Range = (2 * 8_519_680, 2 * (32 + 1) * MiB)
+"""A workspace for each thread that multiplies matrices, forward's and backward's (``aten/src/ATen/cuda``).
+
+``CublasHandlePool.cpp``: :4096:2:16:8, or 32 MiB on Hopper and Blackwell; ``CUDABlas.cpp``: 1 MiB for cuBLASLt.
+"""
+
+_CONNECTION = 12 * MiB
+NCCL: Range = (2 * _CONNECTION, 2 * 32 * _CONNECTION)
+"""Buffers of a communicator: 10 MiB to receive in and 2 MiB to send from, for each channel and neighbour.
+
+Sizes are those of NCCL's own log (github.com/NVIDIA/nccl/issues/1685), and add up from the buffers of its three
+protocols (4 MiB, 4.7 MiB, 0.5 MiB); least: two channels in a ring, as over PCIe; most: 32 channels, as over NVSwitch,
+in rings and trees. They do not grow with the number of ranks (issue 864).
+"""
+
+_MOVING = ("gathered", "gradients", "communication")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What a device holds at the peak of a step, in bytes."""
+
+    tensors: int
+    beside: Mapping[str, Range] = field(default_factory=dict)  # By what it is for.
+    # Of the allocator's blocks, with each byte of tensors that a larger batch needs; None: they grow in proportion.
+    growth: float | None = None
+
+    @property
+    def low(self) -> int:
+        return self.tensors + sum(low for low, _ in self.beside.values())
+
+    @property
+    def high(self) -> int:
+        return self.tensors + sum(high for _, high in self.beside.values())
+
+    def at(self, tensors: int) -> int:
+        """`high` of another batch or number of devices, where so many bytes are of tensors."""
+        blocks, more = self.beside.get(BLOCKS, (0, 0))[1], tensors - self.tensors
+        rate = blocks / max(1, self.tensors) if more < 0 or self.growth is None else self.growth
+        return self.high + more + round(rate * more)
+
+    def growing(self, other: DeviceMemory) -> DeviceMemory:
+        """With the growth to ``other``, the same at a larger batch."""
+        more = other.beside.get(BLOCKS, (0, 0))[1] - self.beside.get(BLOCKS, (0, 0))[1]
+        # Fragments are no steady function of the batch: less than nothing, or more than the tensors, is chance.
+        return replace(self, growth=min(1.0, max(0.0, more / max(1, other.tensors - self.tensors))))
+
+
+BLOCKS = "blocks of torch's allocator"
+
+
+def device_memory(
+    points: Sequence[Point], training: Training, engine: EngineFacts, trace: Trace | None
+) -> DeviceMemory:
+    """Of the rank that has these points; without a trace, the allocator's blocks are not known."""
+    tensors = peak(points).account.device.total
+    beside: dict[str, Range] = {}
+    if trace is not None and trace.events:
+        both = [replay(points, trace, training, expandable=expandable) for expandable in (True, False)]
+        beside[BLOCKS] = (max(0, min(both) - tensors), max(0, max(both) - tensors))
+    count = communicators(engine)
+    if count:
+        beside[f"NCCL, {count} communicator{'s' * (count > 1)}"] = (count * NCCL[0], count * NCCL[1])
+    return DeviceMemory(tensors=tensors, beside=beside | {"cuBLAS workspaces": CUBLAS, "CUDA context": CONTEXT})
+
+
+def communicators(engine: EngineFacts) -> int:
+    """Groups of ranks that an engine's collectives run in."""
+    if isinstance(engine, FSDPFacts):
+        return (engine.shard > 1) + (engine.replicate > 1)
+    return (engine.ranks > 1) * (1 + (isinstance(engine, DeepSpeedFacts) and engine.zero_hpz_partition_size > 1))
+
+
+def replay(points: Sequence[Point], trace: Trace, training: Training, *, expandable: bool) -> int:
+    """Bytes that the allocator has reserved after two steps."""
+    device = _Device(Allocator(expandable=expandable))
+    made: dict[int, list[tuple[int, int]]] = {}
+    for segment, key, size in trace.events:
+        made.setdefault(segment, []).append((key, size))
+    sizes, slots = [p.numel for p in training.model.parameters], len(training.optimizer.slots)
+    states = points[0].account.device
+    for kind in ("parameters", "masters", "buffers", "averages"):
+        device.state(getattr(states, kind), sizes)
+    for step in range(2):
+        reached = 0
+        device.clear()
+        for point in points:
+            if point is points[-1] and not step:
+                for _ in range(slots):
+                    device.state(states.optimizer // slots, sizes)
+            device.hold(point)
+            # What the optimizer has for the duration of its step.
+            for block in device.state(point.account.device.optimizer - states.optimizer, sizes):
+                device.allocator.free(block)
+            if point.name == trace.segments[reached % len(trace.segments)].name:
+                device.run(made.get(reached % len(trace.segments), ()))
+                reached += 1
+    return device.allocator.reserved
+
+
+class _Device:
+    """Blocks by what they are for: an engine's bytes of a kind, and the module's own storages."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self.held: dict[tuple[str, str], list[Block]] = {}
+        self.own: dict[int, Block] = {}
+
+    def state(self, total: int, sizes: Sequence[int]) -> list[Block]:
+        """One tensor for each parameter, whose sizes are in the ratio of theirs."""
+        whole = max(1, sum(sizes))
+        return [self.allocator.allocate(total * size // whole) for size in sizes] if total > 0 else []
+
+    def hold(self, point: Point) -> None:
+        """The engine frees what it holds no more, and allocates what it holds now."""
+        wanted: dict[tuple[str, str], int] = {}
+        for kind in _MOVING:
+            apart = getattr(point.apart, kind)
+            wanted |= {(kind, kind): apart, (kind, ""): getattr(point.account.device, kind) - apart}
+        missing: dict[tuple[str, str], int] = {}
+        for key, size in wanted.items():
+            blocks = self.held.setdefault(key, [])
+            while blocks and sum(block.size for block in blocks) > size + len(blocks) * 512:
+                self.allocator.free(blocks.pop())
+            missing[key] = size - sum(block.size for block in blocks)
+        for key, size in missing.items():
+            if size > 0:
+                self.held[key].append(self.allocator.allocate(size, key[1]))
+
+    def run(self, events: Iterable[tuple[int, int]]) -> None:
+        """The module allocates and frees; a size of 0 is a free."""
+        for key, size in events:
+            if (block := self.own.pop(key, None)) is not None:
+                self.allocator.free(block)
+            if size:
+                self.own[key] = self.allocator.allocate(size)
+
+    def clear(self) -> None:
+        """What is left of a step, its loss and its batch, goes."""
+        self.run([(key, 0) for key in self.own])
