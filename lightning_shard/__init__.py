@@ -27,6 +27,7 @@ from lightning_shard.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointUnreachableError,
     ConfigurationError,
     DataError,
     MaterializationError,
@@ -64,11 +65,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointCorruptError", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError",
-    "ConfigurationError", "DataError", "LossScaling", "MaterializationError", "MeshConfig", "MeshError",
-    "OptimizerOffload", "ParameterOffload", "PrecisionContractError", "PrecisionError", "PrecisionPolicy",
-    "PreemptionConfig", "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy",
-    "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__",
-    "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+    "CheckpointUnreachableError", "ConfigurationError", "DataError", "LossScaling", "MaterializationError",
+    "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload", "PrecisionContractError", "PrecisionError",
+    "PrecisionPolicy", "PreemptionConfig", "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError",
+    "ShardFSDPStrategy", "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus",
+    "__version__", "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
 ]  # fmt: skip
 
 # Public names whose modules import engines or jsonargparse.

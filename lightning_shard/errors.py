@@ -13,7 +13,8 @@
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)   no such directory, or no manifest in it (half-written)
         ├── CheckpointCorruptError        a file that does not match its checksum, or hostile content
-        └── CheckpointMismatchError       missing, unexpected or reshaped keys
+        ├── CheckpointMismatchError       missing, unexpected or reshaped keys
+        └── CheckpointUnreachableError    an object store that does not answer, or refuses
 
 A message says the value that was found, the rule it breaks and what to do. Errors of one cause are raised on
 every rank.
@@ -66,3 +67,7 @@ class CheckpointCorruptError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError):
     """A checkpoint whose tensors do not fit the model: missing, unexpected or reshaped keys."""
+
+
+class CheckpointUnreachableError(CheckpointError):
+    """An object store that does not answer, or refuses: what is there can't be told."""

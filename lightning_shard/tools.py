@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
+from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
 from lightning_shard.checkpoint.foreign.export import export as export_contents
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
@@ -67,8 +67,8 @@ class Converted:
     source_form: str
     """The form that was read."""
 
-    path: Path
-    """What was written."""
+    path: Path | StorePath
+    """What was written; in a store its URL is ``str`` of it."""
 
     form: str
     """"portable" or "full"."""
@@ -88,13 +88,15 @@ def convert(
     Raises:
         CheckpointError: ``target`` exists, or ``path`` is no checkpoint that can be read.
     """
-    layout.refuse_url(target)
-    if Path(target).exists():
+    where = place(target)
+    if where.exists():
         raise CheckpointError(f"{target} exists: choose another path, or remove it")
     stored = open_any(path, optimizers="none" if weights_only else "named")
     written = form or (FULL if stored.form == PORTABLE else PORTABLE)
-    (write_full if written == FULL else write_portable)(Path(target), stored)
-    return Converted(source_form=stored.form, path=Path(target), form=written)
+    if written == FULL:
+        refuse_url(target, "one file")
+    (write_full if written == FULL else write_portable)(target, stored)
+    return Converted(source_form=stored.form, path=where, form=written)
 
 
 def export(
@@ -120,7 +122,7 @@ def export(
         CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
         ConfigurationError: a size that is none.
     """
-    layout.refuse_url(folder)
+    refuse_url(folder, "safetensors files")
     size = parse_bytes(max_shard_size)
     stored = open_any(path, optimizers="none")
     return export_contents(

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lightning_shard.checkpoint.background_writes import BackgroundWrite
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.place import AnyPath
 from lightning_shard.checkpoint.files.tensor_files import Values
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton
 from lightning_shard.checkpoint.plan import Plans, live_values
@@ -37,7 +38,7 @@ _ENDED, _GOES_ON = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Ongoing:
-    path: str  # As it was given, the same on every rank.
+    path: AnyPath  # As it was given, the same on every rank.
     write: BackgroundWrite
     outcome: Agreement
 
@@ -53,7 +54,7 @@ class Saver:
 
     def save(
         self,
-        path: str,
+        path: AnyPath,
         collect: Callable[[], Contents],
         *,
         background: bool,
@@ -99,7 +100,7 @@ class Saver:
 
     def is_writing(self, path: str | os.PathLike[str]) -> bool:
         """Whether the checkpoint at ``path`` is still being written, as far as this rank was told."""
-        return self._ongoing is not None and os.path.normpath(self._ongoing.path) == os.path.normpath(path)
+        return self._ongoing is not None and os.path.normpath(str(self._ongoing.path)) == os.path.normpath(path)
 
     def look(self) -> None:
         """See how the save in the background stands, ahead of a step. No rank waits for another.

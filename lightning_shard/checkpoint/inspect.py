@@ -10,6 +10,7 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents, in_form
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
+from lightning_shard.checkpoint.files.place import place
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointError
@@ -80,18 +81,18 @@ def verify(path: layout.StrPath) -> list[str]:
     Raises CheckpointCorruptError that names every damaged file, CheckpointNotFoundError, and CheckpointError for a
     form that has no checksums.
     """
-    foreign, path = is_foreign(path), Path(path)
-    if path.is_file():
-        return _verify_archive(path)
+    foreign, where = is_foreign(path), place(path)
+    if isinstance(where, Path) and where.is_file():
+        return _verify_archive(where)
     if foreign:
         raise CheckpointError(
             f"{path} is a directory of another library, which has no checksums: convert it, and verify the result"
         )
-    directory, manifest = open_checkpoint_directory(path)
+    directory, manifest = open_checkpoint_directory(where)
     damage = directory.damaged(manifest.files, manifest.files)
     with directory.open(layout.MANIFEST) as stream:
         if not stream.read().endswith(b"\n"):  # all that is not under its digest
-            damage[layout.MANIFEST] = f"{path / layout.MANIFEST} was cut: its last byte is missing"
+            damage[layout.MANIFEST] = f"{where / layout.MANIFEST} was cut: its last byte is missing"
     if not damage:  # what opens them says less clearly that they were changed
         opened = ((boxes_file(manifest), read_boxes), (layout.TRAINER_STATE, read_trainer_state))
         for name, read in opened if layout.TRAINER_STATE in manifest.files else ():  # the other layout has neither
@@ -100,7 +101,7 @@ def verify(path: layout.StrPath) -> list[str]:
             except CheckpointError as error:
                 damage[name] = str(error)
     if damage:
-        raise damaged(path, damage)
+        raise damaged(where, damage)
     return [*sorted(manifest.files), layout.MANIFEST]
 
 

@@ -7,7 +7,6 @@ is compared with its checksum by one rank. What was opened is then loaded; nothi
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
+from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, Match, match
@@ -44,13 +44,12 @@ class OpenCheckpoint:
     trainer_state: dict[str, Any]  # The contents of ``trainer.pt``, tensors on the CPU.
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.directory.path
 
 
 def _open(path: layout.StrPath, *, covered: bool = True) -> OpenCheckpoint:
     settle()
-    layout.refuse_url(path)
     directory, manifest = open_checkpoint_directory(path)
     try:
         if layout.TRAINER_STATE not in manifest.files and manifest.files and not manifest.tensors:
@@ -252,7 +251,7 @@ class Found:
     newest: OpenCheckpoint | None = None
 
 
-def open_newest(folders: Iterable[layout.StrPath], run: str) -> Found:
+def open_newest(folders: Iterable[AnyPath], run: str) -> Found:
     """Open the newest whole checkpoint of ``run`` in ``folders``: it is ready to be loaded. All ranks call it."""
     found = Ranks.of().first("looking for checkpoints", lambda: find_checkpoints(folders, run))
     broken = list(found.broken)
@@ -266,7 +265,7 @@ def open_newest(folders: Iterable[layout.StrPath], run: str) -> Found:
     return replace(found, broken=tuple(broken))
 
 
-def find_checkpoints(folders: Iterable[layout.StrPath], run: str) -> Found:
+def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     """The checkpoints of ``run`` that lie directly in one of ``folders``. One rank calls it.
 
     The run is the one that the manifest names: a checkpoint without a name, or with weights only, is never taken.
@@ -277,10 +276,12 @@ def find_checkpoints(folders: Iterable[layout.StrPath], run: str) -> Found:
     own: list[tuple[int, float, str]] = []
     broken: list[str] = []
     others: set[str] = set()
-    resolved = {Path(folder).resolve(): None for folder in folders}
+    resolved = {place(folder).resolve(): None for folder in folders}
     for path in (path for folder in resolved for path in layout.checkpoint_names(folder)):
         try:
             directory, manifest = open_checkpoint_directory(path)
+        except errors.CheckpointUnreachableError:
+            raise  # What is there can't be told: an older one, or none, would be a wrong answer.
         except errors.CheckpointError:
             continue  # half-written, or no checkpoint
         facts, sizes = manifest.facts.run, directory.sizes()

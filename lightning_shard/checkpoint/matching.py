@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_shard.checkpoint.files.layout import StrPath, listed
+from lightning_shard.checkpoint.files.layout import listed
 from lightning_shard.checkpoint.optimizer_state import Group, kind_of
 from lightning_shard.errors import CheckpointMismatchError
 
@@ -34,7 +34,7 @@ class Match:
     reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
 
-    def judge(self, path: StrPath, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
+    def judge(self, path: object, strict: bool, *, where: str = "the checkpoint", hint: str = "") -> LoadReport:
         """What to report of a match that is good enough; CheckpointMismatchError of one that is not.
 
         ``where``: what the tensors are looked for in; ``hint``: a sentence on what else than ``strict=False`` may help.

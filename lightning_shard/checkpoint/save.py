@@ -18,6 +18,7 @@ from torch import nn
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, TensorEntry, library_versions
+from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse_url
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
@@ -64,7 +65,7 @@ def training_state(
     )
 
 
-def save(path: layout.StrPath, collect: Callable[[], Contents]) -> None:
+def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
     """Save the checkpoint directory ``path``, completely or not at all. All ranks call it; rank 0's ``path`` counts.
 
     ``collect`` gives what there is to save, such as `training_state`; it is called on each rank, without communication.
@@ -78,12 +79,12 @@ def save(path: layout.StrPath, collect: Callable[[], Contents]) -> None:
     begun.finish(ranks, live_values(state.tensors))
 
 
-def write_portable(path: layout.StrPath, contents: Contents) -> None:
+def write_portable(path: AnyPath, contents: Contents) -> None:
     """Write ``contents``, the same on all ranks, as the checkpoint directory ``path``. All ranks call it; as `save`."""
     save(path, lambda: contents)
 
 
-def begin(ranks: Ranks, path: layout.StrPath, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
+def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
     """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
 
     Arguments and errors as for `save`. All ranks call it.
@@ -96,10 +97,10 @@ def begin(ranks: Ranks, path: layout.StrPath, collect: Callable[[], Contents], p
         collected.append(collect())
         return plans.still_holds(collected[0].tensors, collected[0].slots)
 
-    def decide(known: list[bool]) -> list[tuple[str, str, bool]]:
+    def decide(known: list[bool]) -> list[tuple[Place, Place, bool]]:
         encoded.append(encode_trainer_state(collected[0].trainer_state))
-        target = Path(os.path.abspath(path))
-        return [(str(target), str(commit.begin(target, token)), all(known))] * ranks.size
+        target = place(path).absolute()
+        return [(target, commit.begin(target, token), all(known))] * ranks.size
 
     target, temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
     (state,) = collected
@@ -107,11 +108,11 @@ def begin(ranks: Ranks, path: layout.StrPath, collect: Callable[[], Contents], p
         plan = plans.agreed(ranks, still_holds=still_holds)
     except BaseException:
         if ranks.is_first:
-            commit.delete_tree(Path(temporary))
+            commit.delete_tree(temporary)
         raise
     begun = Begun(
-        target=Path(target),
-        temporary=Path(temporary),
+        target=target,
+        temporary=temporary,
         token=token,
         plan=plan,
         trainer_state=encoded[0] if encoded else b"",
@@ -125,8 +126,8 @@ def begin(ranks: Ranks, path: layout.StrPath, collect: Callable[[], Contents], p
 class Begun:
     """A save whose values are still to be written, by `finish`."""
 
-    target: Path  # Where the checkpoint is to be.
-    temporary: Path
+    target: Place  # Where the checkpoint is to be.
+    temporary: Place
     token: str
     plan: Plan
     trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
@@ -165,14 +166,13 @@ class Begun:
             plan.described[:] = [places, describe_boxes(plan.tensors, plan.writers, written)]
         for name, data in plan.described[1].items():
             files[name] = write_file(self.temporary / name, data)
+        seen = commit.sizes(self.temporary)
         for name, entry in files.items():
-            path = self.temporary / name
-            size = path.stat().st_size if path.exists() else None
-            if size != entry.size:
-                seen = "does not exist" if size is None else f"has {size} bytes"
+            if seen.get(name) != entry.size:
+                found = f"has {seen[name]} bytes" if name in seen else "does not exist"
                 raise CheckpointError(
-                    f"a rank wrote {entry.size} bytes to {path}, but on rank 0 it {seen}: save to a directory that all "
-                    "machines share"
+                    f"a rank wrote {entry.size} bytes to {self.temporary / name}, but on rank 0 it {found}: save to a "
+                    "directory that all machines share"
                 )
         tensors = {
             key: TensorEntry(shape=tuple(entry.size), dtype=layout.dtype_name(entry.properties.dtype))
@@ -194,25 +194,30 @@ class Begun:
 
 
 def begin_any(
-    ranks: Ranks, path: str, collect: Callable[[], Contents], plans: Plans, wanted: Callable[[], Skeleton] | None = None
+    ranks: Ranks,
+    path: AnyPath,
+    collect: Callable[[], Contents],
+    plans: Plans,
+    wanted: Callable[[], Skeleton] | None = None,
 ) -> tuple[Begun, Contents]:
     """As `begin`; a path that `names_full` becomes one stock Lightning file, an ``.hf.ckpt`` a folder of Hugging Face.
 
     They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
     the file by rank 0, the folder, of which ``wanted`` gives rank 0 the skeleton, by all ranks.
     """
-    wanted = wanted if layout.names_hugging_face(path) else None
-    if wanted is None and not names_full(path):
+    wanted = wanted if layout.names_hugging_face(str(path)) else None
+    if wanted is None and not names_full(str(path)):
         return begin(ranks, path, collect, plans)
+    refuse_url(str(path), "one file or a folder for Hugging Face")
 
-    def place(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
-        target = Path(os.path.abspath(path))
+    def look(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
+        target = Path(os.path.abspath(str(path)))
         commit.check_replaceable(target)
         parts, skeleton = layout.temporary_sibling(target, layout.new_token()), wanted() if wanted else None
         names = replace(skeleton, files={}) if skeleton else None
         return [(target, parts, skeleton), *[(target, parts, names)] * (ranks.size - 1)]
 
-    target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, place)
+    target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, look)
     if skeleton is None:
         begun, state = begin(ranks, os.fspath(parts), collect, plans)
         return replace(begun, then=partial(_write_file, target, parts)), state

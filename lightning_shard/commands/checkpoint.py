@@ -80,9 +80,7 @@ def _export(arguments: Mapping[str, Any]) -> str:
 
 def _clean(arguments: Mapping[str, Any]) -> str:
     from lightning_shard.checkpoint.files.commit import clean
-    from lightning_shard.checkpoint.files.layout import refuse_url
 
-    refuse_url(arguments["path"])
     found = clean(arguments["path"], remove=arguments["remove"])
     done = "removed" if arguments["remove"] else "left behind (--remove true removes it)"
     return "\n".join(f"{path} {done}" for path in found) or f"nothing is left behind in {arguments['path']}"

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
@@ -16,9 +15,10 @@ from lightning_shard.checkpoint.digests import digests
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
-from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
+from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, names_full
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
 from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import check_savable
@@ -50,7 +50,7 @@ class Checkpoints(CheckpointIO):
         self.opened: OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
         self._loading: OpenCheckpoint | None = None
-        self._converted: Path | None = None
+        self._converted: str | None = None
         self._training = False
         self.saved: list[str] = []
         """Paths of the checkpoints with optimizers that were saved since `attach`, the newest first."""
@@ -68,11 +68,15 @@ class Checkpoints(CheckpointIO):
         """Refuse what no checkpoint of a fit can be saved with, where there will be some.
 
         ConfigurationError: optimizers whose state can't be in a checkpoint. CheckpointError: a folder of an object
-        store, Hugging Face's layout of what is no model of that.
+        store for what is no directory, Hugging Face's layout of what is no model of that.
         """
         for callback in trainer.checkpoint_callbacks:
-            layout.refuse_url(getattr(callback, "dirpath", None) or "")
-            if layout.names_hugging_face(f"{getattr(callback, 'filename', None)}.ckpt"):
+            name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
+            if names_full(name) or layout.names_hugging_face(name):
+                refuse_url(folder, "one file or a folder for Hugging Face")
+            if getattr(callback, "save_last", None) == "link":
+                refuse_url(folder, "links: set save_last to true")
+            if layout.names_hugging_face(name):
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
@@ -107,15 +111,11 @@ class Checkpoints(CheckpointIO):
         return as soon as the tensors may change; see `look` and `finish`.
 
         CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays. Also for a
-        save before that failed in the background, and for ``storage_options``, which are not supported.
+        save before that failed in the background, and for ``storage_options``, fsspec's of an object store, where
+        ``path`` is of none.
         """
-        if storage_options is not None:
-            raise CheckpointError(
-                f"storage_options is {storage_options!r}, but the strategies of lightning_shard write directories "
-                "themselves and have no CheckpointIO to pass it to. Remove it."
-            )
         target = Ranks.of().broadcast(os.fspath(path))
-        layout.refuse_url(target)
+        where = place(target, storage_options)
         self.synchronize()
         averaging = self.averaging
         if averaging is not None:
@@ -156,7 +156,7 @@ class Checkpoints(CheckpointIO):
             self.saved = [target, *(path for path in self.saved if path != target)]
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module():
-            self.saver.save(target, collect, background=background and self._training, wanted=self._skeleton)
+            self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
 
     def _skeleton(self) -> Skeleton:
         trainer = getattr(self._module, "trainer", None)
@@ -242,14 +242,14 @@ class Checkpoints(CheckpointIO):
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None
-        self._loading = opened if opened is not None and opened.path == Path(path) else open_checkpoint(path)
+        self._loading = opened if opened is not None and str(opened.path) == str(place(path)) else open_checkpoint(path)
         return dict(self._loading.trainer_state)
 
-    def _convert(self, path: str | os.PathLike[str]) -> Path:
+    def _convert(self, path: str | os.PathLike[str]) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
         ranks = Ranks.of()
-        root = Path(self._root).absolute()
-        target = Path(ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt")))
+        root = place(self._root).absolute()
+        target = ranks.broadcast(str(root / f".converted-{layout.new_token()}.ckpt"))
         rank_zero_info(f"Converting {path} into {target}, which is removed after loading.")
         live = self._engine.tensors.optimizers()
         optimizers: Literal["named", "none"] = "named" if live else "none"

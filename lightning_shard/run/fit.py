@@ -3,10 +3,8 @@
 import hashlib
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks, loaders, loops, processes, progress
+from lightning_shard.checkpoint.files.place import Place, place
 from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
@@ -60,10 +59,10 @@ class Fit:
     def changed_by_validation(self) -> dict[str, Any]:
         return before_validation(self._trainer)
 
-    def checkpoint_folders(self) -> list[Path]:
+    def checkpoint_folders(self) -> list[Place]:
         return checkpoint_folders(self._trainer)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str) -> None:
         self._trainer.save_checkpoint(path)
 
     def save_loggers(self) -> None:
@@ -125,18 +124,18 @@ def _total_steps(trainer: Trainer) -> int | None:
     return int(steps) if math.isfinite(steps) and steps > 0 else None
 
 
-def checkpoint_folders(trainer: Trainer) -> list[Path]:
-    """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder; local paths alone."""
-    folders: list[Path] = []
+def checkpoint_folders(trainer: Trainer) -> list[Place]:
+    """Where the Trainer's ``ModelCheckpoint``s save, in every version of the logger's folder."""
+    folders: list[Place] = []
     for callback in trainer.checkpoint_callbacks:
         directory = callback.dirpath if isinstance(callback, ModelCheckpoint) else None
-        if not directory or re.match(r"\w+://", str(directory)):
+        if not directory:
             continue
-        folder = Path(directory)
+        folder = place(directory)
         folders.append(folder)
         if trainer.loggers and folder.name == "checkpoints":
             # Without a fixed version a logger makes a new one each time that the run is started.
-            folders += sorted(folder.parent.parent.glob("*/checkpoints"))
+            folders += sorted(folder.parent.parent.glob("*/checkpoints"), key=str)
     return folders
 
 

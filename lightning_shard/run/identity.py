@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.files.manifest import open_checkpoint_directory
+from lightning_shard.checkpoint.files.place import Place, StorePath, place
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
 from lightning_shard.cluster.slurm import SlurmJob, read_job
@@ -41,32 +42,27 @@ class RunIdentity:
         """What the manifest says of the run; ``micro_batches``: of a step, on all ranks together."""
         return {"name": self.name, "step": step, "time": time.time(), "micro_batches": micro_batches}
 
-    def micro_batches(self, folders: list[Path]) -> int | None:
+    def micro_batches(self, folders: list[Place]) -> int | None:
         """Of a step of this run's newest checkpoint, on all ranks; None: there is none that says it. One rank calls."""
-        own = [] if self.own_path is None else [self.own_path.parent]
-        found = [] if self.name == NAMELESS else find_checkpoints(own + folders, self.name).own
+        found = [] if self.name == NAMELESS else find_checkpoints([self.own_path.parent, *folders], self.name).own
         if not found:
             return None
         directory, manifest = open_checkpoint_directory(found[0][0])
         directory.close()
         return manifest.facts.run.get("micro_batches")
 
-    def _folder(self, name: str) -> Path | None:
-        return None if re.match(r"\w+://", self.root) else Path(self.root) / name
-
     @property
-    def own_path(self) -> Path | None:
-        """Where this run saves when it is stopped; None where the Trainer's folder is not a local path."""
-        folder = self._folder(FOLDER)
-        return None if folder is None else folder / f"{self.name}.ckpt"
+    def own_path(self) -> Place:
+        """Where this run saves when it is stopped."""
+        return place(self.root) / FOLDER / f"{self.name}.ckpt"
 
     @property
     def failure_folder(self) -> Path | None:
-        """Where ranks that are stuck in a collective write what they can; None as for `own_path`."""
-        folder = self._folder(FAILURES)
-        return None if folder is None else folder / self.name
+        """Where ranks that are stuck in a collective write what they can; None in a store."""
+        folder = place(self.root)
+        return None if isinstance(folder, StorePath) else folder / FAILURES / self.name
 
-    def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Path]) -> Any:
+    def choose_checkpoint(self, asked: Any, *, fitting: bool, folders: list[Place]) -> Any:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.
 
         ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped,
@@ -75,7 +71,7 @@ class RunIdentity:
         ``auto`` outside a fit, with nothing to find. CheckpointError: a checkpoint of another job that Lightning found
         by itself.
         """
-        own = [] if self.own_path is None else [self.own_path.parent]
+        own: list[Place] = [self.own_path.parent]
         if asked is None:
             return self._newest(own, speak=False) if fitting and self.name != NAMELESS else None
         if asked != AUTO:
@@ -95,7 +91,7 @@ class RunIdentity:
             )
         return found
 
-    def _newest(self, folders: list[Path], *, speak: bool) -> OpenCheckpoint | None:
+    def _newest(self, folders: list[Place], *, speak: bool) -> OpenCheckpoint | None:
         """The newest checkpoint of this run whose files all have their checksums. All ranks call it."""
         found = open_newest(folders, self.name)
         for reason in found.broken:

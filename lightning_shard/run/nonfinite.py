@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_shard._lightning import averaging, progress
 from lightning_shard.arguments import checked_fields
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.place import place
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
@@ -176,7 +176,7 @@ class Rollback:
         """The newest whole checkpoint, about to be loaded."""
         bad = self._trainer.global_step
         own = [*self._checkpoints.saved, *([self._trainer.ckpt_path] if self._trainer.ckpt_path else [])]
-        for path in Ranks.of().broadcast([os.fspath(p) for p in own if Path(p).is_dir()]):
+        for path in Ranks.of().broadcast([os.fspath(p) for p in own if place(p).is_dir()]):
             try:
                 checkpoint = self._checkpoints.load_checkpoint(path)
             except CheckpointError as error:

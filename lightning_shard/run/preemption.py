@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.cluster import preemption, slurm
 from lightning_shard.cluster.traces import dump_stacks
@@ -38,7 +38,7 @@ class Preemption:
         # Of the last looks: the first steps compile, and are no measure of those to come.
         self._gaps: deque[float] = deque([0.0], maxlen=50)
         self._stoppable = False
-        self._folders: list[Path] = []  # of this run's checkpoints, during the save before it stops
+        self._folders: list[Place] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
         self._before: dict[str, Any] = {}
         self.rewound: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Preemption:
             self._agreement.finish()
             self._agreement = None
         path = self._identity.own_path
-        if Ranks.of().is_first and path is not None and path.exists():
+        if Ranks.of().is_first and path.exists():
             commit.remove(path)
 
     def _read_limit(self) -> preemption.TimeLimit | None:
@@ -166,17 +166,14 @@ class Preemption:
             self._checkpoints.finish()
         except CheckpointError as error:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {error}")
-        if path is None:
-            rank_zero_warn(f"stopped by {reason}, but default_root_dir {self._identity.root} is not a local path.")
-        else:
-            self._folders = [path.parent, *fit.checkpoint_folders()]
-            try:
-                fit.save(path)
-            except BaseException:
-                self._save_failed()
-                raise
-            self._folders = []
-            rank_zero_info(f"stopped by {reason} after step {fit.step}; saved {path}")
+        self._folders = [path.parent, *fit.checkpoint_folders()]
+        try:
+            fit.save(str(path))
+        except BaseException:
+            self._save_failed()
+            raise
+        self._folders = []
+        rank_zero_info(f"stopped by {reason} after step {fit.step}; saved {path}")
         fit.save_loggers()
         ranks = Ranks.of()
         ranks.barrier()

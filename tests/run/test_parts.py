@@ -115,7 +115,7 @@ def test_checkpoints_of_an_engine(tmp_path: Path) -> None:
     assert (tmp_path / "part.ckpt" / "manifest.json").is_file()
 
 
-def test_storage_options_are_refused() -> None:
+def test_storage_options_of_a_path_are_refused() -> None:
     with pytest.raises(CheckpointError, match="storage_options is"):
         Checkpoints().save_checkpoint({}, "x.ckpt", {"compress": True})
 
@@ -127,7 +127,9 @@ def test_an_identity_names_its_folders(tmp_path: Path) -> None:
     identity = RunIdentity.read(PreemptionConfig(run="mine"), {}, str(tmp_path))
     assert identity.own_path == tmp_path / "preempted" / "mine.ckpt"
     assert identity.failure_folder == tmp_path / "failures" / "mine"
-    assert RunIdentity.read(PreemptionConfig(), {}, "s3://bucket/folder").own_path is None
+    stored = RunIdentity.read(PreemptionConfig(run="mine"), {}, "memory://folder")
+    assert str(stored.own_path) == "memory:///folder/preempted/mine.ckpt"
+    assert stored.failure_folder is None
     assert identity.facts(7)["step"] == 7
 
 

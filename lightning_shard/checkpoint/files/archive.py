@@ -130,7 +130,7 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
         return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), file, {})
 
 
-def refusal(path: Path, error: Exception) -> str:
+def refusal(path: object, error: Exception) -> str:
     """One sentence on what ``torch.load`` refused in ``path``, with the name of the class, if it was one."""
     named = re.search(r"GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+)|Unsupported class (\S+)", str(error))
     if named is not None:

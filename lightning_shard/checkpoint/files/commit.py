@@ -12,12 +12,13 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_shard.checkpoint.files import layout
+from lightning_shard.checkpoint.files import layout, stores
 from lightning_shard.checkpoint.files.directory import try_lock
 from lightning_shard.checkpoint.files.manifest import foreign_entries, is_checkpoint
+from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
 from lightning_shard.errors import CheckpointError
 
 # A `.full.ckpt` save has a moment in which its parts are complete, and not read yet.
@@ -36,8 +37,10 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def begin(path: Path, token: str) -> Path:
+def begin(path: Place, token: str) -> Place:
     """Create and return the empty temporary directory for a save to ``path``. Rank 0 calls it."""
+    if isinstance(path, StorePath):
+        return stores.begin(path, token)
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = layout.temporary_sibling(path, token)
@@ -50,12 +53,16 @@ def begin(path: Path, token: str) -> Path:
         unlock(temporary)  # another job's save took it for a leftover ahead of the lock
 
 
-def publish(temporary: Path, path: Path, token: str) -> None:
+def publish(temporary: Place, path: Place, token: str) -> None:
     """Make the complete checkpoint ``temporary`` the one at ``path`` and delete what was there. Rank 0 calls it.
 
     Anything at the path is kept until the new one is in its place. What interrupted saves to the path left is deleted
     at the end; what is being read or written stays for a later save.
     """
+    if isinstance(path, StorePath):
+        stores.publish(path, token)
+        return
+    assert isinstance(temporary, Path)
     sync_directory(temporary)
     _replace(temporary, path, token)
     has_locks = temporary in _locked
@@ -97,13 +104,16 @@ def _rename_to_free_name(temporary: Path, path: Path) -> bool:
     return True
 
 
-def remove(path: str | os.PathLike[str]) -> None:
+def remove(path: AnyPath) -> None:
     """Delete the checkpoint at ``path``, and leftovers of saves to it; nothing if there is none.
 
     It is renamed first, so that an interrupted removal leaves no damaged checkpoint under a name that resume finds.
     Raises CheckpointError for a directory that is no checkpoint.
     """
-    path = Path(path)
+    path = place(path)
+    if isinstance(path, StorePath):
+        stores.remove(path)
+        return
     check_replaceable(path)
     with contextlib.suppress(FileNotFoundError):  # two jobs that save in one folder may remove the same
         os.rename(path, layout.temporary_sibling(path, layout.new_token()))
@@ -132,14 +142,17 @@ def _delete_leftovers(path: Path) -> None:
         _delete_unless_locked(leftover, path)
 
 
-def clean(folder: str | os.PathLike[str], *, remove: bool, idle_seconds: float = 0.0) -> list[Path]:
+def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Place]:
     """What interrupted saves and removals left in ``folder``, for so long; with ``remove`` it is deleted.
 
     What another process writes or reads is not among it, nor what a checkpoint is read from until its next save. On a
     filesystem without locks nobody may be saving there.
     """
+    folder = place(folder)
+    if isinstance(folder, StorePath):
+        return stores.clean(folder, remove=remove, idle_seconds=idle_seconds)
     found = []
-    for leftover in layout.leftovers_in(Path(folder)):
+    for leftover in layout.leftovers_in(folder):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
         try:
             idle = time.time() - os.lstat(leftover).st_mtime
@@ -175,14 +188,24 @@ def _delete_unless_locked(leftover: Path, path: Path, *, really: bool = True) ->
             os.close(descriptor)
 
 
-def delete_tree(path: Path) -> None:
+def delete_tree(path: Place) -> None:
     """Delete a file, link or directory as far as that is possible; what stays is a leftover for the next save."""
+    if isinstance(path, StorePath):
+        stores.give_up(path)
+        return
     unlock(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def sizes(directory: Place) -> dict[str, int]:
+    """Name to bytes of each file in it."""
+    if isinstance(directory, StorePath):
+        return {name: size for name, size in directory.entries().items() if size is not None}
+    return {entry.name: entry.stat().st_size for entry in directory.iterdir()}
 
 
 def sync_directory(path: Path) -> None:

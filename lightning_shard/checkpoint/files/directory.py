@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lightning_shard.checkpoint.files.layout import MANIFEST, FileEntry, check_relative, current
+from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 _BLOCK = 1 << 22
@@ -25,10 +26,14 @@ class Directory:
     locks its files may be deleted; reading on is then an error that says so. The lock ends with this object.
     """
 
+    at_once_bytes = 1 << 20
+    """Of a box, up to which it is read by one call."""
+
     def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
+        self.path: Place = path
+        self.descriptor = descriptor
         self._unchecked: dict[str, FileEntry] = {}
-        self.close = weakref.finalize(self, _release, descriptor)
+        self.close: Callable[[], object] = weakref.finalize(self, _release, descriptor)
         """Let go of it now; else with this object, which a traceback may keep."""
 
     def sizes(self) -> dict[str, int]:
@@ -53,20 +58,24 @@ class Directory:
         Raises CheckpointCorruptError for all else and for a missing file, CheckpointError where the directory was
         replaced on a filesystem without locks.
         """
-        where = self.path / check_relative(name)
+        check_relative(name)
+        stream = self._open(name)
+        if (entry := self._unchecked.pop(name, None)) is not None:
+            self.check(name, entry)
+        return stream
+
+    def _open(self, name: str) -> BinaryIO:
+        where = self.path / name
         try:
             # A pipe would block and a device may act when it is opened; a link leads anywhere.
             kind = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
             if "/" in name or not stat.S_ISREG(kind):
                 raise CheckpointCorruptError(f"{where} is not a regular file inside the checkpoint")
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            stream = os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb")
+            return os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb")
         except OSError as error:
             self._check_current()
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error
-        if (entry := self._unchecked.pop(name, None)) is not None:
-            self.check(name, entry)
-        return stream
 
     def check(self, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
         """Compare a file with its size and checksum; ``take`` is called with its bytes, block by block.
@@ -75,8 +84,9 @@ class Directory:
         """
         where, digest = self.path / name, hashlib.sha256()
         with self.open(name) as stream:
-            if (size := os.fstat(stream.fileno()).st_size) != entry.size:
+            if (size := stream.seek(0, os.SEEK_END)) != entry.size:
                 raise CheckpointCorruptError(f"{where} has {size} bytes, {MANIFEST} says {entry.size}")
+            stream.seek(0)
             try:
                 while block := stream.read(_BLOCK):
                     digest.update(block)
@@ -109,7 +119,7 @@ class Directory:
         return damage
 
     def _check_current(self) -> None:
-        if not _is_at(self.path, self.descriptor):
+        if not _is_at(Path(str(self.path)), self.descriptor):
             raise CheckpointError(f"{self.path} was replaced or removed while it was read: read it again")
 
 

@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from lightning_shard.checkpoint.files.place import Place, StorePath, StrPath
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 T = TypeVar("T")
-StrPath = str | os.PathLike[str]
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
@@ -57,21 +57,17 @@ class SlotName(NamedTuple):
         return f"{OPTIMIZER_PREFIX}{self.optimizer}.{self.fqn}.{self.slot}"
 
 
-def refuse_url(path: StrPath) -> None:
-    """Raise CheckpointError where ``path`` is of an object store, which would become a folder of that name."""
-    if re.match(r"\w[\w+.-]*://", os.fspath(path)):
-        raise CheckpointError(
-            f"the checkpoint's path is {os.fspath(path)!r}, but checkpoints are written to and read from folders of "
-            "the file system. Give such a folder, or mount the store as one."
-        )
-
-
 def names_hugging_face(path: StrPath) -> bool:
     """Whether a checkpoint of this path, or what a save to it left, is a folder for Hugging Face: ``*.hf.ckpt``.
 
     Lightning's ModelCheckpoint makes ``.hf-v1.ckpt`` of it where there is one of that name already.
     """
     return re.search(rf"\.hf(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path)) is not None
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a save may write a file of this name into a portable directory."""
+    return name in (MANIFEST, TRAINER_STATE, METADATA, BOXES) or name.endswith(DATA_SUFFIX)
 
 
 def model_key(fqn: str) -> str:
@@ -179,8 +175,10 @@ def current(path: Path) -> Path:
     return path
 
 
-def checkpoint_names(folder: Path) -> list[Path]:
+def checkpoint_names(folder: Place) -> list[Path] | list[StorePath]:
     """What in ``folder`` may be a checkpoint: its entries that are not hidden, and those that are being replaced."""
+    if isinstance(folder, StorePath):
+        return [folder / name for name, size in sorted(folder.entries().items()) if size is None]
     found = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
         name = entry.name

@@ -17,6 +17,8 @@ import torch
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
+from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
+from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 FORMAT = "lightning_shard.checkpoint"
@@ -188,19 +190,20 @@ def library_versions() -> dict[str, str]:
     return {**versions, "torch": str(torch.__version__)}  # the package of a CUDA build may leave "+cu130" out
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """The manifest of the checkpoint directory ``path``; errors as for `open_checkpoint_directory`."""
     return open_checkpoint_directory(path, lock=False)[1]
 
 
-def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True) -> tuple[Directory, Manifest]:
+def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Directory, Manifest]:
     """The checkpoint directory ``path``, open, and its manifest.
 
     Raises CheckpointNotFoundError where there is no directory or no manifest in it (half-written),
     CheckpointCorruptError where the manifest is damaged.
     """
-    path = Path(path)
-    file = path / layout.MANIFEST
+    path = place(path)
+    if isinstance(path, StorePath):
+        return _with_manifest(open_store(path))
     try:
         directory = open_directory(path, lock=lock)
         if not directory.has(layout.MANIFEST):
@@ -210,11 +213,17 @@ def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True
         raise CheckpointNotFoundError(_why_not_found(path)) from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be opened: {error}") from error
+    return _with_manifest(directory)
+
+
+def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
+    file = directory.path / layout.MANIFEST
     try:
         with directory.open(layout.MANIFEST) as stream:
-            if (size := os.fstat(stream.fileno()).st_size) > _MOST_BYTES:
+            if (size := stream.seek(0, os.SEEK_END)) > _MOST_BYTES:
                 raise CheckpointCorruptError(f"{file} has {size} bytes, more than a manifest can have")
-            return directory, Manifest.from_json(stream.read().decode(), file)
+            stream.seek(0)
+            return directory, Manifest.from_json(stream.read().decode(), str(file))
     except UnicodeDecodeError as error:
         directory.close()
         raise CheckpointCorruptError(f"{file} is not text: {error}") from error
@@ -225,8 +234,7 @@ def open_checkpoint_directory(path: str | os.PathLike[str], *, lock: bool = True
 
 def foreign_entries(directory: Path) -> list[Path]:
     """What in ``directory`` no save wrote: not of the names of a checkpoint's files, nor listed in its manifest."""
-    ours = {layout.MANIFEST, layout.TRAINER_STATE, layout.METADATA, layout.BOXES}
-    entries = [e for e in directory.iterdir() if e.name not in ours and e.suffix != layout.DATA_SUFFIX]
+    entries = [entry for entry in directory.iterdir() if not layout.is_own_name(entry.name)]
     if not (directory / layout.MANIFEST).is_file():
         # Nobody else puts files into what a save of that layout left when it was interrupted.
         return [] if directory.name[0] == "." and layout.names_hugging_face(directory) else entries
@@ -250,13 +258,13 @@ def _why_not_found(directory: Path) -> str:
     return f"there is no checkpoint at {directory}"
 
 
-def damaged(directory: Path, damage: Mapping[str, str]) -> CheckpointCorruptError:
+def damaged(directory: Place, damage: Mapping[str, str]) -> CheckpointCorruptError:
     """The error that names all damaged files of a checkpoint."""
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
     return CheckpointCorruptError(f"{directory} is damaged: {layout.listed(damage)}\n{lines}\nUse another checkpoint.")
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_checkpoint(path: AnyPath) -> bool:
     """Whether ``path`` is a directory with a valid manifest; a half-written one is not. Never raises."""
     try:
         read_manifest(path)

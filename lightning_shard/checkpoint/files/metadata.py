@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, StrPath, check_relative, dtype_name
+from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, check_relative, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
@@ -53,7 +53,7 @@ def boxes_file(manifest: Manifest) -> str:
 
 
 @contextmanager
-def _named(where: StrPath) -> Iterator[None]:
+def _named(where: object) -> Iterator[None]:
     """Raise CheckpointCorruptError that names the file for whatever goes wrong: a damaged pickle fails in any way."""
     try:
         yield
@@ -74,7 +74,7 @@ class ForeignMetadata:
     paths: Mapping[str, tuple[str | int, ...]]  # Key to where it was in the nested dictionary that was saved.
 
 
-def parse_foreign_metadata(data: bytes, files: Mapping[str, FileEntry], where: StrPath) -> ForeignMetadata:
+def parse_foreign_metadata(data: bytes, files: Mapping[str, FileEntry], where: object) -> ForeignMetadata:
     """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Trusted as little as ours.
 
     Raises CheckpointCorruptError as `read_metadata` does.

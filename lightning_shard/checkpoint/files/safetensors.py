@@ -10,7 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.layout import StrPath, check_relative, refuse_url
+from lightning_shard.checkpoint.files.layout import StrPath, check_relative
+from lightning_shard.checkpoint.files.place import refuse_url
 from lightning_shard.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 INDEX = "model.safetensors.index.json"
@@ -39,7 +40,7 @@ class SafetensorsReader(ExitStack):
 
         Raises CheckpointNotFoundError, or CheckpointCorruptError for a file that is damaged or leaves the directory.
         """
-        refuse_url(path)
+        refuse_url(path, "safetensors files")
         found: dict[str, Entry] = {}
         for file, keys in _files(Path(path)).items():
             opened = self._open(file)

@@ -17,10 +17,10 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from fsspec.spec import AbstractBufferedFile
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint import metadata as dcp
@@ -31,19 +31,24 @@ from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, enco
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry
 from lightning_shard.checkpoint.files.metadata import StorageInfo
+from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.checkpoint.files.trainer_state import check_archive
-from lightning_shard.errors import CheckpointCorruptError, CheckpointMismatchError
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointUnreachableError,
+)
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
-_SMALL_BYTES = 1 << 20
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 
 
 class HashedFile:
     """A new file that is hashed while it is written and synced when closed."""
 
-    def __init__(self, path: Path) -> None:
-        self._stream: BinaryIO = open(path, "xb")  # noqa: SIM115 closed by __exit__
+    def __init__(self, path: Place) -> None:
+        self._stream = path.open("xb")  # closed by __exit__
         self._hash = hashlib.sha256()
         self._size = 0
         self._failure: OSError | None = None
@@ -55,10 +60,15 @@ class HashedFile:
         if error is None:
             with self._stream:
                 self._stream.flush()
-                os.fsync(self._stream.fileno())
+                if isinstance(self._stream, io.BufferedWriter):  # an object is durable once it is there
+                    os.fsync(self._stream.fileno())
             return
-        with contextlib.suppress(OSError):  # what is still buffered can't be written either
-            self._stream.close()
+        with contextlib.suppress(Exception):  # what is still buffered can't be written either
+            if isinstance(self._stream, AbstractBufferedFile):
+                self._stream.closed = True  # else an object appears when the last reference to it goes
+                self._stream.discard()
+            else:
+                self._stream.close()
         if self._failure is not None and error is not self._failure:
             # torch.save hides the cause: it goes on to end its archive and then complains about a wrong position.
             raise self._failure from error
@@ -96,7 +106,7 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
-def write_boxes(directory: Path, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values) -> Written:
+def write_boxes(directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values) -> Written:
     """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
     places: list[tuple[int, int]] = []
     if not boxes:
@@ -117,7 +127,7 @@ def _row_major(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def write_file(path: Path, data: bytes) -> FileEntry:
+def write_file(path: Place, data: bytes) -> FileEntry:
     with HashedFile(path) as stream:
         stream.write(data)
     return stream.entry()
@@ -184,7 +194,7 @@ def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], target
             for _, key, number, low, high, live, target in sorted(reads, key=lambda read: read[0]):
                 if last != (key, number):
                     box = torch.empty(0)  # free the last box before the next is read
-                    box = _read_box(stream, directory.path / name, key, stored[key], number)
+                    box = _read_box(stream, directory, name, key, stored[key], number)
                     last = key, number
                 begin = stored[key].rows[number, 3:].tolist()
                 part = find_tensor_shard(target, live).detach()
@@ -225,17 +235,21 @@ class _Part(io.RawIOBase):
         return int(count)
 
 
-def _read_box(stream: BinaryIO, path: Path, key: str, boxes: StoredBoxes, number: int) -> Tensor:
+def _read_box(stream: BinaryIO, directory: Directory, name: str, key: str, boxes: StoredBoxes, number: int) -> Tensor:
+    path = directory.path / name
     _, start, length, *place = boxes.rows[number].tolist()
     shape = tuple(place[len(boxes.shape) :])
     try:
         part: Any = _Part(stream, start, length)
-        if length <= _SMALL_BYTES:
-            part = io.BytesIO(part.read())  # faster by far
+        if length <= directory.at_once_bytes:
+            stream.seek(start)
+            part = io.BytesIO(stream.read(length))  # faster by far
         check_archive(part, path)
         part.seek(0)
         box = torch.load(part, map_location="cpu", weights_only=True, mmap=False)
     except Exception as error:
+        if type(error) in (CheckpointError, CheckpointUnreachableError):
+            raise  # The bytes did not come.
         raise CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
     if not isinstance(box, Tensor) or tuple(box.shape) != shape or box.dtype != boxes.dtype:
         raise CheckpointCorruptError(f"{path}: {key} is not a {boxes.dtype} tensor of shape {shape}")

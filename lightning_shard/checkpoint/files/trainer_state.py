@@ -19,6 +19,7 @@ from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import TRAINER_STATE, damaged_if
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
+from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
@@ -59,7 +60,7 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     return state
 
 
-def check_archive(file: Path | BinaryIO, where: Path) -> list[zipfile.ZipInfo]:
+def check_archive(file: Path | BinaryIO, where: Place) -> list[zipfile.ZipInfo]:
     """The records of a file of ``torch.save``, which takes no more memory than it has bytes, nor time without end.
 
     Raises CheckpointCorruptError where a record is compressed, lies in another one, or as `check_pickle` does; what

@@ -7,7 +7,8 @@ from typing import Literal
 
 from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath, refuse_url
+from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
+from lightning_shard.checkpoint.files.place import StorePath, place
 from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
 from lightning_shard.checkpoint.foreign.fsdp_directory import is_stock_fsdp, open_stock_fsdp
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
@@ -16,9 +17,11 @@ from lightning_shard.checkpoint.load import open_portable
 
 def is_foreign(path: StrPath) -> bool:
     """Whether at ``path`` is what another library, or the ``full`` form, looks like; not whether it can be read."""
-    refuse_url(path)
-    path = Path(path)
+    where = place(path)
     settle()
+    if isinstance(where, StorePath):
+        return False  # Only portable directories are read there.
+    path = where
     if not path.is_dir():
         return path.is_file()
     return not (path / MANIFEST).exists() and (is_stock_fsdp(path) or deepspeed_folder(path) is not None)
@@ -37,10 +40,9 @@ def open_any(
 
     Raises CheckpointError.
     """
-    foreign, path = is_foreign(path), Path(path)
-    if not foreign:
+    if not is_foreign(path):
         stored = open_portable(path)
-    elif path.is_file():
+    elif (path := Path(path)).is_file():
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
         stored = open_stock_fsdp(path) if is_stock_fsdp(path) else open_deepspeed(path)

@@ -39,12 +39,11 @@ def open_stock_fsdp(path: layout.StrPath) -> Contents:
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
     """
     with in_form(f"{path} is no directory of Lightning's FSDPStrategy"):
-        return _stored_in(open_directory(path))
+        return _stored_in(Path(path), open_directory(path))
 
 
-def _stored_in(directory: Directory) -> Contents:
-    path = directory.path
-    state = materialize(read_archive(directory.path / REST))
+def _stored_in(path: Path, directory: Directory) -> Contents:
+    state = materialize(read_archive(path / REST))
     sizes = {name: size for name, size in directory.sizes().items() if name.endswith(layout.DATA_SUFFIX)}
     files = {name: layout.FileEntry(size=size, sha256="") for name, size in sizes.items()}
     with directory.open(layout.METADATA) as stream:

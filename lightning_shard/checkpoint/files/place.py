@@ -1,0 +1,153 @@
+"""Where a checkpoint is: a path of the file system, or a place in an object store, which fsspec reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
+
+from lightning_shard.errors import CheckpointError, CheckpointUnreachableError
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """A key in a store, or what keys begin with; what ``pathlib.Path`` has under a name here means the same.
+
+    No listing is taken from a cache: other processes write too. CheckpointUnreachableError: the store did not answer,
+    or refused.
+    """
+
+    fs: AbstractFileSystem
+    key: str
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.key))
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self.fs, f"{self.key}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        return StorePath(self.fs, self.key.rpartition("/")[0])
+
+    def absolute(self) -> StorePath:
+        return self
+
+    resolve = absolute
+
+    def is_file(self) -> bool:
+        with self._asking():
+            return bool(self.fs.isfile(self.key))
+
+    def exists(self) -> bool:
+        return bool(self.entries())
+
+    is_dir = exists
+
+    def glob(self, pattern: str) -> list[StorePath]:
+        with self._asking():
+            return [StorePath(self.fs, str(key)) for key in self.fs.glob(f"{self.key}/{pattern}")]
+
+    def open(self, mode: str) -> BinaryIO:
+        """A new object, which goes up in parts while it is written, and appears when it is closed."""
+        with self._asking():
+            return cast(BinaryIO, self.fs.open(self.key, mode.replace("x", "w")))
+
+    def entries(self) -> dict[str, int | None]:
+        """Name to bytes of each object that lies directly here, None for what has others below it."""
+        found: dict[str, int | None] = {}
+        with contextlib.suppress(FileNotFoundError), self._asking():
+            for entry in self.fs.ls(self.key, detail=True):
+                if name := str(entry["name"]).rstrip("/").removeprefix(self.key).removeprefix("/"):
+                    found[name] = None if entry["type"] == "directory" else int(entry["size"])
+        return found
+
+    def read(self, start: int, end: int) -> bytes:
+        with self._asking():
+            return bytes(self.fs.cat_file(self.key, start=start, end=end))
+
+    def write(self, data: bytes) -> None:
+        """Make it an object with ``data``, by one request: who reads meanwhile gets the old ones or the new ones."""
+        with self._asking():
+            self.fs.pipe_file(self.key, data)
+
+    def delete(self) -> None:
+        """Delete the object and all that lie below; nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError), self._asking():
+            self.fs.rm(self.key, recursive=True)
+
+    def idle_seconds(self) -> float:
+        """How long ago the object was written; 0 where the store doesn't say."""
+        with contextlib.suppress(FileNotFoundError, NotImplementedError), self._asking():
+            return time.time() - float(self.fs.modified(self.key).timestamp())
+        return 0.0
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            self.fs.invalidate_cache(self.key)
+            yield
+        except (FileNotFoundError, NotImplementedError, CheckpointError):
+            raise
+        except Exception as error:  # each store has errors of its own
+            raise CheckpointUnreachableError(f"{self} can't be reached: {type(error).__name__}: {error}") from error
+
+
+Place = Path | StorePath
+AnyPath = StrPath | Place
+
+
+def _is_url(path: StrPath) -> bool:
+    return re.match(r"\w[\w+.:-]*://", os.fspath(path)) is not None
+
+
+def place(path: AnyPath, options: Mapping[str, Any] | None = None) -> Place:
+    """What ``path`` names; ``options`` are those of the store's class in fsspec.
+
+    CheckpointError: there is no such store, its package is not installed, or there are options for a path.
+    """
+    if isinstance(path, StorePath):
+        return path
+    if not _is_url(path):
+        if options:
+            raise CheckpointError(
+                f"storage_options is {dict(options)!r}, but {os.fspath(path)} is a folder of the file system, which "
+                "has none: remove it, or give a URL."
+            )
+        return Path(path)
+    try:
+        fs, key = url_to_fs(os.fspath(path), **(options or {}))
+    except ImportError as error:
+        scheme = os.fspath(path).partition(":")[0]
+        package = str(known_implementations[scheme]["class"]).partition(".")[0]
+        raise CheckpointError(
+            f"{os.fspath(path)} needs the package {package}, which is not installed: pip install {package} ({error})"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{os.fspath(path)} names no store that fsspec reaches: {error}") from error
+    return Path(key) if isinstance(fs, LocalFileSystem) else StorePath(fs, key.rstrip("/"))
+
+
+def refuse_url(path: StrPath, what: str) -> None:
+    """Raise CheckpointError where ``path`` is of an object store, on which there is no such thing as ``what``."""
+    if _is_url(path):
+        raise CheckpointError(
+            f"{os.fspath(path)} is of an object store, where only checkpoint directories are written and read, and not "
+            f"{what}: give a folder of the file system."
+        )

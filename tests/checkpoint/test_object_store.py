@@ -1,0 +1,208 @@
+"""Fits on several processes that save into an S3 server and go on from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+from urllib.request import Request, urlopen
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_shard import PreemptionConfig
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.place import place
+from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.load import open_checkpoint
+from lightning_shard.cluster.preemption import Preempted
+from lightning_shard.errors import CheckpointCorruptError, CheckpointUnreachableError
+from lightning_shard.registry import build
+from tests.checkpoint.calls import FACTS
+from tests.checkpoint.test_commit import number_in, save_number
+from tests.harness import DistributedError, run_distributed
+from tests.models import TinyLM, loader, quiet_trainer
+from tests.resume.test_resume import _assert_continues, _fit
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+PART_BYTES = 5 << 20  # the least that S3 takes of an upload in parts
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server in this process."""
+    for package in ("s3fs", "moto", "flask", "flask_cors"):
+        pytest.importorskip(package, reason=f"{package} is missing: pip install s3fs 'moto[s3]' flask flask-cors")
+    from moto.server import ThreadedMotoServer
+
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server: str) -> str:
+    """The address, with an empty bucket ``run``."""
+    urlopen(Request(f"{server}/moto-api/reset", method="POST")).read()
+    use(server).mkdir("run")
+    return server
+
+
+def use(server: str) -> Any:
+    """Have this process find the server as a user's process does; each test's environment is put back."""
+    os.environ.update({**KEYS, "AWS_ENDPOINT_URL": server})
+    fs = fsspec.filesystem("s3")
+    fs.invalidate_cache()
+    return fs
+
+
+def names(fs: Any, folder: str) -> list[str]:
+    fs.invalidate_cache()
+    return sorted(name.rpartition("/")[2] for name in fs.ls(folder, detail=False))
+
+
+# Fits
+
+
+def strategy(name: str, async_save: bool) -> Any:
+    built = build(name, preemption=PreemptionConfig(run="mine"))
+    built.async_save = async_save
+    return built
+
+
+def fit_and_go_on(server: str, name: str, async_save: bool) -> list[Any]:
+    """A fit that never stopped, and the second half of one that went on by ``auto`` from the store."""
+    use(server)
+
+    def fit(steps: int, resume: str | None = None) -> dict[str, Any]:
+        top = {"every_n_train_steps": 2, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+        saves: list[pl.Callback] = [ModelCheckpoint("s3://run/top", "{step}", **top)]
+        options = {"folder": "s3://run/all", "every": 2, "callbacks": saves}
+        return _fit(strategy(name, async_save), steps=steps, resume=resume, **options)
+
+    straight = _fit(strategy(name, False), steps=9)
+    fit(5)
+    return [straight, fit(9, resume="auto")]
+
+
+def check_fits(bucket: str, name: str, async_save: bool) -> None:
+    runs = run_distributed(fit_and_go_on, 2, bucket, name, async_save, timeout=300)
+    _assert_continues([straight for straight, _ in runs], [resumed for _, resumed in runs], 4)
+    fs = use(bucket)
+    assert names(fs, "run/top") == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert names(fs, "run/all") == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
+    folders = [names(fs, f"run/top/{name}") for name in names(fs, "run/top")]
+    assert [len(found) for found in folders] == [3, 2, 2]  # the checkpoint, what it replaced, and which of them it is
+    for name in names(fs, "run/top"):
+        assert "__1_0.distcp" in verify(f"s3://run/top/{name}")  # each rank wrote
+    data = next(key for key in fs.find("run/top/step=8.ckpt") if key.endswith("__1_0.distcp"))
+    whole = fs.cat(data)
+    fs.pipe(data, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+        open_checkpoint("s3://run/top/step=8.ckpt")
+
+
+def test_a_fit_goes_on_from_a_bucket(bucket: str) -> None:
+    check_fits(bucket, "shard_fsdp", True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_ddp", "shard_deepspeed_stage_2", "shard_deepspeed_stage_3"])
+def test_fits_go_on_from_a_bucket(bucket: str, name: str, async_save: bool) -> None:
+    check_fits(bucket, name, async_save)
+
+
+class Stops(TinyLM):
+    """Rank 1 is told to stop in the fourth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.seen) == 3 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def stop_and_go_on(server: str) -> list[int]:
+    use(server)
+
+    def fit(module: TinyLM) -> int:
+        trainer = quiet_trainer(strategy=strategy("shard_fsdp", False), max_steps=8, default_root_dir="s3://run/root")
+        trainer.fit(module, loader())
+        return len(module.seen)
+
+    with pytest.raises(Preempted):
+        fit(stopped := Stops())
+    return [len(stopped.seen), fit(TinyLM())]
+
+
+@pytest.mark.matrix
+def test_a_stopped_run_saves_where_its_folder_is_and_goes_on(bucket: str) -> None:
+    for before, after in run_distributed(stop_and_go_on, 2, bucket):
+        assert before + after == 8
+    assert use(bucket).find("run") == []  # The run has ended.
+
+
+# Uploads
+
+
+def upload_and_die(server: str) -> None:
+    """Rank 1 is killed after it has sent a part."""
+    use(server)
+    written, write = 0, tensor_files.HashedFile.write
+
+    def counting(file: Any, data: Any) -> int:
+        nonlocal written
+        written += len(data)
+        if dist.get_rank() == 1 and written > 2 * PART_BYTES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    tensors = {f"model.w{rank}": torch.full((1 << 22,), 2.0) for rank in range(4)}
+    contents = Contents(tensors=tensors, trainer_state={"n": 2.0}, facts=FACTS)
+    save_number("s3://run/last.ckpt", 1.0)
+    tensor_files.HashedFile.write = counting  # type: ignore[method-assign]
+    Saver().save(place("s3://run/last.ckpt", {"default_block_size": PART_BYTES}), lambda: contents, background=False)
+
+
+@pytest.mark.matrix
+def test_a_killed_upload_is_no_checkpoint_and_can_be_cleaned(bucket: str) -> None:
+    with pytest.raises(DistributedError) as ended:
+        run_distributed(upload_and_die, 2, bucket)
+    assert ended.value.failed[1] == "died"
+    fs = use(bucket)
+    assert len(fs.call_s3("list_multipart_uploads", Bucket="run")["Uploads"]) >= 1
+    assert number_in("s3://run/last.ckpt") == 1.0  # type: ignore[arg-type]
+    commit.clean("s3://run", remove=True)
+    assert names(fs, "run") == ["last.ckpt"]
+    assert len(names(fs, "run/last.ckpt")) == 2
+    save_number("s3://run/last.ckpt", 3.0)
+    assert number_in("s3://run/last.ckpt") == 3.0  # type: ignore[arg-type]
+
+
+def test_options_reach_the_store_and_parts_are_whole(bucket: str) -> None:
+    address = os.environ.pop("AWS_ENDPOINT_URL")
+    client = {"client_kwargs": {"endpoint_url": address}, "default_block_size": PART_BYTES}
+    contents = Contents(tensors={"model.w": torch.arange(3e6)}, trainer_state={}, facts=FACTS)
+    Saver().save(place("s3://run/parts.ckpt", client), lambda: contents, background=False)
+    use(bucket)
+    assert len(verify("s3://run/parts.ckpt")) == 5
+    opened = open_checkpoint("s3://run/parts.ckpt")
+    assert torch.equal(tensor_files.read_full(opened.directory, opened.metadata, "model.w"), torch.arange(3e6))
+
+
+@pytest.mark.matrix
+def test_a_server_that_is_gone_is_not_an_empty_bucket(bucket: str) -> None:
+    os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # a port that nobody listens on
+    type(fsspec.filesystem("s3")).clear_instance_cache()
+    with pytest.raises(CheckpointUnreachableError, match=r"s3://run/a\.ckpt can't be reached"):
+        open_checkpoint("s3://run/a.ckpt")
+    type(fsspec.filesystem("s3")).clear_instance_cache()

@@ -1,0 +1,219 @@
+"""Checkpoints in an object store, over fsspec's store in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_shard import tools
+from lightning_shard.checkpoint.background import Saver
+from lightning_shard.checkpoint.files import commit, stores, tensor_files
+from lightning_shard.checkpoint.files.layout import new_token
+from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
+from lightning_shard.checkpoint.files.place import place
+from lightning_shard.checkpoint.files.tensor_files import write_file
+from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint, open_newest
+from lightning_shard.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointUnreachableError,
+)
+from tests.checkpoint.calls import save_tensors
+from tests.checkpoint.test_commit import number_in, save_number
+
+URL = "memory://run/last.ckpt"
+
+
+class Down(MemoryFileSystem):
+    """A store that refuses to list."""
+
+    protocol = "down"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        raise PermissionError("no credentials")
+
+
+@pytest.fixture(autouse=True)
+def store() -> Iterator[MemoryFileSystem]:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def objects(store: MemoryFileSystem, folder: str = "/run") -> list[str]:
+    return sorted(name.removeprefix(f"{folder}/") for name in store.find(folder))
+
+
+def half_written(path: str) -> str:
+    """What a killed save leaves at ``path``; its token."""
+    token = new_token()
+    write_file(commit.begin(place(path), token) / "__0_0.distcp", b"some")
+    return token
+
+
+def run_of(step: int) -> Facts:
+    return Facts(engine="ddp", policy="fp32", run={"name": "a", "step": step, "time": 0.0})
+
+
+def test_a_replacement_takes_effect_at_once_and_leaves_the_one_before_to_its_readers(store: Any) -> None:
+    save_number(URL, 1.0)
+    assert len(verify(URL)) == 5
+    reader = open_checkpoint(URL)
+    save_number(URL, 2.0)
+    assert number_in(URL) == 2.0
+    assert tensor_files.read_full(reader.directory, reader.metadata, "model.w0").tolist() == [1.0] * 100
+    save_number(URL, 3.0)
+    assert number_in(URL) == 3.0
+    with pytest.raises(CheckpointError, match="was replaced or removed while it was read: read it again") as said:
+        tensor_files.read_full(reader.directory, reader.metadata, "model.w0")
+    assert not isinstance(said.value, CheckpointCorruptError)
+    # The files of two saves, and what says which is the checkpoint.
+    assert len(objects(store)) == 2 * 5 + 1
+
+
+def test_a_folder_copied_to_a_disk_is_a_checkpoint_and_so_is_one_copied_from_there(store: Any, tmp_path: Path) -> None:
+    save_number(URL, 1.0)
+    (folder,) = (name for name in store.ls("/run/last.ckpt", detail=False) if not name.endswith(".json"))
+    store.get(folder, str(tmp_path / "disk.ckpt"), recursive=True)
+    assert number_in(tmp_path / "disk.ckpt") == 1.0
+    store.put(str(tmp_path / "disk.ckpt"), "/run/back.ckpt", recursive=True)
+    back = "memory://run/back.ckpt"
+    assert number_in(back) == 1.0
+    reader = open_checkpoint(back)
+    save_number(back, 2.0)
+    assert tensor_files.read_full(reader.directory, reader.metadata, "model.w1").tolist() == [1.0] * 100
+    save_number(back, 3.0)
+    assert number_in(back) == 3.0
+    assert not [name for name in objects(store, "/run/back.ckpt") if "/" not in name and name != "manifest.json"]
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleaned(store: Any, monkeypatch: Any) -> None:
+    save_number(URL, 1.0)
+    store.pipe("/run/last.ckpt/notes.txt", b"a user's own")
+    tokens = [half_written(URL), half_written("memory://run/step=5.ckpt")]
+    with pytest.raises(CheckpointNotFoundError, match="half-written"):
+        open_checkpoint("memory://run/step=5.ckpt")
+    assert [path for path, _ in find_checkpoints(["memory://run"], "a").own] == []
+    save_number(URL, 2.0)  # Others may be saving there.
+    found = commit.clean("memory://run", remove=False)
+    assert sorted(path.name for path in found) == sorted(tokens)
+    assert len([name for name in objects(store) if any(token in name for token in tokens)]) == 4
+    monkeypatch.setattr(stores, "_IDLE_SECONDS", 0.0)
+    save_number(URL, 3.0)
+    assert not [name for name in objects(store) if any(token in name for token in tokens)]
+    assert number_in(URL) == 3.0
+    assert store.cat("/run/last.ckpt/notes.txt") == b"a user's own"
+
+
+def test_a_save_that_fails_leaves_nothing_and_the_old_one(store: Any, monkeypatch: Any) -> None:
+    save_number(URL, 1.0)
+    before = objects(store)
+
+    def fail(*_: Any) -> None:
+        raise OSError("the line is cut")
+
+    monkeypatch.setattr(tensor_files.HashedFile, "write", fail)
+    with pytest.raises(CheckpointError, match="the line is cut"):
+        save_number(URL, 2.0)
+    assert objects(store) == before
+    assert number_in(URL) == 1.0
+
+
+def test_removing_begins_with_what_makes_it_a_checkpoint(store: Any, monkeypatch: Any) -> None:
+    save_number(URL, 1.0)
+    store.pipe("/run/last.ckpt/notes.txt", b"a user's own")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "_tidy", killed)
+        with pytest.raises(KeyboardInterrupt):
+            commit.remove(URL)
+    assert not is_checkpoint(URL)
+    (left,) = commit.clean("memory://run", remove=True)
+    assert str(left).startswith("memory://")
+    assert objects(store) == ["last.ckpt/notes.txt"]
+
+
+def test_flipped_bytes_are_found(store: Any) -> None:
+    save_number(URL, 1.0, size=2)
+    for name in store.find("/run"):
+        if name.endswith((".metadata",)):
+            continue  # tested as every file below
+        whole = store.cat(name)
+        for at in range(0, len(whole), max(len(whole) // 40, 1)):
+            store.pipe(name, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(CheckpointCorruptError):
+                verify(URL)
+        store.pipe(name, whole[:-1])
+        with pytest.raises(CheckpointCorruptError):
+            verify(URL)
+        store.pipe(name, whole)
+        assert verify(URL)
+    store.rm(next(name for name in store.find("/run") if name.endswith(".distcp")))
+    with pytest.raises(CheckpointCorruptError, match="is missing"):
+        verify(URL)
+
+
+def test_the_newest_of_a_run_is_found_there_and_a_broken_one_passed_over(store: Any) -> None:
+    for step in 1, 2, 3:
+        save_tensors(f"memory://run/{step}.ckpt", {"model.w": torch.full((3,), step)}, {}, facts=run_of(step))
+    data = next(name for name in store.find("/run/3.ckpt") if name.endswith(".distcp"))
+    store.pipe(data, store.cat(data)[::-1])
+    found = open_newest(["memory://run", "memory://nothing"], "a")
+    assert found.newest is not None
+    assert str(found.newest.path).endswith("/run/2.ckpt")
+    assert [step for _, step in found.own] == [3, 2, 1]
+    assert "3.ckpt is damaged" in found.broken[0]
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one() -> None:
+    fsspec.register_implementation("down", Down, clobber=True)
+    with pytest.raises(CheckpointUnreachableError, match=r"down://.*can't be reached: PermissionError: no credentials"):
+        find_checkpoints(["down://run"], "a")
+    with pytest.raises(CheckpointUnreachableError, match="no credentials"):
+        open_checkpoint("down://run/last.ckpt")
+
+
+def test_converting_to_a_store_and_back(store: Any, tmp_path: Path) -> None:
+    save_number(URL, 1.0)
+    assert tools.convert(URL, tmp_path / "one.ckpt").form == "full"
+    done = tools.convert(tmp_path / "one.ckpt", "memory://other/back.ckpt")
+    assert number_in("memory://other/back.ckpt") == 1.0
+    assert str(done.path).startswith("memory://")
+    tools.convert(done.path, tmp_path / "disk.ckpt", form="portable")
+    assert number_in(tmp_path / "disk.ckpt") == 1.0
+    assert [file.name for file in tools.export(URL, tmp_path / "weights")] == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match="exists"):
+        tools.convert(URL, "memory://other/back.ckpt", form="portable")
+
+
+def test_what_there_is_not_in_a_store_is_refused(store: Any, tmp_path: Path) -> None:
+    save_number(URL, 1.0)
+    store.pipe("/run/stock.ckpt", b"PK")
+    for refused, said in {
+        (lambda: save_number("memory://run/a.full.ckpt", 1.0, saver=Saver())): "not one file or a folder",
+        (lambda: tools.convert(URL, "memory://run/one.ckpt")): "not one file",
+        (lambda: tools.export(URL, "memory://run/out")): "not safetensors files",
+        (lambda: load_pretrained(torch.nn.Linear(1, 1), "s3://a/weights")): "not safetensors files",
+        (lambda: open_checkpoint("memory://run/stock.ckpt")): "stock.ckpt is a file",
+        (lambda: save_number("memory://run/stock.ckpt", 1.0)): "stock.ckpt is a file",
+        (lambda: open_checkpoint("memory://run/none.ckpt")): "there is no checkpoint at",
+        (lambda: place("drive://a/b.ckpt")): "names no store that fsspec reaches",
+        (lambda: place("gs://a/b.ckpt", {"token": "anon"})): "pip install gcsfs",
+        (lambda: place("a.ckpt", {"anon": True})): "storage_options is {'anon': True}",
+    }.items():
+        with pytest.raises(CheckpointError, match=said):
+            refused()
+    assert place(f"file://{tmp_path}/a.ckpt") == tmp_path / "a.ckpt"
