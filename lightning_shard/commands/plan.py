@@ -16,11 +16,13 @@ from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.commands.strategies import preset_yaml
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.meters.peaks import peak_flops
+from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
 from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
+from lightning_shard.planning.operators import Device
 from lightning_shard.planning.planner import Candidate, Machines, Planner
 from lightning_shard.planning.report import FORMS, Row, recommend
+from lightning_shard.planning.step_time import LINK_REACHED, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
@@ -54,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--links", type=Path, metavar="FILE", help="both speeds, as doctor --output FILE measured them in all-gathers")
     add("--device-peak", type=peak, metavar="FLOPS", help="of a device in the compute dtype: 989TFLOPS")
     add("--device-name", metavar="NAME", help="the device, whose peak is known: H100")
-    add("--efficiency", type=float, default=0.5, help="part of the peak that the model reaches (default: 0.5)")
+    add("--device-bandwidth", type=speed, metavar="SPEED", help="of a device's memory (default: by --device-name)")
+    add("--efficiency", type=float, help="part of its peak that large products reach (default: by device, such as 0.8)")
     add("--picture", type=Path, metavar="FILE", help="draw the bytes by kind into a file (needs matplotlib)")
     add("--no-trace", action="store_true", help="do not run the step: an estimate without activations")
     return parser
@@ -123,7 +126,7 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more.")
-    if not 0 < options.efficiency <= 1:
+    if options.efficiency is not None and not 0 < options.efficiency <= 1:
         raise ConfigurationError(f"--efficiency is {options.efficiency:g}, but is a part of the peak: 0 < it <= 1.")
     if options.device_peak is not None and options.device_name is not None:
         raise ConfigurationError("--device-peak and --device-name both say the peak: give one of them.")
@@ -166,21 +169,35 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
 
 
 def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Machines:
-    flops = options.device_peak
-    if options.device_name is not None:
-        flops = peak_flops(options.device_name, inputs.strategy.policy.products)
-        if flops is None:
-            raise ConfigurationError(
-                f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
-            )
     links = links_of(options, inputs.nodes, measured)
+    # What was measured in collectives is what they reach.
+    reached = 1.0 if measured is not None else LINK_REACHED
     return Machines(
         nodes=inputs.nodes,
         memory=options.device_memory - (options.reserve or 0),
-        flops=None if flops is None else flops * options.efficiency,
-        intra_node=links.intra_node,
-        inter_node=links.inter_node,
+        device=_device(options, inputs),
+        intra_node=links.intra_node and links.intra_node * reached,
+        inter_node=links.inter_node and links.inter_node * reached,
     )
+
+
+def _device(options: argparse.Namespace, inputs: Inputs) -> Device | None:
+    """What the options say of a device; None: they say nothing."""
+    if options.device_name is None and options.device_peak is None:
+        return None
+    dtype = inputs.strategy.policy.products
+    peaks = find_peaks(options.device_name or "H100")
+    peak = options.device_peak or peak_flops(options.device_name, dtype)
+    if peaks is None or peak is None:
+        raise ConfigurationError(
+            f"the peak of {options.device_name!r} is not known here. Give it: --device-peak 989TFLOPS."
+        )
+    if options.device_name is None:
+        # As another device is to its peak.
+        peaks = Peaks(half=peak / 1e12, tf32=None, single=peak / 1e12)
+    if options.device_bandwidth is not None:
+        peaks = replace(peaks, memory=options.device_bandwidth / 1e12)
+    return device_of(peaks, peak, efficiency=options.efficiency)
 
 
 def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) -> Links:
@@ -230,7 +247,8 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing
         accumulate_grad_batches=inputs.micro_batches,
         optimizer=inputs.optimizer,
     )
-    return Candidate(name=name, engine=strategy.engine_for(inputs.module), run=run, checkpointing=checkpointing)
+    engine = strategy.engine_for(inputs.module)
+    return Candidate(name=name, engine=engine, run=run, checkpointing=checkpointing, compiled=strategy.compile)
 
 
 def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None) -> Candidate:

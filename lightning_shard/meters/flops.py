@@ -215,8 +215,7 @@ def flop_counter(counts: Callable[[], bool] = lambda: True) -> FlopCounterMode:
         count._get_raw = True  # type: ignore[attr-defined]
         return count
 
-    known = {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}
-    formulas = {operation: counted(formula) for operation, formula in known.items()}
+    formulas = {operation: counted(formula) for operation, formula in FORMULAS.items()}
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter
@@ -239,7 +238,10 @@ def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value:
     return 2 * attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
 
 
-_CPU_ATTENTION = {tracing.CPU_ATTENTION: _cpu_attention, tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward}
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    tracing.CPU_ATTENTION: _cpu_attention,
+    tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
+}
 
 
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
@@ -252,6 +254,9 @@ _RECURRENT = {
     **dict.fromkeys(tracing.RECURRENT, _recurrent),
     **dict.fromkeys(tracing.RECURRENT_BACKWARD, lambda *args, **more: 2 * _recurrent(*args, **more)),
 }
+
+FORMULAS: Mapping[Any, Callable[..., int]] = {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}
+"""Operators to what counts their FLOPs, called with their arguments and ``out_val``."""
 
 
 def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, is_causal: bool) -> int:

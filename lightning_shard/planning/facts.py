@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.optimizer_state import state_of_small
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.units import Unit, ignored_parameters
 from lightning_shard.planning.memory_trace import LiveBytes, TraceError, explained, unit_names
+from lightning_shard.planning.operators import BytesMoved
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 
 
@@ -126,6 +127,8 @@ class OptimizerFacts:
     # Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards.
     unsharded_bytes: int = 0
     temporary: float = 0.0  # Bytes that a step allocates for its duration, for each byte of the tensors that it steps.
+    # Bytes that it reads and writes, likewise; the default is torch's AdamW over all tensors at once.
+    moved: float = 22.0
 
     def state_bytes(self, elements: Iterable[int], dtype: torch.dtype) -> int:
         """Bytes of the state of stepped tensors of ``dtype`` with so many elements each."""
@@ -165,8 +168,9 @@ def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> Optimiz
     gradients = [p.grad for p in parameters if p.grad is not None]
     live = LiveBytes([*root.parameters(), *root.buffers(), *gradients])
     live.begin("backward", "")
+    counted = BytesMoved()
     try:
-        with mode, live:
+        with mode, live, counted:
             optimizer.step()
         live.finish()
     except Exception as error:
@@ -190,6 +194,7 @@ def trace_optimizer(root: nn.Module, optimizer: Optimizer, mode: Any) -> Optimiz
         fixed_bytes=fixed,
         unsharded_bytes=unsharded,
         temporary=max(0.0, peak / stepped) if stepped else 0.0,
+        moved=counted.count / max(1, stepped),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout, flop_counter
+from lightning_shard.planning.operators import Device, OperatorTimes, Work
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 from lightning_shard.tensors import fake
@@ -40,6 +41,7 @@ class Trace:
     # In order: the segment's index, a storage's key, and its bytes, or 0 where it is freed or a gradient that an engine
     # takes. Empty where the trace is computed from others.
     events: tuple[tuple[int, int, int], ...] = ()
+    work: tuple[Work, ...] = ()  # Of each segment, on the device of the `Step`; empty without one.
 
     @property
     def flops(self) -> int:
@@ -61,6 +63,7 @@ class Step:
     batch: Any  # The first batch of the user's data: tensors on the CPU in any nesting.
     units: Sequence[Unit] = ()
     checkpointing: Checkpointing = None
+    device: Device | None = None  # Whose time for the operators is counted; None: no time is.
 
 
 def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
@@ -79,6 +82,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         for module in checkpointed_modules(root, list(step.units), step.checkpointing):
             stack.callback(checkpoint_forward(module, step.checkpointing))
         live, flops = LiveBytes([*root.parameters(), *root.buffers()]), flop_counter()
+        times = None if step.device is None else OperatorTimes(step.device, lambda: len(live.segments) - 1)
         hooks = _UnitHooks(root, step.units, live)
         for handle in hooks.handles:
             stack.callback(handle.remove)
@@ -87,7 +91,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             with mode:
                 batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
                 live.track(batch)
-                with attention_by(attention_without_dropout), live, flops:
+                with attention_by(attention_without_dropout), live, flops, times or nullcontext():
                     live.begin("forward", "")
                     with autocasting(policy, "cpu", cache=True):
                         loss = _loss(step.training_step(batch))
@@ -107,6 +111,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         forward_flops=forward,
         backward_flops=backward,
         events=tuple(live.events),
+        work=() if times is None else tuple(times.parts[i] for i in range(len(live.segments))),
     )
 
 

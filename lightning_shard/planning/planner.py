@@ -16,10 +16,12 @@ from lightning_shard.memory import MemoryAccount
 from lightning_shard.planning.device_memory import DeviceMemory, device_memory
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Step, Trace, resized, trace_step
+from lightning_shard.planning.operators import Device
 from lightning_shard.planning.predict import collectives, predict, step_points
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import POINTS, Point, peak, with_averages
-from lightning_shard.planning.traffic import Collective, Nodes, StepTime, step_time
+from lightning_shard.planning.step_time import Rates, StepTime, step_time
+from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
 from lightning_shard.tensors.tracing import tree_map_only
 
@@ -28,8 +30,7 @@ from lightning_shard.tensors.tracing import tree_map_only
 class Machines:
     nodes: Nodes
     memory: int  # Bytes of a device that the run may use.
-    # FLOPs per second that the model reaches on a device; None: the time of a step is not known.
-    flops: float | None = None
+    device: Device | None = None  # What it reaches; None: the time of a step is not known.
     intra_node: float | None = None  # Bytes per second of a device's links inside its node.
     inter_node: float | None = None  # Bytes per second of a node's links to others, all together.
 
@@ -42,6 +43,7 @@ class Candidate:
     engine: Engine
     run: PlannedRun
     checkpointing: Checkpointing = None
+    compiled: bool = False  # Whether the units' forward is.
 
 
 @dataclass(kw_only=True)
@@ -98,7 +100,7 @@ class Planner:
             largest_batch=confirmed,
             fewest=fewest_devices(run, engine_on, self.machines.nodes.devices, memory),
             sent=tuple(sent),
-            time=self._time(run, sent),
+            time=self._time(run, engine, compiled=candidate.compiled),
         )
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
@@ -137,7 +139,13 @@ class Planner:
     def _trace(self, candidate: Candidate, batch: Any, *, scale: int = 1) -> Trace:
         assert self.training_step is not None
         units = candidate.engine.units(self.module)
-        step = Step(training_step=self.training_step, batch=batch, units=units, checkpointing=candidate.checkpointing)
+        step = Step(
+            training_step=self.training_step,
+            batch=batch,
+            units=units,
+            checkpointing=candidate.checkpointing,
+            device=self.machines.device,
+        )
         with fake.fake_world(self.machines.nodes.ranks):
             return trace_step(self.module, step, candidate.run.policy, self.mode, scale=scale)
 
@@ -157,13 +165,14 @@ class Planner:
             self.notes.append("a larger batch than the largest that is named may fit: memory grows unevenly with it")
         return largest
 
-    def _time(self, run: Run, sent: Sequence[Collective]) -> StepTime | None:
+    def _time(self, run: Run, engine: EngineFacts, *, compiled: bool, batch: int | None = None) -> StepTime | None:
         machines = self.machines
-        if run.traces is None or machines.flops is None:
+        if run.traces is None or machines.device is None:
             return None
-        flops = run.traces.one.flops * run.training.micro_batches
+        trace = run.traces.one if batch is None else run.traces.at(batch)
         inside, between = machines.intra_node, machines.inter_node
-        return step_time(sent, machines.nodes, flops=flops, peak=machines.flops, inside=inside, between=between)
+        rates = Rates(device=machines.device, nodes=machines.nodes, inside=inside, between=between)
+        return step_time(run.training, engine, trace, rates, compiled=compiled)
 
 
 LARGEST_BATCH = 2**20
@@ -207,6 +216,7 @@ class Traces:
             self.one,
             segments=tuple(segments),
             events=(),
+            work=tuple(x.line(y, ratio) for x, y in zip(a.work, b.work, strict=True)),
             batch_size=batch,
             forward_flops=_line(a.forward_flops, b.forward_flops, ratio),
             backward_flops=_line(a.backward_flops, b.backward_flops, ratio),

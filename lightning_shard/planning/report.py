@@ -11,7 +11,8 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
 from lightning_shard.planning.device_memory import DeviceMemory
 from lightning_shard.planning.step_memory import Point, peak
-from lightning_shard.planning.traffic import Collective, Nodes, StepTime
+from lightning_shard.planning.step_time import StepTime
+from lightning_shard.planning.traffic import Collective, Nodes
 from lightning_shard.text import columns, show_bytes, show_seconds
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
@@ -123,10 +124,13 @@ def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
 
 
 def timing(time: StepTime) -> str:
+    """What a step spends its time on, most first; what is waited for is what the schedule does not hide."""
+    shown = sorted(time.parts.items(), key=lambda part: -part[1])
+    spent = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in shown if seconds >= time.expected / 1000)
+    links = f"inside nodes {show_seconds(time.inside)}, between nodes {show_seconds(time.between)}"
     return (
-        f"a step takes about {show_seconds(time.expected)}, bound by {time.bound}: compute "
-        f"{show_seconds(time.compute)}, links inside nodes {show_seconds(time.inside)}, between nodes "
-        f"{show_seconds(time.between)}, each as if alone and communication behind compute"
+        f"a step takes about {show_seconds(time.expected)}, bound by {time.bound}: {spent}\n"
+        f"all that is sent would take, alone: {links}; what the lines above do not name is hidden behind compute"
     )
 
 

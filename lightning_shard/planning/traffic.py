@@ -1,4 +1,4 @@
-"""Bytes that one optimizer step sends, per collective and mesh axis, inside and between nodes; and how long that takes.
+"""Bytes that one optimizer step sends, per collective and mesh axis, inside and between nodes.
 
 Formulas: with a ring over k ranks, an all-gather and a reduce-scatter of n bytes send ``(k - 1) / k * n`` from every
 rank to the next one, an all-reduce twice that (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -8,7 +8,6 @@ side by side (hybrid sharding has one for each device of a node) each send their
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,49 +50,13 @@ class Collective:
         members = self._members(nodes)
         return 0.0 if members >= self.ranks else self.sent * nodes.devices / members
 
+    def nodes(self, nodes: Nodes) -> int:
+        """Of how many nodes a group has members."""
+        return -(-self.ranks // self._members(nodes))
+
     def _members(self, nodes: Nodes) -> int:
         """Ranks of a group on one node."""
         return max(1, min(self.ranks, nodes.devices // self.stride))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The parts of an optimizer step, in seconds, each as if it had the machine for itself."""
-
-    compute: float
-    inside: float  # Of the links inside nodes.
-    between: float  # Of the links between nodes.
-
-    @property
-    def network(self) -> float:
-        """Both kinds of links: a collective that uses both goes as fast as the slower one, and they share the step."""
-        return max(self.inside, self.between)
-
-    @property
-    def expected(self) -> float:
-        """With all communication hidden behind compute, as far as it fits there."""
-        return max(self.compute, self.network)
-
-    @property
-    def bound(self) -> str:
-        if self.compute >= self.network:
-            return "compute"
-        return "the links between nodes" if self.between >= self.inside else "the links inside nodes"
-
-
-def step_time(
-    sent: Iterable[Collective], nodes: Nodes, *, flops: float, peak: float, inside: float | None, between: float | None
-) -> StepTime:
-    """The parts of a step in which a device computes ``flops`` at ``peak`` per second and sends what is in ``sent``.
-
-    ``inside``: bytes per second of a device to others of its node; ``between``: of a node to others; None: free.
-    """
-    sent = list(sent)
-    return StepTime(
-        compute=flops / peak,
-        inside=sum(c.inside(nodes) for c in sent) / inside if inside else 0.0,
-        between=sum(c.between(nodes) for c in sent) / between if between else 0.0,
-    )
 
 
 FORMAT = "lightning_shard links 1"

@@ -45,6 +45,7 @@ class ShardStrategy(ParallelStrategy):
 
     aligned: bool
     activation_checkpointing: Checkpointing
+    compile: bool
     async_save: bool
     preemption: PreemptionConfig
 

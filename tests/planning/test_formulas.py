@@ -9,7 +9,7 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.planning.facts import ModelFacts, Training
 from lightning_shard.planning.predict import collectives, predict
-from lightning_shard.planning.traffic import Nodes, step_time
+from lightning_shard.planning.traffic import Nodes
 from tests.planning.support import BF16, FP32, model
 
 
@@ -105,11 +105,3 @@ def test_traffic_of_hybrid_sharding() -> None:
     # Each of a node's four devices all-reduces its quarter with one other node: fp32.
     shards = sent["replicate gradient shards"]
     assert (shards.inside(nodes), shards.between(nodes)) == (0, 4 * 2 * 1 / 2 * 8_000)
-
-
-def test_step_time_says_what_binds() -> None:
-    nodes = Nodes(nodes=2, devices=4)
-    sent = collectives(Training(model=model(800), policy=FP32), TorchDDPFacts(ranks=8))
-    slow = step_time(sent, nodes, flops=1e6, peak=1e9, inside=1e12, between=1e6)
-    assert (slow.bound, slow.expected) == ("the links between nodes", 0.056)
-    assert step_time(sent, nodes, flops=1e9, peak=1e9, inside=1e12, between=1e6).bound == "compute"
