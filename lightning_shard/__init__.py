@@ -7,7 +7,7 @@ imported when it is first used:
 - strategies: ShardDDPStrategy, ShardFSDPStrategy, ShardDeepSpeedStrategy
 - their options: MeshConfig, PreemptionConfig, OptimizerOffload, ParameterOffload, ZeroBuckets, Stage3Options,
   ZeroPlusPlus, UnitRule
-- precision: ShardPrecision, PrecisionPolicy, LossScaling
+- precision: ShardPrecision, PrecisionPolicy, LossScaling, Float8
 - functions: full_tensor, set_full_tensor, load_from_checkpoint, load_pretrained
 - the command line: ShardCLI
 - errors: ShardError and what ``lightning_shard.errors`` derives from it
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         ZeroPlusPlus,
     )
     from lightning_shard.mesh import MeshConfig
+    from lightning_shard.precision.float8 import Float8
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
     from lightning_shard.run.loading import load_from_checkpoint
@@ -65,15 +66,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointCorruptError", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError",
-    "CheckpointUnreachableError", "ConfigurationError", "DataError", "LossScaling", "MaterializationError",
-    "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload", "PrecisionContractError", "PrecisionError",
-    "PrecisionPolicy", "PreemptionConfig", "ShardCLI", "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError",
-    "ShardFSDPStrategy", "ShardPrecision", "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus",
-    "__version__", "full_tensor", "load_from_checkpoint", "load_pretrained", "set_full_tensor",
+    "CheckpointUnreachableError", "ConfigurationError", "DataError", "Float8", "LossScaling",
+    "MaterializationError", "MeshConfig", "MeshError", "OptimizerOffload", "ParameterOffload",
+    "PrecisionContractError", "PrecisionError", "PrecisionPolicy", "PreemptionConfig", "ShardCLI",
+    "ShardDDPStrategy", "ShardDeepSpeedStrategy", "ShardError", "ShardFSDPStrategy", "ShardPrecision",
+    "Stage3Options", "UnitRule", "WrappingError", "ZeroBuckets", "ZeroPlusPlus", "__version__", "full_tensor",
+    "load_from_checkpoint", "load_pretrained", "set_full_tensor",
 ]  # fmt: skip
 
 # Public names whose modules import engines or jsonargparse.
 _LAZY = {
+    "Float8": "lightning_shard.precision.float8",
     "LossScaling": "lightning_shard.precision.loss_scale",
     "MeshConfig": "lightning_shard.mesh",
     "PrecisionPolicy": "lightning_shard.precision.policy",

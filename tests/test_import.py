@@ -26,6 +26,7 @@ def test_exact_public_names() -> None:
         "CheckpointUnreachableError",
         "ConfigurationError",
         "DataError",
+        "Float8",
         "LossScaling",
         "MaterializationError",
         "MeshConfig",

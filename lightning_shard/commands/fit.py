@@ -16,7 +16,7 @@ from lightning_shard import registry
 from lightning_shard.arguments import imported
 from lightning_shard.checkpoint.files.layout import names_hugging_face
 from lightning_shard.commands.options import UsageError
-from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
+from lightning_shard.precision.policy import ALL, PRECISIONS, SHORT_FORMS
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
 _CHECKPOINT_WORDS = ("auto", "best", "last", "hpc", "registry")
@@ -54,8 +54,7 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
     if _is_own(strategy) and precision is not None:
         word = SHORT_FORMS.get(str(precision), str(precision))
         if word not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {known}.")
+            raise UsageError(f"trainer.precision: got {precision}; strategies of lightning_shard run {ALL}.")
 
 
 def check_ckpt_path(path: Any) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard.arguments import imported
 from lightning_shard.commands.options import UsageError, actions
-from lightning_shard.precision.policy import PRECISIONS
+from lightning_shard.precision.policy import ALL
 from lightning_shard.text import did_you_mean
 
 
@@ -107,7 +107,7 @@ def _explain_value(message: str) -> str:
     if owned:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
     if key == "trainer.precision" and tried_in(path):
-        return f"{key}: got {_shown(tried_in(path))}; strategies of lightning_shard run {', '.join(PRECISIONS)}."
+        return f"{key}: got {_shown(tried_in(path))}; strategies of lightning_shard run {ALL}."
     value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
     if value:
         return f"{key}: got {_shown(value[2])}; allowed: {_readable(value[1])}"

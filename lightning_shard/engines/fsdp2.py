@@ -290,7 +290,9 @@ def shard(
     # First, so that what checkpointing runs again in backward has the casts in it.
     dtypes = computes(found, policy.compute)
     if {policy.compute, *dtypes.values()} != {torch.float32}:
-        casting.install_casts(root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output)
+        casting.install_casts(
+            root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
+        )
         casting.round_scalars(root, policy.compute, dtypes)
     else:
         for module in ignored_modules:

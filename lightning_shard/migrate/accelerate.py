@@ -47,7 +47,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
 
 _UNSUPPORTED_SECTIONS = {
     "megatron_lm_config": "there is no Megatron-LM engine here",
-    "fp8_config": "no engine here computes in fp8",
+    "fp8_config": "float8 is set by ShardPrecision('fp8-mixed', float8=...) in plugins, with torchao alone",
     "tp_config": "the mesh has no tensor-parallel axis",
     "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
     "ipex_config": "Intel's extension is not used",
@@ -189,7 +189,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         given = "true" if given else "no"
     kind = str(given).upper()
     if kind == "FP8":
-        reading.lose(field, given, "no engine here computes in fp8", "precision: bf16-mixed")
+        reading.lose(field, given, _UNSUPPORTED_SECTIONS["fp8_config"], "precision: bf16-mixed")
         reading.ask("precision", "bf16-mixed", field, given)
     elif kind not in tables.PRECISIONS:
         near = nearest(kind.lower(), [*map(str.lower, tables.PRECISIONS), "fp8"])

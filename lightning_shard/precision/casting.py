@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_shard.errors import PrecisionError
+from lightning_shard.precision.float8 import Float8, install_float8
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
@@ -83,6 +84,7 @@ def install_casts(
     inside: Mapping[nn.Module, torch.dtype] | None = None,
     whole: Iterable[nn.Module] = (),
     output: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> Callable[[], None]:
     """Cast the floating inputs of every module below ``root`` that has floating parameters to ``dtype``.
 
@@ -90,8 +92,8 @@ def install_casts(
     ``root`` itself, the LightningModule, is left out: its methods are the user's own code. So are torchmetrics. Modules
     with running statistics compute in fp32 instead. The parameters of ``whole`` modules no engine casts: they are cast
     here, for the time of their forward. ``output`` is what ``root``'s own code receives floating outputs of modules in
-    (None: as they computed them); what modules hand to each other stays in ``dtype``. Returns a function that takes all
-    of it back.
+    (None: as they computed them); what modules hand to each other stays in ``dtype``. ``float8``: which of those that
+    compute in ``dtype`` multiply in float8. Returns a function that takes all of it back.
     """
     _refuse_spectral_norm(root, dtype)
     undo: list[Callable[[], None]] = []
@@ -110,6 +112,8 @@ def install_casts(
             hook = hooks[others.get(module, dtype)]
             undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
     undo.extend(compute_in(module, dtype) for module in whole if module not in left_out)
+    if float8 is not None:
+        undo.append(install_float8(root, float8, left_out | {m for m, to in others.items() if to != dtype}))
     if output is not None and {output} != {dtype, *others.values()}:
         callable_by_root = dict.fromkeys(module for module in _callable_by(root) if module not in left_out)
         undo.extend(step for module in callable_by_root for step in _cast_output(module, output))

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from lightning_shard.errors import PrecisionError
+from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaling
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")  # The precision strings that run.
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")  # The Trainer's strings that run.
+FLOAT8 = "fp8-mixed"  # `ShardPrecision` runs it too; the Trainer's own flag does not know it.
+ALL = f"{', '.join(PRECISIONS)}, and by ShardPrecision in plugins {FLOAT8}"
 SHORT_FORMS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Lightning's short words for some of its precision strings, one of which does not run here."""
 
-BITS = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
-"""What a precision string begins with, to the dtype that is computed in."""
+BITS = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16, "fp8": torch.bfloat16}
+"""What a precision string begins with, to the dtype that is computed in, but for products in float8."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes that a policy may name, as they are written in YAML and in logs."""
@@ -56,6 +59,9 @@ class PrecisionPolicy:
 
     loss_scale: LossScaling | None = None
     """How the loss is scaled, where compute is fp16 and masters are fp32; None: not at all."""
+
+    float8: Float8 | None = None
+    """Which linear layers take their products in float8, while ``compute`` is bf16; None: none."""
 
     def __post_init__(self) -> None:
         known = ", ".join(DTYPES)
@@ -116,8 +122,8 @@ class PrecisionPolicy:
 
     @property
     def products(self) -> torch.dtype:
-        """Dtype of matrix products."""
-        return self.autocast or self.compute
+        """Dtype of matrix products, of linear layers at least."""
+        return torch.float8_e4m3fn if self.float8 is not None else self.autocast or self.compute
 
     @property
     def is_low_memory(self) -> bool:
@@ -130,10 +136,13 @@ class PrecisionPolicy:
         shown = [
             f"{f.name} {absent[f.name] if (value := getattr(self, f.name)) is None else short(value)}"
             for f in fields(self)
-            if f.name != "loss_scale" and (f.name != "autocast" or self.autocast is not None)
+            if f.name not in ("loss_scale", "float8") and (f.name != "autocast" or self.autocast is not None)
         ]
         if self.loss_scale is not None:
             shown.append("loss scale dynamic")
+        if self.float8 is not None:
+            emulated = ", emulated" if self.float8.emulate else ""
+            shown.append(f"linear layers {self.float8.pattern!r} fp8 ({self.float8.recipe}{emulated})")
         return ", ".join(shown)
 
 
@@ -164,6 +173,7 @@ def policy_from(
     output: torch.dtype | None = None,
     loss_scale: LossScaling | None = None,
     autocast: bool = False,
+    float8: Float8 | None = None,
     at_boundary: bool = False,
 ) -> PrecisionPolicy:
     """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
@@ -172,16 +182,15 @@ def policy_from(
     what the scale has saved. By default ``reduce`` is fp32, and under a plain ``-true`` string the parameters' own
     dtype; ``output`` is fp32 where masters are, so that the loss is computed in fp32 as under autocast, else the
     compute dtype; ``loss_scale`` is ``LossScaling()`` where a scale is used. ``autocast``: steps run under
-    ``torch.autocast`` on fp32 parameters, in place of casts at modules. ``at_boundary``: accumulated gradients wait for
-    one reduction (``accumulate_sync: boundary``).
+    ``torch.autocast`` on fp32 parameters, in place of casts at modules. ``float8``: how ``fp8-mixed`` multiplies.
+    ``at_boundary``: accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
 
     PrecisionError: another string, with the list of those that run; or overrides that can't be.
     """
-    if precision not in PRECISIONS:
-        raise PrecisionError(
-            f"precision is {precision!r}, which this strategy does not run. Use one of "
-            f"{', '.join(repr(p) for p in PRECISIONS)}."
-        )
+    if precision not in (*PRECISIONS, FLOAT8):
+        raise PrecisionError(f"precision is {precision!r}, which this strategy does not run. It runs {ALL}.")
+    if float8 is not None and precision != FLOAT8:
+        raise PrecisionError(f"float8 is set with precision {precision!r}, but goes with {FLOAT8!r} alone.")
     bits, form = precision.split("-")
     compute = BITS[bits]
     master = torch.float32 if form == "mixed" or aligned else compute
@@ -192,7 +201,7 @@ def policy_from(
         )
     lower = None
     if autocast:
-        if form != "mixed" or output is not None:
+        if form != "mixed" or bits == "fp8" or output is not None:
             given = f"precision is {precision!r}" if output is None else f"output is {short(output)}"
             raise PrecisionError(
                 f"{given} with autocast: true, but autocast runs under 'bf16-mixed' and '16-mixed', and returns what "
@@ -210,4 +219,5 @@ def policy_from(
         output=output or master,
         autocast=lower,
         loss_scale=loss_scale,
+        float8=(float8 or Float8()) if precision == FLOAT8 else None,
     )

@@ -20,6 +20,7 @@ from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision import loss_scale as scales
+from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
@@ -59,18 +60,20 @@ class ShardPrecision(Precision):
     @checked("ShardPrecision", error=PrecisionError)
     def __init__(
         self,
-        precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"] = "32-true",
+        precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "fp8-mixed"] = "32-true",
         *,
         reduce: DType | None = None,
         output: DType | None = None,
         autocast: bool = False,
         loss_scale: LossScaling | None = None,
+        float8: Float8 | None = None,
     ) -> None:
         """Store the precision.
 
         Args:
             precision: as in ``Trainer(precision=...)``; what it means for each dtype is in `policy_from`. ``16-mixed``
-                is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``.
+                is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``. ``fp8-mixed`` is
+                ``bf16-mixed`` with linear layers that multiply in float8 by torchao, on DDP and FSDP.
             reduce: dtype in which gradients cross the network: "fp32" or the compute dtype, and "fp32" under
                 ``aligned``. Default: "fp32", and under a plain ``-true`` precision the parameters' own.
             output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype.
@@ -78,17 +81,19 @@ class ShardPrecision(Precision):
             autocast: run steps under ``torch.autocast`` on fp32 parameters, as stock Lightning does, instead of casting
                 at modules; "bf16-mixed" and "16-mixed" alone. Parameters are gathered and reduced in fp32 then.
             loss_scale: how the loss is scaled in fp16. Default: as in torch, from 2**16. Plain ``16-true`` has none.
+            float8: which layers ``fp8-mixed`` converts, and how. Default: all that float8 kernels can run.
 
         Raises:
             PrecisionError: what these strategies do not run in the plain nor in the aligned form.
         """
         super().__init__()
-        self.precision = precision
+        self.precision = precision  # type: ignore[assignment] # Lightning does not know fp8-mixed
         self._overrides: dict[str, Any] = {
             "reduce": DTYPES[reduce] if reduce is not None else None,
             "output": DTYPES[output] if output is not None else None,
             "autocast": autocast,
             "loss_scale": loss_scale,
+            "float8": float8,
         }
         try:
             self.policy(aligned=False)

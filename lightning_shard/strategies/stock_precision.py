@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
 from lightning_shard.errors import PrecisionError
-from lightning_shard.precision.policy import PRECISIONS
+from lightning_shard.precision.policy import ALL
 from lightning_shard.strategies.precision import ShardPrecision
 
 
@@ -21,8 +21,7 @@ def translate(plugin: Precision | None) -> ShardPrecision | None:
     if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
         raise PrecisionError(
             f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
-            f"lightning_shard cast on their own and take no plugin that does. Use precision: one of "
-            f"{', '.join(repr(p) for p in PRECISIONS)}, or ShardPrecision in plugins."
+            f"lightning_shard cast on their own and take no plugin that does. They run {ALL}."
         )
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and not _is_default(scaler):

@@ -32,6 +32,7 @@ from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.mesh import resolve_mesh
+from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.strategies import refusals
@@ -111,6 +112,8 @@ class ShardStrategy(ParallelStrategy):
         run = self.planned_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
         refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
+        if run.policy.float8 is not None:
+            check_float8(run.policy.float8, self.root_device, launched=False)
         self.engine_for().check(run)
 
     @property
@@ -238,6 +241,8 @@ class ShardStrategy(ParallelStrategy):
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger = engine, parts.RunLedger()
+        if plan.policy.float8 is not None:
+            check_float8(plan.policy.float8, self.root_device, launched=True)
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:

@@ -117,7 +117,7 @@ def test_contradictory_fields(changes: dict[str, Any], message: str) -> None:
 def test_another_precision_is_refused_with_the_list(precision: str, aligned: bool) -> None:
     with pytest.raises(PrecisionError, match=f"precision is {precision!r}") as e:
         policy_from(precision, aligned=aligned)
-    assert all(repr(name) in str(e.value) for name in PRECISIONS)
+    assert all(name in str(e.value) for name in (*PRECISIONS, "fp8-mixed"))
 
 
 def test_the_plugin_knows_its_policy_and_refuses_at_once() -> None:
@@ -199,7 +199,7 @@ class NamesakePrecision(MixedPrecision):
     ],
 )
 def test_plugins_that_do_more_are_refused_by_name(plugin: Precision, name: str) -> None:
-    with pytest.raises(PrecisionError, match=rf"'{plugin.precision}', by the plugin {name},.*'32-true', 'bf16-mixed'"):
+    with pytest.raises(PrecisionError, match=rf"'{plugin.precision}', by the plugin {name},.*They run 32-true, bf16"):
         translate(plugin)
 
 

@@ -138,7 +138,7 @@ class Zero:
         transforms, policy = find_transforms(module, self.units(module), self._forward_options), run.policy
         if policy.compute != torch.float32:
             # First, so that what checkpointing runs again in backward has the casts in it.
-            self._closing.callback(install_casts(module, policy.compute, output=policy.output))
+            self._closing.callback(install_casts(module, policy.compute, output=policy.output, float8=policy.float8))
         for undo in transforms.apply():
             self._closing.callback(undo)
         self._values = Values(module)

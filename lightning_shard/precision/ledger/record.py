@@ -13,14 +13,16 @@ from lightning_shard.text import columns
 
 Kind = Literal["trainable", "frozen", "buffer", "metric state", "not in the module"]
 
-STAGES = ("loaded", "prepared", "optimizer", "forward", "backward", "accumulated", "gradient", "step")
-"""In the order of a run. ``optimizer``: in its groups; ``forward``: as modules see it; ``backward``: the gradient
-with respect to that; ``accumulated``: the gradient held between micro-batches; ``gradient``, ``step``: gradient and
-parameter that were handed to the optimizer. ``state.<slot>`` follows."""
+STAGES = ("loaded", "prepared", "optimizer", "forward", "product", "backward", "accumulated", "gradient", "step")
+"""In the order of a run. ``optimizer``: in its groups; ``forward``: as modules see it; ``product``: the float8 that a
+linear layer rounds it to; ``backward``: the gradient with respect to what modules see; ``accumulated``: the gradient
+held between micro-batches; ``gradient``, ``step``: gradient and parameter that were handed to the optimizer.
+``state.<slot>`` follows."""
 
 STATE = "state."
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8"}
 
 
 def short(dtypes: Iterable[torch.dtype]) -> str:

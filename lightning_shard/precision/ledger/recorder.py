@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.precision import casting
+from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
 from lightning_shard.tensors.names import outside_graphs
 from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
@@ -48,6 +49,7 @@ class Recorder:
         self._losses: set[torch.dtype] = set()
         self._forward: dict[Place, torch.dtype] = {}
         self._backward: dict[Place, torch.dtype] = {}
+        self._products: dict[Place, torch.dtype] = {}
         self._places: dict[Place, str] = {}
         self._undo: list[Callable[[], None]] = []
         self._watched: dict[int, Tensor] = {}
@@ -100,7 +102,8 @@ class Recorder:
             for attribute, parameter in _own(module):
                 if _counts(parameter):
                     self._places[module, attribute] = names[id(parameter)]
-        for module in outside_graphs(self._root):
+        self._outside = set(outside_graphs(self._root))
+        for module in self._outside:
             self._undo.append(module.register_forward_pre_hook(self._see).remove)
             # Ahead of ZeRO-3's hook, which cuts again what the module has read.
             self._undo.append(module.register_forward_hook(self._see_read, prepend=True).remove)
@@ -112,11 +115,11 @@ class Recorder:
         """Remove the hooks, if they are there; what was seen stays."""
         while self._undo:
             self._undo.pop()()
-        for stage, seen in (("forward", self._forward), ("backward", self._backward)):
+        for stage, seen in (("forward", self._forward), ("product", self._products), ("backward", self._backward)):
             for place, dtype in seen.items():
                 self._entries[self._places[place]].add(stage, dtype)
         # They keep modules and gathered parameters alive.
-        for kept in (self._forward, self._backward, self._places, self._watched):
+        for kept in (self._forward, self._products, self._backward, self._places, self._watched):
             kept.clear()
 
     def _see(self, module: nn.Module, args: Any) -> None:
@@ -127,6 +130,8 @@ class Recorder:
             if not isinstance(tensor, DTensor):
                 self._forward.setdefault(place, tensor.dtype)
                 self._watch(place, tensor)
+            if place[0] not in self._outside:
+                self._see_product(place[0])
 
     def _see_read(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note how a module saw parameters of modules below it that it has read itself, and ZeRO-3 gathered for it."""
@@ -149,11 +154,18 @@ class Recorder:
 
     def _see_inside(self, module: nn.Module) -> None:
         """Note how ``module`` sees its own parameters now; the last view counts, since that is the innermost."""
+        self._see_product(module)
         for attribute, _ in _own(module):
             if (module, attribute) in self._places:
                 tensor = getattr(module, attribute)
                 self._forward[module, attribute] = tensor.dtype
                 self._watch((module, attribute), tensor)
+
+    def _see_product(self, module: nn.Module) -> None:
+        """Note a float8 dtype that ``module``, which is being called, rounds its weight to once more."""
+        dtype = multiplies_in(module)
+        if dtype is not None and (module, "weight") in self._places:
+            self._products[module, "weight"] = dtype
 
     def _watch(self, place: Place, tensor: Tensor) -> None:
         if not tensor.requires_grad or id(tensor) in self._watched:

@@ -1,0 +1,123 @@
+"""Linear layers whose matrix products are taken in float8, by torchao, the same on every engine that allows it.
+
+A layer keeps its parameters, names and hooks: it only gets the class and the settings of torchao's ``Float8Linear``.
+Scales are those of the tensors at hand (dynamic scaling), so that engines that gather the same parameters and read the
+same batches compute the same, and no state goes into a checkpoint.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_shard.arguments import checked_fields
+from lightning_shard.errors import PrecisionError
+
+MULTIPLE = 16  # Of which both sizes of a layer are: float8 kernels take nothing else (`torch._scaled_mm`).
+
+
+@checked_fields("float8", error=PrecisionError)
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Which linear layers compute in float8, and how.
+
+    Raises:
+        PrecisionError: a pattern that is no regular expression.
+    """
+
+    pattern: str = ".*"
+    """A regular expression for the whole names of modules in the LightningModule: of the ``nn.Linear`` that it
+    matches, those are taken whose sizes are multiples of 16 and whose weight no other module has (a head that is tied
+    to an embedding stays in bf16). ``(?!.*lm_head).*`` leaves a head out."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's recipe: one scale for a tensor, or one for each row, or that with the weight's gradient in bf16."""
+
+    emulate: bool = False
+    """Round to float8 and multiply in fp32: the numbers without the speed, where there is no hardware for it."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise PrecisionError(f"float8.pattern {self.pattern!r} is no regular expression: {error}.") from error
+
+
+def check_float8(settings: Float8, device: torch.device, *, launched: bool) -> None:
+    """Refuse what can't run on ``device``; what its GPU can do is asked once the process is ``launched``.
+
+    The question makes a CUDA context, without which a notebook's processes can't be forked.
+
+    Raises:
+        PrecisionError: torchao is missing, or the device has no float8.
+    """
+    if find_spec("torchao") is None:
+        raise PrecisionError("precision is 'fp8-mixed', but torchao is not installed. Install it: pip install torchao.")
+    if settings.emulate:
+        return
+    found = str(device.type)
+    if device.type == "cuda":
+        if not launched or (able := torch.cuda.get_device_capability(device)) >= (8, 9):
+            return
+        found = f"{torch.cuda.get_device_name(device)} of compute capability {able[0]}.{able[1]}"
+    raise PrecisionError(
+        f"precision is 'fp8-mixed' on {found}, but float8 products need a GPU of compute capability 8.9 or newer (Ada, "
+        "Hopper, Blackwell). Use 'bf16-mixed', or float8: {emulate: true} for the same numbers without the speed."
+    )
+
+
+def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Module]) -> Callable[[], None]:
+    """Let the linear layers that ``settings`` names, but for ``others``, multiply in float8.
+
+    Returns a function that takes it back. PrecisionError: it names none.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe, emulate = Float8LinearConfig.from_recipe_name(settings.recipe), settings.emulate
+    # Padding makes a number of tokens fit that is no multiple of 16.
+    config = replace(recipe, emulate=emulate, pad_inner_dim=not emulate)
+    sample = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)
+    own = {name: value for name, value in vars(sample).items() if name not in vars(nn.Linear(1, 1, device="meta"))}
+    layers = [layer for layer in _layers(root, settings.pattern) if layer not in others]
+    if not layers:
+        raise PrecisionError(
+            f"precision is 'fp8-mixed', but no nn.Linear matches float8.pattern {settings.pattern!r} whose sizes are "
+            f"multiples of {MULTIPLE} and whose weight is its own. Use 'bf16-mixed', or another pattern."
+        )
+
+    for layer in layers:
+        layer.__class__ = type(sample)
+        vars(layer).update(own)
+    return partial(_take_back, layers, own)
+
+
+def _layers(root: nn.Module, pattern: str) -> list[nn.Linear]:
+    owners = Counter(id(p) for m in root.modules() for p in m.parameters(recurse=False))
+    return [
+        module
+        for name, module in root.named_modules()
+        # Subclasses may compute otherwise.
+        if type(module) is nn.Linear
+        and re.fullmatch(pattern, name)
+        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and owners[id(module.weight)] == 1
+    ]
+
+
+def _take_back(layers: list[nn.Linear], own: dict[str, Any]) -> None:
+    for layer in layers:
+        layer.__class__ = nn.Linear
+        for name in own:
+            del vars(layer)[name]
+
+
+def multiplies_in(module: nn.Module) -> torch.dtype | None:
+    """The float8 dtype that ``module`` rounds its weight to for its products; None: it has no such products."""
+    config = vars(module).get("config") if "linear_mm_config" in vars(module) else None
+    return None if config is None else config.cast_config_weight.target_dtype
