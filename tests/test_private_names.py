@@ -28,7 +28,11 @@ USES = {
         " _latest_update_epoch _scheduler_state _skip_backward _swap_models _use_buffers",
     ),
     "_lightning/callbacks.py": ("what a summary counts", "_max_depth _store _summary"),
-    "_lightning/checkpoints.py": ("what a run resumes from, links", "_checkpoint_connector _link_checkpoint"),
+    "_lightning/checkpoints.py": (
+        "what a run resumes from, links",
+        "_checkpoint_connector _every_n_train_steps _link_checkpoint _monitor_candidates _save_last_checkpoint"
+        " _save_topk_checkpoint _should_skip_saving_checkpoint",
+    ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",
         "_combined_loader_states_to_load _data_connector _data_fetcher _data_source _prepare_dataloader"

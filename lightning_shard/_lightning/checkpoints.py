@@ -41,19 +41,21 @@ def let_checkpoints_wait(
             follow(callback)
 
 
-def save_between_steps(replacements: Replacements, trainer: Trainer) -> None:
+def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
     """Let ``ModelCheckpoint`` callbacks save after an optimizer step, not among the batches that one accumulates.
 
     What is due in between, after a validation or by the clock, is saved right after the step: a checkpoint has no
-    gradients.
+    gradients. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is saved after the
+    first step at which it is not, one callback after the other; at the end of training in any case.
     """
+    queue: list[ModelCheckpoint] = []  # which were due by their number of steps
 
     def follow(callback: ModelCheckpoint) -> None:
         after_batch, after_validation = callback.on_train_batch_end, callback.on_validation_end
         at_end, due = callback.on_train_end, [False]
 
         def on_validation_end(trainer: Trainer, module: LightningModule) -> None:
-            due[0] = not trainer.sanity_checking and should_accumulate(trainer)
+            due[0] = not trainer.sanity_checking and (should_accumulate(trainer) or busy())
             if not due[0]:
                 after_validation(trainer, module)
 
@@ -61,10 +63,23 @@ def save_between_steps(replacements: Replacements, trainer: Trainer) -> None:
             if due[0]:
                 due[0] = False
                 after_validation(trainer, module)
+            candidates = callback._monitor_candidates(trainer)
+            if callback in queue and (callback.monitor is None or callback.monitor in candidates):
+                queue.remove(callback)
+                if not callback._should_skip_saving_checkpoint(trainer):
+                    callback._save_topk_checkpoint(trainer, candidates)
+                    callback._save_last_checkpoint(trainer, candidates)
 
         def on_train_batch_end(trainer: Trainer, module: LightningModule, *batch: Any, **more: Any) -> None:
-            if not should_accumulate(trainer):
-                save_due(trainer, module)
+            if should_accumulate(trainer):
+                return
+            every = callback._every_n_train_steps
+            if busy() or (queue and queue[0] is not callback):
+                if every > 0 and trainer.global_step % every == 0 and callback not in queue:
+                    queue.append(callback)
+                return
+            save_due(trainer, module)
+            if not busy():
                 after_batch(trainer, module, *batch, **more)
 
         def on_train_end(trainer: Trainer, module: LightningModule) -> None:

@@ -98,6 +98,11 @@ class Saver:
         """How long a save from now on may take: as long as the longest so far, behind the one that goes on."""
         return self._longest_seconds * (1 if self._ongoing is None else 2)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save goes on in the background, as all ranks were told at one and the same step."""
+        return self._ongoing is not None
+
     def is_writing(self, path: str | os.PathLike[str]) -> bool:
         """Whether the checkpoint at ``path`` is still being written, as far as this rank was told."""
         return self._ongoing is not None and os.path.normpath(str(self._ongoing.path)) == os.path.normpath(path)

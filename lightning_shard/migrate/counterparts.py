@@ -126,14 +126,14 @@ _LIVE = _zero_only(
 )  # fmt: skip
 
 _OF_ALL = {
-    "bool": "aligned log_grad_norm error_if_nonfinite async_save save_frozen compile",
+    "bool": "aligned log_grad_norm error_if_nonfinite save_frozen compile",
     "int": "trainer.accumulate_grad_batches trainer.num_nodes",
     "float": "timeout_seconds init_timeout_seconds",
     "str": "loss_weight_key process_group_backend resume_hyperparameters trainer.gradient_clip_algorithm "
     "trainer.accelerator",
     "mapping": "preemption",
-    "any": "nonfinite lost_rank_seconds stuck_seconds sample_seeds activation_checkpointing trainer.gradient_clip_val "
-    "trainer.devices",
+    "any": "async_save nonfinite lost_rank_seconds stuck_seconds sample_seeds activation_checkpointing "
+    "trainer.gradient_clip_val trainer.devices",
 }
 """Kind to the settings of it that all engines have, the Trainer's among them."""
 

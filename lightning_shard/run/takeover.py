@@ -98,8 +98,13 @@ def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints
     let_checkpoints_wait(replacements, trainer, is_writing=checkpoints.saver.is_writing, link=checkpoints.link)
 
 
-def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints) -> None:
-    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step."""
+def settle_fit(
+    replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
+) -> None:
+    """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step.
+
+    ``async_save``: the strategy's; if it is "continuous", when no other save is under way.
+    """
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
     full_gradient_norms(replacements, module, partial(tensors.read, kind="gradient"))
@@ -107,7 +112,7 @@ def settle_fit(replacements: Replacements, trainer: Trainer, engine: Engine, che
     callbacks.let_errors_through(replacements, trainer)
     if not engine.follows_freezing:
         callbacks.leave_flat_groups_unnamed(replacements, trainer)
-    save_between_steps(replacements, trainer)
+    save_between_steps(replacements, trainer, lambda: async_save == "continuous" and checkpoints.saver.is_busy)
     results.log_full_values(replacements, module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 

@@ -39,7 +39,7 @@ class CommonArguments(TypedDict, total=False):
     stuck_seconds: float | None
     process_group_backend: str | None
     preemption: PreemptionConfig | None
-    async_save: bool
+    async_save: bool | Literal["continuous"]
     save_frozen: bool
     sample_seeds: bool | None
     resume_hyperparameters: ResumeHyperparameters
@@ -79,7 +79,9 @@ class CommonSettings:
         process_group_backend: "nccl", "gloo", ...; default: by device.
         preemption: what a fit does when it is told to stop by a signal or a time limit.
         async_save: let training go on while a checkpoint is written, once this rank's part is copied to the host,
-            which takes memory for that one copy. A write that fails is raised at the next batch.
+            which takes memory for that one copy. A write that fails is raised at the next batch. A save that is due
+            while another is written waits for it; under "continuous" training goes on, and it begins after the first
+            step at which that is complete: with ``every_n_train_steps: 1`` each save begins when the last one ends.
         save_frozen: whether checkpoints have the parameters that are not trained, such as the base of adapters. false:
             digests of them, with which those of the resumed run are compared.
         sample_seeds: seed the random numbers that a training dataset draws for a sample (augmentation) by epoch and
@@ -104,7 +106,7 @@ class CommonSettings:
     stuck_seconds: float | None = 600.0
     process_group_backend: str | None = None
     preemption: PreemptionConfig | None = None
-    async_save: bool = False
+    async_save: bool | Literal["continuous"] = False
     save_frozen: bool = True
     sample_seeds: bool | None = None
     resume_hyperparameters: ResumeHyperparameters = "checkpoint"

@@ -47,7 +47,7 @@ class ShardStrategy(ParallelStrategy):
     aligned: bool
     activation_checkpointing: Checkpointing
     compile: bool
-    async_save: bool
+    async_save: bool | str
     preemption: PreemptionConfig
 
     def __init__(self, settings: CommonSettings) -> None:
@@ -247,7 +247,7 @@ class ShardStrategy(ParallelStrategy):
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
             refusals.refuse_callbacks(trainer, engine, f"{type(self).__name__} in precision {plan.precision!r}")
-            parts.settle_fit(self._replacements, trainer, engine, self.checkpoints)
+            parts.settle_fit(self._replacements, trainer, engine, self.checkpoints, self.async_save)
             parts.before_sharding(trainer, module, processes.layer_sync(self))
             self._ledger = parts.FitLedger(module, engine, plan.policy, aligned=self.aligned)
         return parts.run_of(trainer, plan, device=self.root_device, mesh=self.device_mesh, watch=self._ledger.reduction)
@@ -427,7 +427,7 @@ class ShardStrategy(ParallelStrategy):
         trainer, checkpoint = self._module.trainer, dict(checkpoint)
         if OPTIMIZER_STATES in checkpoint:
             checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
-        background = self.async_save and parts.Fit(trainer).is_running and not self._preemption.is_stopping
+        background = bool(self.async_save) and parts.Fit(trainer).is_running and not self._preemption.is_stopping
         facts = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
         self._preemption.saved()

@@ -15,7 +15,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import registry
-from lightning_shard.checkpoint.files import tensor_files
+from lightning_shard.checkpoint.background_writes import settle
+from lightning_shard.checkpoint.files import commit, tensor_files
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.cluster.preemption import Preempted
@@ -140,6 +141,60 @@ def test_top_k_and_last_while_a_save_is_under_way(tmp_path: Path) -> None:
     assert os.readlink(folder / "last.ckpt") == one
     for name in os.listdir(folder):
         open_checkpoint(folder / name)
+
+
+class Paced(pl.Callback):
+    """Every third step waits until what is being written is written, however fast steps are."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step % 3 == 0:
+            settle()
+
+
+def fit_without_end(folder: str) -> dict[str, Any]:
+    """Two ``ModelCheckpoint``s that have a save due at every step: what began when, and which thread removed."""
+    strategy, removed, begun = in_background("shard_fsdp"), [], []
+    strategy.async_save = "continuous"
+    saver, top = (
+        strategy.checkpoints.saver,
+        ModelCheckpoint(f"{folder}/top", "{step}", "step", mode="max", every_n_train_steps=1),
+    )
+    remove, save = commit.remove, saver.save
+
+    def removing(path: Any) -> None:
+        removed.append(threading.current_thread() is threading.main_thread())
+        remove(path)
+
+    def saving(path: Any, *args: Any, **kwargs: Any) -> None:
+        begun.append((Path(path).parent.name, saver.is_busy))
+        save(path, *args, **kwargs)
+
+    commit.remove, saver.save = removing, saving
+    try:
+        whole_run = _fit(strategy, steps=18, callbacks=[top, Paced()], folder=f"{folder}/all", every=1)
+    finally:
+        commit.remove = remove
+    steps = sorted(int(name[5:-5]) for name in os.listdir(f"{folder}/all"))
+    since = steps[-2]
+    resumed = _fit("shard_fsdp", resume=f"{folder}/all/step={since}.ckpt", steps=18)
+    found = {"begun": begun, "removed": removed, "top": os.listdir(f"{folder}/top"), "all": len(steps)}
+    return {**found, "runs": (whole_run, resumed), "since": since}
+
+
+def test_a_save_begins_when_the_last_one_ends(tmp_path: Path) -> None:
+    first, second = results = run_distributed(fit_without_end, 2, str(tmp_path))
+    assert first["begun"] == second["begun"], "ranks differ in when they save"
+    names = [name for name, _ in first["begun"]]
+    assert names == (["top", "all"] * 18)[: len(names)], "they don't take turns"
+    assert len(names) >= 4
+    # Training has waited for none; the last two may be those of its end.
+    assert not any(busy for _, busy in first["begun"][:-2])
+    assert len(first["top"]) == 1
+    assert first["all"] == names.count("all")
+    # Rank 0 removes, in the thread that writes.
+    assert (len(first["removed"]), second["removed"]) == (names.count("top") - 1, [])
+    assert not any(first["removed"])
+    _assert_continues([r["runs"][0] for r in results], [r["runs"][1] for r in results], first["since"])
 
 
 class FailsOnRank1(TinyLM):
