@@ -14,7 +14,7 @@ from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts
 from lightning_shard.planning.allocator import Allocator, Block, MiB
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import Point, peak
+from lightning_shard.planning.step_memory import START, Point, peak
 
 Range = tuple[int, int]
 """The least and the most, in bytes."""
@@ -102,14 +102,19 @@ def communicators(engine: EngineFacts) -> int:
 
 def replay(points: Sequence[Point], trace: Trace, training: Training, *, expandable: bool) -> int:
     """Bytes that the allocator has reserved after two steps."""
-    device = _Device(Allocator(expandable=expandable))
+    itemsize = training.policy.compute.itemsize
+    full = sorted({p.numel * itemsize for p in training.model.parameters}, reverse=True)
+    device = _Device(Allocator(expandable=expandable), full)
     made: dict[int, list[tuple[int, int]]] = {}
     for segment, key, size in trace.events:
         made.setdefault(segment, []).append((key, size))
     sizes, slots = [p.numel for p in training.model.parameters], len(training.optimizer.slots)
+    start, points = [p for p in points if p.name == START], [p for p in points if p.name != START]
     states = points[0].account.device
     for kind in ("parameters", "masters", "buffers", "averages"):
         device.state(getattr(states, kind), sizes)
+    for point in start:
+        device.hold(point)
     for step in range(2):
         reached = 0
         device.clear()
@@ -130,8 +135,9 @@ def replay(points: Sequence[Point], trace: Trace, training: Training, *, expanda
 class _Device:
     """Blocks by what they are for: an engine's bytes of a kind, and the module's own storages."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: Allocator, full: Sequence[int]) -> None:
+        """``full``: bytes of full parameters, from the largest to the smallest."""
+        self.allocator, self.full = allocator, full
         self.held: dict[tuple[str, str], list[Block]] = {}
         self.own: dict[int, Block] = {}
 
@@ -153,6 +159,11 @@ class _Device:
                 self.allocator.free(blocks.pop())
             missing[key] = size - sum(block.size for block in blocks)
         for key, size in missing.items():
+            # What is gathered is one tensor for each parameter, of sizes that come again; other kinds are buffers.
+            for piece in self.full if key[0] == "gathered" else ():
+                while size >= max(piece, 1):
+                    self.held[key].append(self.allocator.allocate(piece, key[1]))
+                    size -= piece
             if size > 0:
                 self.held[key].append(self.allocator.allocate(size, key[1]))
 

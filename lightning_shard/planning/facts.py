@@ -145,6 +145,13 @@ class Training:
     optimizer: OptimizerFacts = OptimizerFacts()
     micro_batches: int = 1  # That are summed for a step.
 
+    @property
+    def saved(self) -> int:
+        """Bytes of a checkpoint's tensors, without averages: the same under every engine."""
+        master, trainable = self.policy.master, [p.numel for p in self.model.trainable]
+        own = sum(p.numel * p.stepped_in(master).itemsize for p in self.model.parameters)
+        return own + self.optimizer.state_bytes(trainable, master)
+
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:
     """The state that ``optimizer`` keeps, seen on a small one of its kind and settings; None: that can't be made."""

@@ -14,7 +14,7 @@ from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
-from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, with_segment
+from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements, with_segment
 from lightning_shard.planning.traffic import Collective
 
 
@@ -107,6 +107,30 @@ def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
 def _of_neighbours(values: Sequence[int], count: int) -> int:
     """The largest sum of ``count`` values that follow one another."""
     return max((sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1))), default=0)
+
+
+def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
+    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.fsdp2.shard`)."""
+    resident = step_memory(training, engine).step
+    full = max(sum(p.numel * p.dtype.itemsize for p in members) for members in training.model.units.values())
+    kinds = KindBytes(parameters=resident.device.parameters, buffers=resident.device.buffers, gathered=full)
+    host = KindBytes(parameters=resident.host.parameters)
+    return Point(name=START, account=MemoryAccount(device=kinds, host=host))
+
+
+def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
+    """Bytes of all units gathered, the same without padding, and the most shards with which it is at most a tenth.
+
+    A parameter is cut along dim 0 into as many chunks as there are shards, all as large as the first one: buffers have
+    at least one row for each shard (``FSDPParam._init_sharded_param``, ``_get_dim0_padded_size``).
+    """
+
+    def gathered(shards: int) -> int:
+        return _gathered_bytes(training.model.parameters, shards, training.policy.compute)
+
+    divisors = [s for s in range(1, engine.shard + 1) if engine.shard % s == 0]
+    fewer = max(s for s in divisors if gathered(s) <= 1.1 * gathered(1))
+    return gathered(engine.shard), gathered(1), fewer
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:

@@ -17,7 +17,7 @@ from lightning_shard.planning.device_memory import DeviceMemory, device_memory
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Step, Trace, resized, trace_step
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.predict import collectives, predict, step_points
+from lightning_shard.planning.predict import collectives, padding_note, predict, start_points, step_points
 from lightning_shard.planning.report import Row
 from lightning_shard.planning.step_memory import POINTS, Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
@@ -88,7 +88,8 @@ class Planner:
             except ConfigurationError:
                 return None
 
-        memory = self.machines.memory
+        memory, padded = self.machines.memory, padding_note(training, engine) if confirm else None
+        self.notes += [] if padded is None else [padded]
         sent = collectives(training, engine)
         confirmed = self._confirmed_batch(candidate, run, engine) if confirm else largest_batch(run, engine, memory)
         return Row(
@@ -97,6 +98,7 @@ class Planner:
             points=points,
             needs=needs,
             traced=traces is not None,
+            saved=training.saved // engine.ranks,
             largest_batch=confirmed,
             fewest=fewest_devices(run, engine_on, self.machines.nodes.devices, memory),
             sent=tuple(sent),
@@ -247,7 +249,7 @@ class Run:
             points = [Point(name=name, account=getattr(moments, name)) for name in POINTS]
         else:
             trace = self.traces.one if batch is None else self.traces.at(batch)
-            points = step_points(self.training, engine, trace)
+            points = [*start_points(self.training, engine), *step_points(self.training, engine, trace)]
         return [replace(point, account=with_averages(point.account, self.averages)) for point in points]
 
     def peak(self, engine: EngineFacts, batch: int | None = None) -> MemoryAccount:

@@ -16,6 +16,7 @@ from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point
 from lightning_shard.planning.traffic import Collective
+from lightning_shard.text import show_bytes
 
 # An engine's facts to the module that has its ``step_memory``, ``step_points`` and ``collectives``.
 _ARITHMETIC: Mapping[type[EngineFacts], Any] = {TorchDDPFacts: torch_ddp, FSDPFacts: fully_shard, DeepSpeedFacts: zero}
@@ -51,6 +52,26 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace) -> list[P
     # The optimizer reads gradients where the last reduction has put them.
     apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
     return [*points, replace(last, apart=apart)]
+
+
+def start_points(training: Training, engine: EngineFacts) -> list[Point]:
+    """The start of a fit, where it is known: other engines than FSDP2 have the module whole, and in a step more."""
+    module, engine = _arithmetic(engine)
+    return [module.start_of_fit(training, engine)] if isinstance(engine, FSDPFacts) else []
+
+
+def padding_note(training: Training, engine: EngineFacts) -> str | None:
+    """What FSDP2's padding costs, and the mesh that avoids it; None: less than a tenth."""
+    if not isinstance(engine, FSDPFacts):
+        return None
+    padded, full, fewer = fully_shard.padding(training, engine)
+    if padded <= 1.1 * full:
+        return None
+    return (
+        f"FSDP2 pads dim 0 of each parameter to a multiple of its {engine.shard:,} shards: gathered, all units "
+        f"take {show_bytes(padded)} in place of {show_bytes(full)}. Shard over fewer ranks and replicate: "
+        f"mesh: {{replicate: {engine.ranks // fewer}, shard: {fewer}}}"
+    )
 
 
 def collectives(training: Training, engine: EngineFacts) -> list[Collective]:

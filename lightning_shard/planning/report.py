@@ -10,7 +10,7 @@ from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
 from lightning_shard.planning.device_memory import DeviceMemory
-from lightning_shard.planning.step_memory import Point, peak
+from lightning_shard.planning.step_memory import START, Point, peak
 from lightning_shard.planning.step_time import StepTime
 from lightning_shard.planning.traffic import Collective, Nodes
 from lightning_shard.text import columns, show_bytes, show_seconds
@@ -27,6 +27,7 @@ class Row:
     points: tuple[Point, ...] = ()
     needs: DeviceMemory = field(default_factory=partial(DeviceMemory, tensors=0))  # Of the device at the peak.
     traced: bool = True  # Whether activations are among it.
+    saved: int = 0  # Bytes that each rank writes in a save.
     largest_batch: int | None = None
     fewest: Nodes | None = None
     sent: tuple[Collective, ...] = ()
@@ -62,7 +63,9 @@ def fit(row: Row, memory: int) -> str:
     if row.largest_batch is not None:
         lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
     fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
-    return "\n".join([*lines, f"fewest devices for this batch: {fewest}"])
+    lines.append(f"fewest devices for this batch: {fewest}")
+    saved = f"a save writes {show_bytes(row.saved)} of each device, box by box"
+    return "\n".join([*lines, f"{saved}; in the background by way of as much pinned memory of the host"])
 
 
 def _beside(needs: DeviceMemory) -> str:
@@ -73,7 +76,8 @@ def _beside(needs: DeviceMemory) -> str:
 
 def by_kind(points: Sequence[Point]) -> str:
     """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
-    parts: tuple[str | tuple[str, ...], ...] = ("forward", ("backward", "reduction", "end of"), ("optimizer", "step"))
+    ends: tuple[str | tuple[str, ...], ...] = (("backward", "reduction", "end of"), ("optimizer", "step"))
+    parts = (START, "forward", *ends)
     found = [[p for p in points if p.name.startswith(part)] for part in parts]
     shown = [peak(matching) for matching in found if matching] or points
     rows = [["bytes of a device", *(p.name for p in shown)]]

@@ -70,6 +70,9 @@ class Point:
     apart: KindBytes = field(default_factory=KindBytes)
 
 
+START = "start of the fit"
+
+
 def peak(points: Sequence[Point]) -> Point:
     return max(points, key=lambda point: point.account.device.total)
 

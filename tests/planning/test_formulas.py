@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.memory import KindBytes
+from lightning_shard.planning import fully_shard as fully_shard_bytes
 from lightning_shard.planning.facts import ModelFacts, Training
-from lightning_shard.planning.predict import collectives, predict
+from lightning_shard.planning.predict import collectives, padding_note, predict, start_points
 from lightning_shard.planning.traffic import Nodes
+from lightning_shard.tensors import fake
 from tests.planning.support import BF16, FP32, model
 
 
@@ -105,3 +112,29 @@ def test_traffic_of_hybrid_sharding() -> None:
     # Each of a node's four devices all-reduces its quarter with one other node: fp32.
     shards = sent["replicate gradient shards"]
     assert (shards.inside(nodes), shards.between(nodes)) == (0, 4 * 2 * 1 / 2 * 8_000)
+
+
+@pytest.mark.parametrize(("rows", "ranks", "padded", "fewer"), [(64, 8, 64, 8), (64, 96, 96, 32), (10, 4, 12, 2)])
+def test_padding_of_dim_0(rows: int, ranks: int, padded: int, fewer: int) -> None:
+    """As FSDP2 pads; the proposed mesh pads at most a tenth."""
+    with fake.fake_world(ranks):
+        module = nn.Linear(10, rows, bias=False)
+        fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+        group = module._get_fsdp_state()._fsdp_param_group
+        assert ranks * group.fsdp_params[0].padded_sharded_param_size[0] == padded
+    training, engine = Training(model=model(rows), policy=FP32), FSDPFacts(replicate=1, shard=ranks)
+    assert fully_shard_bytes.padding(training, engine) == (padded * 40, rows * 40, fewer)
+    note = padding_note(training, engine)
+    assert (note is None) == (padded <= 1.1 * rows)
+    assert note is None or f"mesh: {{replicate: {ranks // fewer}, shard: {fewer}}}" in note
+
+
+def test_start_of_a_fit_and_a_save() -> None:
+    training = Training(model=model(4, 8, 16, units=2), policy=BF16)
+    engine = FSDPFacts(replicate=1, shard=4)
+    # A quarter in fp32, and the largest unit whole.
+    (start,) = start_points(training, engine)
+    assert start.account.device == KindBytes(parameters=28 * 10, gathered=16 * 40)
+    assert start_points(training, TorchDDPFacts(ranks=4)) == []
+    # Masters, and two slots with a step count for each tensor.
+    assert training.saved == 28 * 40 * 3 + 3 * 4
