@@ -87,7 +87,10 @@ USES = {
     "engines/transforms.py": ("whether an operator is traced; its arguments", "_guards _schema"),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
-    "engines/zero/layout.py": ("gradients on their way to the host", "_wait_for_offload_copies"),
+    "engines/zero/layout.py": (
+        "gradients on their way to the host, and of micro-batches so far",
+        "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer _wait_for_offload_copies",
+    ),
     "engines/zero/partition.py": ("partitioning", "_convert_to_deepspeed_param _enable_mem_efficient_linear"),
     "engines/zero/process.py": (
         "groups of an earlier process group, what DeepSpeed broadcasts",

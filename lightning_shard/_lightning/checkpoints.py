@@ -44,9 +44,9 @@ def let_checkpoints_wait(
 def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Callable[[], bool]) -> None:
     """Let ``ModelCheckpoint`` callbacks save after an optimizer step, not among the batches that one accumulates.
 
-    What is due in between, after a validation or by the clock, is saved right after the step: a checkpoint has no
-    gradients. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is saved after the
-    first step at which it is not, one callback after the other; at the end of training in any case.
+    What is due in between, after a validation or by the clock, is saved right after the step, so that there
+    are no gradients to save. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is
+    saved after the first step at which it is not, one callback after the other; at the end of training in any case.
     """
     queue: list[ModelCheckpoint] = []  # which were due by their number of steps
 

@@ -34,6 +34,20 @@ def should_accumulate(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def accumulated_batches(trainer: Trainer) -> int:
+    """How many batches the optimizer step to come has accumulated, between two batches or inside of one."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if batches.processed == batches.ready and not should_accumulate(trainer):
+        return 0
+    return int(batches.processed) % trainer.accumulate_grad_batches
+
+
+def processed_batches(trainer: Trainer) -> int:
+    """How many training batches the fit has behind it."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(batches.processed)
+
+
 def begins_accumulation(trainer: Trainer) -> bool:
     """Whether Lightning drops the gradients of the step before in this batch."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0

@@ -63,11 +63,13 @@ def _tensors(stored: Contents) -> list[str]:
     table += [[alias, f"tied to {key}", "", ""] for alias, key in stored.aliases.items()]
     weights = [tensor for key, tensor in stored.tensors.items() if key.startswith(layout.MODEL_PREFIX)]
     averages = [key for key in stored.tensors if key.startswith(layout.AVERAGE_PREFIX)]
+    gradients = [key for key in stored.tensors if key.startswith(layout.GRADIENT_PREFIXES)]
     return [
         columns(table),
         "",
         f"{len(weights)} tensors of the model with {sum(math.prod(t.shape) for t in weights):,} elements, "
-        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}; "
+        f"{len(stored.slots)} of optimizers{f', {len(averages)} averages' * bool(averages)}"
+        f"{f', {len(gradients)} gradients of a step so far' * bool(gradients)}; "
         f"{sum(tensor.nbytes for tensor in stored.tensors.values()):,} bytes",
     ]
 

@@ -17,19 +17,20 @@ from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, TensorEntry, library_versions
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, format_version, library_versions
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse_url
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
+from lightning_shard.checkpoint.gradients import keyed
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.module_state import extra_state, live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import optimizer_states
 from lightning_shard.checkpoint.plan import Plan, Plans, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
 
 def training_state(
@@ -41,17 +42,20 @@ def training_state(
     leave_out: Collection[str] = (),
     masters: Mapping[str, LiveTensor] | None = None,
     averages: Mapping[str, Any] | None = None,
+    gradients: Mapping[str, Accumulated] | None = None,
 ) -> Contents:
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
     ``optimizer_states`` in ``trainer_state`` is replaced by the groups' hyperparameters, and ``module_extra_state``
     by what the module keeps beyond tensors. No ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the
     module that the checkpoint is not to have. ``masters``: FQN to what is saved in the place of the module's own
-    tensor. ``averages``: FQN to the average of the tensor. Buffers are the same on all ranks.
+    tensor. ``averages``: FQN to the average of the tensor. ``gradients``: by name those of a step so far. Buffers are
+    the same on all ranks.
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
     states = optimizer_states(optimizers, names)
+    averages_of = {layout.average_key(fqn): average for fqn, average in (averages or {}).items() if fqn in live}
     own: dict[str, Any] = {layout.EXTRA_STATE: extra_state(module, names)}
     if optimizers:
         own[layout.OPTIMIZER_STATES] = states.described
@@ -59,7 +63,7 @@ def training_state(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
         slots=states.tensors,
-        averages={fqn: average for fqn, average in (averages or {}).items() if fqn in live},
+        further={**averages_of, **(keyed(gradients, module) if gradients else {})},
         trainer_state={**trainer_state, **own},
         facts=facts,
     )
@@ -187,7 +191,7 @@ class Begun:
             aliases=self.aliases,
             slots=plan.slots,
             files=files,
-            format_version=FORMAT_VERSION if any(key.startswith(layout.AVERAGE_PREFIX) for key in tensors) else 3,
+            format_version=format_version(tensors),
         )
         write_file(self.temporary / layout.MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)

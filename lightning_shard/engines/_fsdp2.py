@@ -4,7 +4,7 @@
 ``fully_shard`` does; torch's DistributedDataParallel has neither master weights nor a reduction dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -88,20 +88,31 @@ def dtypes_of(module: FSDPModule) -> tuple[torch.dtype, torch.dtype]:
     return compute, mp_policy.reduce_dtype or compute
 
 
-def unreduced_gradients(module: FSDPModule) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The gradients of ``module``'s unit that wait for others: owner, attribute and tensor of each.
+def accumulated_gradients(
+    module: FSDPModule, begins: Callable[[nn.Module, str], bool] = lambda owner, name: False, *, reduced: bool = True
+) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
+    """The gradients of ``module``'s unit that wait for others: owner, attribute, tensor, and whether it is reduced.
 
     Full ones before their reduction, and the shards that reduced ones are added up in, which lie at parameters that
-    the module does not have while it is gathered.
+    the module does not have while it is gathered. Where one ``begins``, by owner and attribute, it is put there as
+    zeros first; full ones need a unit that was gathered before.
     """
     for parameter in _parameters_of(module):
-        if (shard := parameter.sharded_param.grad) is not None:
-            yield parameter._module_info.module, parameter._module_info.param_name, shard
+        owner, name, shard = parameter._module_info.module, parameter._module_info.param_name, parameter.sharded_param
+        full = _unsharded(parameter)
+        if shard.requires_grad and begins(owner, name):
+            if reduced:
+                shard.grad = torch.zeros_like(shard)
+            elif full is not None:
+                dtype = parameter.reduce_dtype or full.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+        if shard.grad is not None:
+            yield owner, name, shard.grad, True
         gradient = parameter.unsharded_accumulated_grad
-        if gradient is None and (full := _unsharded(parameter)) is not None:
+        if gradient is None and full is not None:
             gradient = full.grad
         if gradient is not None:
-            yield parameter._module_info.module, parameter._module_info.param_name, gradient
+            yield owner, name, gradient, False
 
 
 def gathered_tensors(module: FSDPModule) -> Iterator[Tensor]:

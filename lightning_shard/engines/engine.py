@@ -5,7 +5,7 @@ prepare the module of a run, in a fit lets it engage the optimizers, and closes 
 knows Lightning.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.resident import Resident
 from lightning_shard.engines.units import Unit
 from lightning_shard.precision.policy import PrecisionPolicy
-from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class EngineTensors(Protocol):
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's reduced gradients of ``optimizer``: DTensors or plain tensors, to be scaled in place."""
 
-    def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        """FQN and tensor of the gradients that wait for those of further micro-batches."""
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        """FQN to gradient, of those that wait for further micro-batches; first zeros for ``begin``, where none wait."""
 
     def resident(self) -> Iterable[Resident]:
         """All live tensors of the run but activations, by kind and by device, host or file."""
@@ -189,6 +189,12 @@ class Engine(Protocol):
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
 
     steps_itself: bool  # Whether `step` must be called instead of the optimizer's own, for skipped steps too.
+
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        """`EngineTensors.accumulated` of what the step has used so far, with ``begin`` counted among it.
+
+        All ranks call it, between two micro-batches in automatic optimization.
+        """
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""

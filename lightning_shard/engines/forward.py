@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -67,6 +68,16 @@ def hook_loss(root: nn.Module, loss: Tensor) -> None:
     """
     # Not as an argument: FSDP would hook a copy of it.
     run(root, lambda: loss)
+
+
+@torch.no_grad()
+def gather_each(root: nn.Module) -> None:
+    """Gather each unit's parameters and free them again, as a forward pass does. All ranks call it."""
+    run(root, lambda: None)  # prepares all units, which only the root does
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            gather(module)
+            module.reshard()
 
 
 class _GatheredOnRead(dict[str, "nn.Parameter | None"]):

@@ -6,7 +6,7 @@ no graph holds a collective. Both act on ``module.forward``, so that no FQN gain
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingE
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.tensors.flat import Accumulated
 
 FORWARD_METHODS = ("encode", "generate")
 """Methods that run a model without ``forward``, by the names that are common."""
@@ -148,7 +149,13 @@ class FSDP2Engine(StepsOwnParameters):
 
     @property
     def tensors(self) -> ModuleTensors:
-        return ModuleTensors(self._sharded.root, self._optimizers, device=self._run.device, whole=self._whole)
+        return ModuleTensors(
+            self._sharded.root,
+            self._optimizers,
+            device=self._run.device,
+            whole=self._whole,
+            at_boundary=self._at_boundary,
+        )
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         earlier_parameters.follow(optimizers, self._sharded.root)
@@ -206,6 +213,12 @@ class FSDP2Engine(StepsOwnParameters):
         root = self._sharded.root
         if self._at_boundary and isinstance(root, FSDPModule):
             root.set_requires_gradient_sync(enabled)
+
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        if begin and self._at_boundary:
+            forward.gather_each(self._sharded.root)
+        found = super().accumulated(begin)
+        return found if self._usage is None else self._usage.usage.so_far(found, begin)
 
     def finish_gradients(self) -> None:
         with self._run.watch():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_shard.engines._fsdp2 import unreduced_gradients
+from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engaged
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.clipping import gradients_of
-from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
 
 class StepsOwnParameters(ABC):
@@ -59,6 +59,9 @@ class StepsOwnParameters(ABC):
             whole = self._whole.get(id(optimizer))
             (optimizer.step if whole is None else whole.step)(**kwargs)
 
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        return self.tensors.accumulated(begin)
+
     def before_saving(self) -> None:
         for whole in self._whole.values():
             whole.share_state()
@@ -93,11 +96,12 @@ class ModuleTensors:
         wrapper: nn.Module | None = None,
         masters: Mapping[str, LiveTensor] | None = None,
         whole: Mapping[int, WholeSteps] | None = None,
+        at_boundary: bool = True,
     ) -> None:
         """Look at the tensors of ``module``, with torch's DDP around it as ``wrapper``.
 
         ``masters``: FQN to what stands for the module's own tensor. ``whole``: by the ``id`` of their optimizer, those
-        that step full parameters.
+        that step full parameters. ``at_boundary``: gradients are reduced once a step, not each micro-batch's.
         """
         self._module = module
         self._optimizers = optimizers
@@ -105,6 +109,7 @@ class ModuleTensors:
         self._wrapper = wrapper
         self._masters = masters or {}
         self._whole = whole or {}
+        self._at_boundary = at_boundary
 
     def masters(self) -> Mapping[str, LiveTensor]:
         return self._masters
@@ -126,13 +131,25 @@ class ModuleTensors:
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
-    def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
-        yield from ((n, p.grad) for n, p in self._module.named_parameters() if p.grad is not None)
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         names = {module: fqn for fqn, module in self._module.named_modules()}
-        for unit in names:
-            if isinstance(unit, FSDPModule):
-                for owner, name, gradient in unreduced_gradients(unit):
-                    yield f"{names[owner]}.{name}".lstrip("."), gradient
+        found: dict[str, Accumulated] = {}
+
+        def fqn_of(owner: nn.Module, name: str) -> str:
+            return f"{names[owner]}.{name}".lstrip(".")
+
+        units = [module for module in names if isinstance(module, FSDPModule)]
+        for unit in units:
+            waiting = accumulated_gradients(unit, lambda *at: fqn_of(*at) in begin, reduced=not self._at_boundary)
+            for owner, name, gradient, reduced in waiting:
+                found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
+        for fqn, parameter in self._module.named_parameters():
+            if fqn in begin and fqn not in found and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None and fqn not in found:
+                # What FSDP ignores is averaged once, at the end of a step.
+                found[fqn] = Accumulated(parameter.grad, reduced=not self._at_boundary and not units)
+        return found
 
     def resident(self) -> Iterable[Resident]:
         return module_tensors(self._module, self._optimizers, device=self._device, wrapper=self._wrapper)

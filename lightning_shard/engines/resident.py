@@ -53,7 +53,8 @@ def module_tensors(
             yield Resident("gradients", memory(parameter, parameter.grad), parameter.grad)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            yield from (Resident("gradients", memory_of(g, device), g) for _, _, g in _fsdp2.unreduced_gradients(part))
+            waiting = _fsdp2.accumulated_gradients(part)
+            yield from (Resident("gradients", memory_of(gradient, device), gradient) for *_, gradient, _ in waiting)
     yield from optimizer_tensors(optimizers, memory)
     yield from buffers(module, device=device)
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:

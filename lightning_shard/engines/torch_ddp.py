@@ -115,7 +115,13 @@ class TorchDDP(StepsOwnParameters):
 
     @property
     def tensors(self) -> ModuleTensors:
-        return ModuleTensors(self._module, self._optimizers, device=self._run.device, wrapper=self._wrapped)
+        return ModuleTensors(
+            self._module,
+            self._optimizers,
+            device=self._run.device,
+            wrapper=self._wrapped,
+            at_boundary=self._at_boundary,
+        )
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = self._wrapped

@@ -5,7 +5,7 @@ some ranks used has the average with zeros of the others. Engines that gather or
 the wrong ones where ranks use different ones, without an error as long as the sizes fit.
 """
 
-from collections.abc import Callable, Generator, Iterable, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.flat import Accumulated
 
 _COMPARED = 3
 """Steps in which ranks tell each other what they used. Later ones must use the same, or be told of always."""
@@ -31,6 +32,8 @@ class Usage:
         """Begin to look at ``names``; with ``always`` ranks tell each other in every step, which waits for all."""
         self._names = frozenset(names)
         self._used: set[str] = set()
+        self.watched: set[str] = set()
+        """Of which it is known whether a step uses them."""
         self._steps = 0
         self._last: list[Set[str]] = []
         self.varies = always
@@ -42,8 +45,16 @@ class Usage:
 
     def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
         """Note the backward passes that reach ``parameter``; returns what ends that."""
+        self.watched.add(fqn)
         handle: Any = parameter.register_hook(lambda gradient: self._used.add(fqn))
         return lambda: handle.remove()
+
+    def so_far(self, gradients: Mapping[str, Accumulated], begin: Collection[str]) -> dict[str, Accumulated]:
+        """Those of ``gradients`` that this step has used, with ``begin`` among them. All ranks call it."""
+        self._used.update(begin)
+        own = self.watched - self._used
+        by_none = frozenset.intersection(*map(frozenset, Ranks.of().gather(own)))
+        return {fqn: each for fqn, each in gradients.items() if fqn not in (by_none if each.reduced else own)}
 
     @property
     def settled(self) -> bool:
@@ -124,10 +135,9 @@ class UnitUsage:
         is hooked to their parameters; those with a gradient are used.
         """
         self._names = {p: fqn for fqn, p in root.named_parameters() if p.requires_grad}
-        self._usage = Usage(self._names.values(), always=always)
+        self.usage = Usage(self._names.values(), always=always)
         self._units: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._undo: list[Callable[[], None]] = []
-        self._watched: set[str] = set()
         self._reduces_zeros = False
         if compiled and not always:
             return
@@ -137,8 +147,7 @@ class UnitUsage:
             self._undo.append(hook.remove)
         for parameter, fqn in self._names.items():
             if not isinstance(parameter, DTensor):
-                self._watched.add(fqn)
-                self._undo.append(self._usage.watch(fqn, parameter))
+                self._undo.append(self.usage.watch(fqn, parameter))
         self._reduce_zeros(True)
 
     def _reduce_zeros(self, enabled: bool) -> None:
@@ -152,9 +161,8 @@ class UnitUsage:
         """Look at the parameters of ``unit``, which is gathered; the root's step ends without a hook."""
         for shard, full, _ in gathered_parameters(unit) if self._undo else ():
             fqn = self._names.get(shard)
-            if fqn is not None and full.requires_grad and fqn not in self._watched:
-                self._watched.add(fqn)
-                self._undo.append(self._usage.watch(fqn, full))
+            if fqn is not None and full.requires_grad and fqn not in self.usage.watched:
+                self._undo.append(self.usage.watch(fqn, full))
 
     def finish(self) -> None:
         """End a step whose gradients are reduced: those of parameters that no rank used are None. All ranks call it.
@@ -162,9 +170,9 @@ class UnitUsage:
         WrappingError: ranks use different parameters, and torch can't reduce them.
         """
         # Units that run by another method than forward are not seen.
-        others = [n for p, n in self._names.items() if n not in self._watched and p.grad is not None]
-        unused = self._usage.finish(others)
-        if self._usage.differs and not self._reduces_zeros:
+        others = [n for p, n in self._names.items() if n not in self.usage.watched and p.grad is not None]
+        unused = self.usage.finish(others)
+        if self.usage.differs and not self._reduces_zeros:
             raise WrappingError(
                 "Ranks use different parameters in a step, which needs torch 2.13 or newer and no compile here; this "
                 f"is torch {torch.__version__}. Use shard_ddp with find_unused_parameters: true."
@@ -172,13 +180,13 @@ class UnitUsage:
         for parameter, fqn in self._names.items():
             if fqn in unused:
                 parameter.grad = None
-        if self._usage.settled:
+        if self.usage.settled:
             self.close()
 
     def close(self) -> None:
         """Take off what looks at the steps."""
         while self._undo:
             self._undo.pop()()
-        self._watched.clear()
+        self.usage.watched.clear()
         if self._reduces_zeros:
             self._reduce_zeros(False)

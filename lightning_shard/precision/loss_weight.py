@@ -85,6 +85,17 @@ class LossWeights:
         # fp64: sums of tokens are exact, also beyond 2**24.
         return torch.zeros(2, dtype=torch.float64, device=self._device)
 
+    def state(self) -> dict[str, Any]:
+        """This rank's part of a step that goes on from a checkpoint, in plain values."""
+        return {"given": self.given, "unit": self._unit, "sums": self._sums.tolist()}
+
+    def load_state(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Go on with the `state` of all ranks of a run, of which there may be fewer or more now."""
+        self.given, self._unit = states[0]["given"], states[0]["unit"]
+        sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64, device=self._device)
+        own = sums[rank] if len(states) == self._ranks else sums.sum(0)
+        self._sums = own if len(states) == self._ranks or rank == 0 else self._zeros()
+
     def take(self, output: Any, batch: Any) -> None:
         """Take the weight of the loss that a training step returned.
 
@@ -136,9 +147,7 @@ class LossWeights:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         needed = 2.0 ** math.ceil(math.log2(max(1.0, float(largest))))
         if needed > self._unit:
-            # Several parameters may share one tensor.
-            tensors = {id(tensor): tensor for tensor in waiting()}
-            multiply(tensors.values(), torch.tensor(self._unit / needed, dtype=torch.float32))
+            multiply(waiting(), torch.tensor(self._unit / needed, dtype=torch.float32))
             self._unit = needed
 
     def scale(self, loss: Tensor, *, ends: bool, waiting: Callable[[], Iterable[Tensor]]) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -19,6 +20,7 @@ from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, names_full
+from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
 from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import check_savable
@@ -31,7 +33,14 @@ from lightning_shard.ranks import Ranks
 from lightning_shard.resume.schedules import differing as schedules_differing
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
+from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns
+
+RUN_STATE = "lightning_shard"
+"""Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
+
+ACCUMULATION = "accumulation"
+"""Where each rank's part of it says what a step has accumulated, if a checkpoint is saved in the middle of one."""
 
 
 class Checkpoints(CheckpointIO):
@@ -50,6 +59,8 @@ class Checkpoints(CheckpointIO):
         self.opened: OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
         self._loading: OpenCheckpoint | None = None
+        self.accumulated: OpenCheckpoint | None = None
+        """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
         self._training = False
         self.saved: list[str] = []
@@ -127,6 +138,7 @@ class Checkpoints(CheckpointIO):
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
+        gradients = self._gradients(checkpoint, target)
 
         def collect() -> Contents:
             tensors = self._engine.tensors
@@ -141,6 +153,7 @@ class Checkpoints(CheckpointIO):
                 optimizers=optimizers,
                 masters=tensors.masters(),
                 averages=None if averaging is None else averaging.tensors(),
+                gradients=gradients,
                 trainer_state=checkpoint,
                 facts=Facts(
                     engine=self._engine.name,
@@ -157,6 +170,25 @@ class Checkpoints(CheckpointIO):
         # Only while there will be a step, or the end of training, at which the outcome is looked at.
         with nullcontext() if averaging is None else averaging.out_of_module():
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
+
+    def _gradients(self, checkpoint: Mapping[str, Any], target: str) -> Mapping[str, Accumulated]:
+        """The gradients of a step in the middle of which ``checkpoint`` is saved; none between steps."""
+        step = checkpoint.get(RUN_STATE, {"ranks": [{}]})["ranks"][0].get(ACCUMULATION)
+        if step is None:
+            return {}
+        why = "inside of a batch, which runs again on resuming," if step["inside"] else ""
+        if names_full(target) or layout.names_hugging_face(target):
+            why = "in a form that has none,"
+        gradients = {} if why else self._engine.accumulated()
+        if any(part.layout != torch.strided for each in gradients.values() for part in each.parts):
+            why = "with sparse gradients,"
+        if why:
+            rank_zero_warn(
+                f"This checkpoint is saved {why} after {step['batches']} of the {step['factors'][2]} batches that one "
+                "step accumulates. Their gradients are not saved, so that the step after resuming lacks these "
+                "batches. Save after a step, as ModelCheckpoint does, or at a batch's end into a directory."
+            )
+        return {} if why else gradients
 
     def _skeleton(self) -> Skeleton:
         trainer = getattr(self._module, "trainer", None)
@@ -299,6 +331,8 @@ class Checkpoints(CheckpointIO):
                 configured=configured,
                 averaged=averaged,
             )
+            has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)
+            self.accumulated = self._loading if has_gradients else None
         finally:
             self._loading = None
             self.remove_converted()
@@ -325,3 +359,10 @@ class Checkpoints(CheckpointIO):
             self.averaging.loaded(state, averages=report.averages)
         if optimizers:
             self._engine.resumed()
+
+    def load_gradients(self, factor: float) -> None:
+        """Read those of `accumulated`, times ``factor``, to be added to. All ranks call it."""
+        assert self.accumulated is not None
+        self._engine.before_reading()
+        load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
+        self.accumulated = None

@@ -17,18 +17,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import progress, results
 from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
-from lightning_shard._lightning.loops import should_accumulate
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
 from lightning_shard.resume.wrap import order_warning
+from lightning_shard.run import accumulation
+from lightning_shard.run.checkpoints import RUN_STATE, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
-
-RUN_STATE = "lightning_shard"
-"""Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
 
 
 @contextmanager
@@ -99,13 +97,7 @@ class Data:
 
         ``rewound``: parts of the state to be saved as they were before.
         """
-        behind = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches
-        if behind and should_accumulate(trainer):
-            rank_zero_warn(
-                f"This checkpoint is saved after batch {behind} of {trainer.accumulate_grad_batches} that one step "
-                "accumulates. Gradients are not saved: the step after resuming from it lacks these batches. Save "
-                "after a step, as ModelCheckpoint does."
-            )
+        rewound = {**rewound, **accumulation.state(trainer)}
         loops, epoch_ends = progress.saved_after_batch(trainer, loops)
         kept = _collect(trainer, loops, rewound, epoch_ends=epoch_ends)
         return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}}
@@ -127,13 +119,17 @@ class Data:
             progress.end_epoch(replacements, trainer)
         progress.settle_validation(replacements, trainer)
 
-    def start_of_training(self, replacements: Replacements, trainer: Trainer) -> None:
-        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them."""
+    def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
+        """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them.
+
+        ``checkpoints`` have the gradients of a step that goes on. All ranks call it.
+        """
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
             rank_zero_warn(warning)
         recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
+            accumulation.resume(trainer, resumed["ranks"], checkpoints)
             _restore(replacements, trainer, resumed)
 
 

@@ -85,7 +85,7 @@ class FitLedger(RunLedger):
 
     def after_backward(self, *, accumulates: bool) -> None:
         if self._recorder.recording and accumulates:
-            self._recorder.held(self._engine.tensors.unreduced_gradients())
+            self._recorder.held(self._engine.tensors.accumulated())
 
     def reduction(self) -> AbstractContextManager[None]:
         return self._recorder.collectives()

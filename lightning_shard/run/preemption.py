@@ -109,7 +109,7 @@ class Preemption:
         ``fetcher`` is Lightning's, of the training batches. Preempted: the run was saved and ends.
         """
         validates = fit.validation_follows(fetcher)
-        # In the middle of an accumulation the gradients so far would be lost.
+        # In the middle of an accumulation the gradients so far would have to be saved too.
         self._stoppable = not fit.accumulates()
         if self._stoppable and self._should_stop() and (validates or not fit.nothing_follows()):
             (fit.go_on_before_validation if validates else fit.go_on_after_batch)()

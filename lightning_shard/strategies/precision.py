@@ -1,13 +1,13 @@
 """The Lightning side of the precision policy."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,6 +24,7 @@ from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
+from lightning_shard.ranks import Ranks
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
 from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.strategies.settings import CommonSettings
@@ -107,6 +108,7 @@ class ShardPrecision(Precision):
         self._scaling: LossScaling | None = None
         self._scale: LossScaleState | None = None
         self._optimizers: list[Optimizer] = []
+        self._backward_after = -1  # Batches that the fit had behind it when a backward pass began last.
         self._overflows: dict[int, bool] = {}
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
@@ -211,7 +213,7 @@ class ShardPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
-        now = self._now
+        now, self._backward_after = self._now, loops.processed_batches(module.trainer)
         if now.weights.given:
             ends = not loops.should_accumulate(module.trainer)
             tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
@@ -223,7 +225,17 @@ class ShardPrecision(Precision):
 
     def _waiting(self) -> list[Tensor]:
         """The gradients of the micro-batches so far."""
-        return [gradient for _, gradient in self._now.engine.tensors.unreduced_gradients()]
+        return [part for gradient in self._now.engine.tensors.accumulated().values() for part in gradient.parts]
+
+    def accumulation(self, trainer: Trainer) -> dict[str, Any]:
+        """What a step that goes on from a checkpoint needs of this rank, beside the gradients."""
+        inside = self._backward_after == loops.processed_batches(trainer)
+        return {"inside": inside, "scale": self.loss_scale or 1.0, "weights": self._now.weights.state()}
+
+    def resume_accumulation(self, states: Sequence[Mapping[str, Any]]) -> float:
+        """Go on with the `accumulation` of all ranks; what its gradients are to be multiplied by."""
+        self._now.weights.load_state([state["weights"] for state in states], Ranks.of().rank)
+        return (self.loss_scale or 1.0) / float(states[0]["scale"])
 
     @override
     def optimizer_step(  # type: ignore[override]

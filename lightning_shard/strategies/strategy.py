@@ -353,7 +353,7 @@ class ShardStrategy(ParallelStrategy):
         go_back = self.precision_plugin.after_batch
         parts.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         # After all that draws random numbers or resets metrics.
-        self._data.start_of_training(self._replacements, trainer)
+        self._data.start_of_training(self._replacements, trainer, self.checkpoints)
         self._compiler.start()
 
     @override

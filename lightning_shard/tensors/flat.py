@@ -9,7 +9,7 @@ tensor: checkpoints read and write it in place, without gathering or copying.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +134,21 @@ class FlatTensor:
 
 LiveTensor = Tensor | FlatTensor
 """What this rank has of a tensor: a plain tensor (full, the same on all ranks), a DTensor, or slices in flat memory."""
+
+
+class Accumulated(NamedTuple):
+    """The gradient of a parameter from the micro-batches of a step so far, live."""
+
+    tensor: LiveTensor
+    # Averaged over the ranks, and cut as the parameter is; else full, and of this rank's batches alone.
+    reduced: bool
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The memory that this rank has of it."""
+        if isinstance(self.tensor, FlatTensor):
+            return self.tensor.views
+        return [self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

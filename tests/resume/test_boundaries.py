@@ -120,27 +120,6 @@ def test_what_follows_the_batch_of_a_save_is_not_left_out(
             assert torch.equal(resumed[name], value), (step, name)
 
 
-def _saved_within_an_accumulation() -> list[str]:
-    found = []
-
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                trainer.save_checkpoint("a.ckpt")
-            said = [str(warning.message) for warning in caught if "accumulates" in str(warning.message)]
-            found.append(said[0].split(" that one")[0] if said else "")
-
-    trainer = quiet_trainer(strategy="shard_ddp", max_steps=2, accumulate_grad_batches=3, callbacks=[Save()])
-    trainer.fit(TinyLM(), loader())
-    return found
-
-
-def test_a_save_within_an_accumulation_says_what_it_lacks() -> None:
-    lacking = [f"This checkpoint is saved after batch {n} of 3" for n in (1, 2)]
-    assert run_distributed(_saved_within_an_accumulation, 1)[0] == [*lacking, "", *lacking, ""]
-
-
 def _fit_with_saves_within(
     strategy: str, ckpt_path: str | None = None, **saves: Any
 ) -> tuple[dict[str, Tensor], list[Any], list[str]]:

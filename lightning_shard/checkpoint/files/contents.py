@@ -90,14 +90,13 @@ class Contents:
         weights: Mapping[str, Any],
         aliases: Mapping[str, str],
         slots: Mapping[layout.SlotName, Any],
-        averages: Mapping[str, Any] | None = None,
+        further: Mapping[str, Any] | None = None,
         **rest: Any,
     ) -> Contents:
-        """Of weights and averages by FQN, tied FQNs to those in ``weights``, and optimizer state; ``rest`` as here."""
+        """Of weights by FQN, tied FQNs to those, optimizer state, and ``further`` tensors by key; ``rest`` as here."""
         tensors = {layout.model_key(fqn): tensor for fqn, tensor in weights.items()}
-        tensors |= {layout.average_key(fqn): tensor for fqn, tensor in (averages or {}).items()}
         return Contents(
-            tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}},
+            tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}, **(further or {})},
             aliases={layout.model_key(alias): layout.model_key(fqn) for alias, fqn in aliases.items()},
             slots={name.key: name for name in slots},
             **rest,

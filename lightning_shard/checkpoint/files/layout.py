@@ -7,6 +7,8 @@ checkpoint.
 
 Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages of weights, ``average.<fqn>``. FQNs and
 slots have dots: what a key of the second kind stands for is in the manifest (`SlotName`) and is not read from the key.
+Gradients of a step's micro-batches so far are ``gradient.<fqn>`` where they are averaged over the ranks, and else
+``rank_gradient.<rank>.<fqn>``.
 """
 
 import contextlib
@@ -34,6 +36,9 @@ DATA_SUFFIX = ".distcp"
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 AVERAGE_PREFIX = "average."
+GRADIENT_PREFIX = "gradient."
+RANK_GRADIENT_PREFIX = "rank_gradient."
+GRADIENT_PREFIXES = (GRADIENT_PREFIX, RANK_GRADIENT_PREFIX)
 
 OPTIMIZER_STATES = "optimizer_states"
 """Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.layout import MANIFEST, OPTIMIZER_STATES, StrPath
+from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST, OPTIMIZER_STATES, StrPath
 from lightning_shard.checkpoint.files.place import StorePath, place
 from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
 from lightning_shard.checkpoint.foreign.fsdp_directory import is_stock_fsdp, open_stock_fsdp
@@ -48,9 +48,10 @@ def open_any(
         stored = open_stock_fsdp(path) if is_stock_fsdp(path) else open_deepspeed(path)
     if optimizers != "none":
         return stored
+    left_out = {*stored.slots, *(key for key in stored.tensors if key.startswith(GRADIENT_PREFIXES))}
     return replace(
         stored,
-        tensors={key: tensor for key, tensor in stored.tensors.items() if key not in stored.slots},
+        tensors={key: tensor for key, tensor in stored.tensors.items() if key not in left_out},
         slots={},
         trainer_state={key: value for key, value in stored.trainer_state.items() if key != OPTIMIZER_STATES},
     )

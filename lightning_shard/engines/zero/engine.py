@@ -1,6 +1,6 @@
 """DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
+from lightning_shard.tensors.flat import Accumulated
 
 
 class Zero:
@@ -359,6 +360,11 @@ class Zero:
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
+
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
+        found = self.tensors.accumulated(begin)
+        self._started.pending |= bool(begin)
+        return found if self._unstepped is None else self._unstepped.usage.so_far(found, begin)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._take_over()

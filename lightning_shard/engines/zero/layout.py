@@ -4,7 +4,8 @@ Stages 1 and 2 concatenate a group's parameters and divide the result into equal
 parameter and concatenates a rank's shards, in sub-groups. These are the only functions that know it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
-from lightning_shard.tensors.flat import FlatGroup, FlatMember, FlatSlice, FlatTensor
+from lightning_shard.tensors.flat import Accumulated, FlatGroup, FlatMember, FlatSlice, FlatTensor
 
 STAGES_1_2 = "DeepSpeedZeroOptimizer"
 BF16 = "BF16_Optimizer"
@@ -177,33 +178,78 @@ def flats(zero: Any) -> Sequence[Tensor]:
     return zero.fp32_partitioned_groups_flat if kind(zero) == STAGE_3 else zero.single_partition_of_fp32_groups
 
 
-def unreduced(zero: Any, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    """FQN and the tensor that accumulates a parameter's gradients over micro-batches, of each in ``names``.
+def accumulated(
+    zero: Any, groups: Sequence[FlatGroup], names: Mapping[Tensor, str], begin: Collection[str]
+) -> Iterator[tuple[str, Accumulated]]:
+    """FQN and what accumulates a parameter's gradients over micro-batches, of those in ``names`` that have it.
 
-    It is full or sharded, as the stage does it; several parameters may share one tensor.
+    It is full and this rank's own, or a reduced shard, as the stage does it; with ``begin`` there are zeros for these.
     """
-    if kind(zero) == STAGE_3:
-        yield from ((fqn, zero.grad_partitions_flat_buffer) for fqn in names.values())
-    elif kind(zero) == BF16:
+    if kind(zero) == BF16:
         for parameters, waiting in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
-            yield from ((names[p], gradient) for p, gradient in zip(parameters, waiting, strict=True))
-    elif not zero.partition_gradients:
-        waiting = ((fqn, zero.get_param_gradient_attribute(p)) for p, fqn in names.items())
-        yield from ((fqn, gradient) for fqn, gradient in waiting if gradient is not None)
-    else:
-        for index, parameters in enumerate(zero.params_in_partition):
-            yield from _unreduced_in_partition(zero, index, {p: names[p] for p in parameters})
+            for parameter, gradient in zip(parameters, waiting, strict=True):
+                yield names[parameter], Accumulated(gradient.view(parameter.shape), reduced=False)
+        return
+    if begin:
+        zero.micro_step_id = 1  # The first micro-batch of a step overwrites what there is.
+    wait_for_gradients(zero)
+    if kind(zero) == STAGES_1_2 and not zero.partition_gradients:
+        attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+        for parameter, fqn in names.items():
+            if fqn in begin:
+                setattr(parameter, attribute, torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype))
+            if (gradient := getattr(parameter, attribute)) is not None:
+                yield fqn, Accumulated(gradient, reduced=False)
+        return
+    for index, group in enumerate(groups):
+        stepped = {member.fqn: member for member in group.members if member.stepped}
+        for fqn, slices in _reduced_so_far(zero, index, stepped, names, begin=bool(begin)):
+            dtype = slices[0].data.dtype if slices else zero.gradient_accumulation_dtype
+            yield fqn, Accumulated(FlatTensor(stepped[fqn].shape, dtype, slices), reduced=True)
 
 
-def _unreduced_in_partition(zero: Any, index: int, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    if parts := zero.averaged_gradients.get(index):
-        # DeepSpeed accumulates in another dtype than it computes in, and the parts are of one tensor.
-        yield from ((fqn, getattr(parts, "flat_partition", parts[0])) for fqn in names.values())
-    elif zero.cpu_offload:
-        fqns = {zero.get_param_id(p): fqn for p, fqn in names.items()}
-        yield from ((fqns[i], gradient) for i, gradient in zero.accumulated_grads_in_cpu.items() if i in fqns)
+def _reduced_so_far(
+    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str], *, begin: bool
+) -> Iterator[tuple[str, list[FlatSlice]]]:
+    """FQN and this rank's slices of what stages 2 and 3 add up of a group, whose stepped ``members`` are by FQN."""
+    if kind(zero) == STAGE_3:
+        flat: Any = swapping.gradient(zero, index)
+    elif zero._use_compact_grad_partition_buffer(index):
+        # DeepSpeed accumulates in another dtype than it computes in.
+        held = zero._get_compact_grad_partition_buffer(index) if begin else zero.averaged_gradients.get(index)
+        flat = None if held is None else held.flat_partition
     else:
-        yield from zip(names.values(), zero.all_grad_tensors.get(index) or [], strict=False)
+        for fqn, gradient in _full_so_far(zero, index, members, names, begin=begin):
+            member = members[fqn]
+            # On the host there may be this rank's slice alone.
+            at = member.start if gradient.numel() == math.prod(member.shape) else 0
+            yield fqn, [FlatSlice(gradient.detach().view(-1).narrow(0, at, member.length), member.start)]
+        yield from ((fqn, []) for fqn, member in members.items() if not member.length)
+        return
+    if flat is not None:
+        yield from ((fqn, list(_slices([flat], member))) for fqn, member in members.items())
+
+
+def _full_so_far(
+    zero: Any, index: int, members: Mapping[str, FlatMember], names: Mapping[Tensor, str], *, begin: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """FQN and full gradient of each parameter of which this rank steps a part, which is all that is reduced in it."""
+    parameters = {names[parameter]: parameter for parameter in zero.params_in_partition[index]}
+    if not zero.cpu_offload:
+        if begin:
+            zero.all_grad_tensors[index] = [torch.zeros_like(parameter) for parameter in parameters.values()]
+        yield from zip(parameters, zero.all_grad_tensors.get(index) or [], strict=False)
+        return
+    held = zero.accumulated_grads_in_cpu
+    for fqn, parameter in parameters.items():
+        number = zero.get_param_id(parameter)
+        if begin and zero.low_precision_master_weights_and_grads:
+            held[number] = _gradient_parts(zero, index)[0].narrow(0, members[fqn].offset, members[fqn].length)
+        elif begin:
+            pinned = zero.cpu_offload_pin_memory and torch.accelerator.is_available()
+            held[number] = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=zero.device, pin_memory=pinned)
+        if number in held:
+            yield fqn, held[number]
 
 
 def reduced_gradients(zero: Any) -> list[Tensor]:

@@ -108,7 +108,8 @@ def _require_private_names() -> None:
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
     require(OpBuilder, "_loaded_ops", tested=tested)
     require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
-    require(DeepSpeedZeroOptimizer, "_wait_for_offload_copies", tested=tested)
+    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies", tested=tested)
+    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer", tested=tested)
     require(
         DeepSpeedZeroOptimizer_Stage3,
         "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters _prepare_sub_group"

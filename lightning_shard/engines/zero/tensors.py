@@ -1,6 +1,6 @@
 """The live tensors of a run whose optimizer steps flat partitions, stages 1 to 3 in a fit, and those of its engine."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import SeveralOptimizers
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, LiveTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, LiveTensor
 
 
 class FlatTensors:
@@ -78,9 +78,9 @@ class FlatTensors:
             return self._several.gradients(optimizer)
         return layout.reduced_gradients(self.zero) if self._running.pending else []
 
-    def unreduced_gradients(self) -> Iterable[tuple[str, Tensor]]:
+    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         names: dict[Tensor, str] = {p: n for n, p in self._module.named_parameters() if p.requires_grad}
-        return layout.unreduced(self.zero, names)
+        return dict(layout.accumulated(self.zero, self._running.groups, names, begin))
 
     def resident(self) -> Iterator[Resident]:
         """Those in files are the ones mapped between steps."""

@@ -26,29 +26,29 @@ class Unstepped:
         gathers and reduces a leaf module whole.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
-        self._usage = Usage(parameters)
+        self.usage = Usage(parameters)
         self._unused: Set[str] = frozenset()
         self._keeps = False
         self._steps = 0
         self._closing = ExitStack()
         for fqn, parameter in parameters.items():
-            self._closing.callback(self._usage.watch(fqn, parameter))
+            self._closing.callback(self.usage.watch(fqn, parameter))
 
     def finish(self, running: Running, *, full: bool) -> None:
         """End a step whose gradients are reduced; with ``full`` each parameter is stepped by itself (`with_gradients`).
 
         ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
-        before, self._unused = self._unused, self._usage.finish()
+        before, self._unused = self._unused, self.usage.finish()
         varies = self._steps > 0 and before != self._unused and not full and not self._rests
         self._steps += 1
         if running.stage == 0:
             for fqn in self._unused:
                 self._parameters[fqn].grad = None
-        elif varies or not self._usage.partly - self._unused <= self._together:
+        elif varies or not self.usage.partly - self._unused <= self._together:
             raise ConfigurationError(
                 "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with "
-                f"one count of steps. In this one not all use: {', '.join(sorted(self._usage.partly)) or '-'}. "
+                f"one count of steps. In this one not all use: {', '.join(sorted(self.usage.partly)) or '-'}. "
                 "Use shard_fsdp, or shard_ddp with find_unused_parameters: true."
             )
         elif self._unused and not full and not self._rests and not self._keeps:

@@ -8,7 +8,7 @@ itself, and DTensor's own collectives, which run below a DTensor's operator.
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_shard.precision import casting
 from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
+from lightning_shard.tensors.flat import Accumulated, LiveTensor
 from lightning_shard.tensors.names import outside_graphs
 from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
 
@@ -73,10 +74,10 @@ class Recorder:
             for name, parameter in self._parameters(optimizer):
                 self._add(name, "optimizer", parameter)
 
-    def held(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+    def held(self, gradients: Mapping[str, Accumulated]) -> None:
         """Note the dtype of gradients, by their parameters' FQNs, that wait for those of further micro-batches."""
-        for name, gradient in gradients:
-            self._add(name, "accumulated", gradient)
+        for name, gradient in gradients.items():
+            self._add(name, "accumulated", gradient.tensor)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         masters = self._masters(optimizer)
@@ -89,7 +90,7 @@ class Recorder:
             for position, parameter in enumerate(settings["params"]):
                 yield names.get(id(parameter), f"optimizer {index}, group {group}, parameter {position}"), parameter
 
-    def _add(self, name: str, stage: str, tensor: Tensor) -> None:
+    def _add(self, name: str, stage: str, tensor: LiveTensor) -> None:
         self._entries.setdefault(name, Entry(kind="not in the module")).add(stage, tensor.dtype)
 
     @property
