@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,18 @@ URL = "memory://run/last.ckpt"
 
 
 class Down(MemoryFileSystem):
-    """A store that refuses to list."""
+    """The same store, which lists folders and then refuses to open a checkpoint."""
 
     protocol = "down"
 
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("down://", "memory://"))
+
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        raise PermissionError("no credentials")
+        if path.endswith(".ckpt"):
+            raise PermissionError("no credentials")
+        return super().ls(path, detail, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -81,12 +89,47 @@ def test_a_replacement_takes_effect_at_once_and_leaves_the_one_before_to_its_rea
     assert len(objects(store)) == 2 * 5 + 1
 
 
+def test_a_reader_never_mixes_two_saves(store: Any) -> None:
+    """One thread saves without end, another reads: one of the saves, whole, or is told to read again."""
+    save_number(URL, 0.0)
+    ended, failures = threading.Event(), list[BaseException]()
+
+    def save_without_end() -> None:
+        try:
+            for number in itertools.count(1):
+                if ended.is_set():
+                    return
+                save_number(URL, float(number))
+        except BaseException as error:
+            failures.append(error)
+
+    writer = threading.Thread(target=save_without_end)
+    writer.start()
+    seen: set[float] = set()
+    try:
+        while len(seen) < 10 and not failures:
+            try:
+                seen.add(number_in(URL))  # type: ignore[arg-type]
+            except CheckpointError as error:
+                if not str(error).endswith("read it again"):
+                    raise
+    finally:
+        ended.set()
+        writer.join()
+    assert not failures
+    assert verify(URL)
+
+
 def test_a_folder_copied_to_a_disk_is_a_checkpoint_and_so_is_one_copied_from_there(store: Any, tmp_path: Path) -> None:
     save_number(URL, 1.0)
     (folder,) = (name for name in store.ls("/run/last.ckpt", detail=False) if not name.endswith(".json"))
-    store.get(folder, str(tmp_path / "disk.ckpt"), recursive=True)
-    assert number_in(tmp_path / "disk.ckpt") == 1.0
-    store.put(str(tmp_path / "disk.ckpt"), "/run/back.ckpt", recursive=True)
+    disk = tmp_path / "disk.ckpt"
+    disk.mkdir()
+    for name in store.find(folder):
+        (disk / name.rpartition("/")[2]).write_bytes(store.cat(name))
+    assert number_in(disk) == 1.0
+    for path in disk.iterdir():
+        store.pipe(f"/run/back.ckpt/{path.name}", path.read_bytes())
     back = "memory://run/back.ckpt"
     assert number_in(back) == 1.0
     reader = open_checkpoint(back)
@@ -180,6 +223,7 @@ def test_the_newest_of_a_run_is_found_there_and_a_broken_one_passed_over(store: 
 
 def test_a_store_that_does_not_answer_is_not_an_empty_one() -> None:
     fsspec.register_implementation("down", Down, clobber=True)
+    save_number(URL, 1.0)
     with pytest.raises(CheckpointUnreachableError, match=r"down://.*can't be reached: PermissionError: no credentials"):
         find_checkpoints(["down://run"], "a")
     with pytest.raises(CheckpointUnreachableError, match="no credentials"):
