@@ -49,14 +49,16 @@ class Float8:
             raise PrecisionError(f"float8.pattern {self.pattern!r} is no regular expression: {error}.") from error
 
 
-def check_float8(settings: Float8, device: torch.device, *, launched: bool) -> None:
-    """Refuse what can't run on ``device``; what its GPU can do is asked once the process is ``launched``.
+def check_float8(settings: Float8 | None, device: torch.device, *, launched: bool) -> None:
+    """Refuse ``settings`` that can't run on ``device``; what its GPU can do is asked once the process is ``launched``.
 
     The question makes a CUDA context, without which a notebook's processes can't be forked.
 
     Raises:
         PrecisionError: torchao is missing, or the device has no float8.
     """
+    if settings is None:
+        return
     if find_spec("torchao") is None:
         raise PrecisionError("precision is 'fp8-mixed', but torchao is not installed. Install it: pip install torchao.")
     if settings.emulate:

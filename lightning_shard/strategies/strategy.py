@@ -112,8 +112,7 @@ class ShardStrategy(ParallelStrategy):
         run = self.planned_run()
         resolve_mesh(self._settings.mesh, world_size=run.ranks, processes_per_node=run.per_node)
         refusals.refuse_sync_batchnorm(processes.layer_sync(self), self.root_device)
-        if run.policy.float8 is not None:
-            check_float8(run.policy.float8, self.root_device, launched=False)
+        check_float8(run.policy.float8, self.root_device, launched=False)
         self.engine_for().check(run)
 
     @property
@@ -199,8 +198,7 @@ class ShardStrategy(ParallelStrategy):
         self._processes.connect(self._environment, self._launch, self.root_device, settings=compared, root=written)
         # Before anything else that a rank may fail in.
         self._watch.start(parts.next_run(), self._identity.failure_folder, self._replacements, trainer)
-        # Workers of loaders, of evaluation too, are forked from here on.
-        let_threads_finish_before_forks()
+        let_threads_finish_before_forks()  # workers of loaders, of evaluation too, are forked from here on
         processes.set_device_mesh(self._module, self._processes.lay_mesh(per_node=self.num_processes))
 
     @override
@@ -241,8 +239,7 @@ class ShardStrategy(ParallelStrategy):
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
         module, plan = self._module, self.planned_run(accumulate_grad_batches=trainer.accumulate_grad_batches)
         self._engine, self._ledger = engine, parts.RunLedger()
-        if plan.policy.float8 is not None:
-            check_float8(plan.policy.float8, self.root_device, launched=True)
+        check_float8(plan.policy.float8, self.root_device, launched=True)
         forward = self._settings.forward
         self.memory = parts.Memory(module, engine, plan, device=self.root_device, recomputes=forward.recomputes)
         if self._fits:
@@ -364,15 +361,13 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        # Everything is saved before the run forgets how to stop.
-        self.checkpoints.end_of_training()
+        self.checkpoints.end_of_training()  # everything is saved before the run forgets how to stop
         self._preemption.finish()
         parts.warn_of_nonfinite(self.engine)
 
     @override
     def on_validation_start(self) -> None:
-        if self._fits:
-            # One that was interrupted runs again from its beginning.
+        if self._fits:  # one that was interrupted runs again from its beginning
             progress.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
 
@@ -448,8 +443,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The slots were read with the parameters, and the loops were loaded right before.
-        self._data.loops_loaded(self._replacements, self._module.trainer)
+        self._data.loops_loaded(self._replacements, self._module.trainer)  # slots were read with the parameters
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
