@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from lightning_shard import registry
 from lightning_shard._lightning import averaging
-from lightning_shard.commands import plan_inputs
+from lightning_shard.commands import plan_inputs, plan_search
 from lightning_shard.commands.options import options_parser
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.commands.strategies import preset_yaml
@@ -48,6 +48,9 @@ def parser() -> argparse.ArgumentParser:
     add("--device-memory", type=size, required=True, metavar="SIZE", help="memory of a device: 80GB, 80GiB")
     add("--reserve", type=size, metavar="SIZE", help="of it, left to what is not of this run (default: nothing)")
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
+    add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
+    add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
+    add("--output", type=Path, metavar="FILE", help="with --search: write its YAML here, and do not print it")
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
     add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
     add("--task", help="what a Hugging Face configuration trains (default: by its architectures, else causal-lm)")
@@ -122,7 +125,9 @@ def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse numbers that can't be, by a ConfigurationError with the value and the rule."""
-    for name in ("nodes", "devices", "batch_size"):
+    if options.search and options.device_name is None and options.device_peak is None:
+        raise ConfigurationError("--search compares times: say the device by --device-name H100 or --device-peak.")
+    for name in ("nodes", "devices", "batch_size", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more.")
@@ -160,6 +165,8 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
         parts += [] if best is None else [_yaml(best, inputs)]
+    if options.search:
+        parts += plan_search.parts(planner, inputs, _named, options)
     if options.picture is not None:
         report.draw([row for row in rows if not row.refused], memory, options.picture)
         parts.append(f"picture: {options.picture}")
@@ -251,8 +258,8 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing
     return Candidate(name=name, engine=engine, run=run, checkpointing=checkpointing, compiled=strategy.compile)
 
 
-def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None) -> Candidate:
-    strategy = registry.build(name)
+def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None, **more: Any) -> Candidate:
+    strategy = registry.build(name, **more)
     strategy.precision_plugin = inputs.strategy.precision_plugin
     return _candidate(inputs, name, strategy, checkpointing)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Inputs:
     nodes: Nodes  # The machines.
     mode: Any  # In which the module's tensors have no data.
     name: str  # The strategy's name, or its class's.
+    config: Callable[[], dict[str, Any]]  # All of the configuration of ``fit``, as YAML has it.
     # In the place of the Trainer; kept here because modules refer to theirs weakly.
     standin: Any = field(default=None, repr=False)
     optimizer: Mapping[str, Any] | None = None  # ``type`` of the optimizer, once it is known.
@@ -75,6 +77,7 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
         nodes=Nodes(nodes=nodes or _number(trainer, "num_nodes"), devices=devices or _number(trainer, "devices")),
         mode=mode,
         name=name,
+        config=lambda: yaml.safe_load(reader.parser.dump(reader.config, skip_none=True))["fit"],
     )
     inputs.standin = _stand_in(trainer, inputs.nodes)
     inputs.module.trainer = inputs.standin

@@ -66,21 +66,10 @@ class Planner:
     def row(self, candidate: Candidate, *, confirm: bool = False) -> Row:
         """A line of the comparison; ``confirm``: the largest batch is traced, and not found on a line alone."""
         try:
-            engine, traces = self.engine(candidate), self._traced(candidate)
+            run, engine = self.run(candidate)
         except ConfigurationError as error:
             return Row(name=candidate.name, checkpointing=candidate.checkpointing, refused=str(error))
-        training = Training(
-            model=facts_of(self.module, candidate.engine, groups=self.groups),
-            policy=candidate.run.policy,
-            optimizer=self.optimizer,
-            micro_batches=candidate.run.accumulate_grad_batches,
-        )
-        run = Run(training=training, traces=traces, averages=self.averages)
-        points = tuple(run.points(engine))
-        needs = run.measured(engine)
-        if traces is not None and traces.two is not None:
-            needs = needs.growing(run.measured(engine, traces.two.batch_size))
-        run = replace(run, needs=needs)
+        assert run.needs is not None
 
         def engine_on(nodes: Nodes) -> EngineFacts | None:
             try:
@@ -88,22 +77,42 @@ class Planner:
             except ConfigurationError:
                 return None
 
-        memory, padded = self.machines.memory, padding_note(training, engine) if confirm else None
+        memory, padded = self.machines.memory, padding_note(run.training, engine) if confirm else None
         self.notes += [] if padded is None else [padded]
-        sent = collectives(training, engine)
+        sent = collectives(run.training, engine)
         confirmed = self._confirmed_batch(candidate, run, engine) if confirm else largest_batch(run, engine, memory)
         return Row(
             name=candidate.name,
             checkpointing=candidate.checkpointing,
-            points=points,
-            needs=needs,
-            traced=traces is not None,
-            saved=training.saved // engine.ranks,
+            points=tuple(run.points(engine)),
+            needs=run.needs,
+            traced=run.traces is not None,
+            saved=run.training.saved // engine.ranks,
             largest_batch=confirmed,
             fewest=fewest_devices(run, engine_on, self.machines.nodes.devices, memory),
             sent=tuple(sent),
-            time=self._time(run, engine, compiled=candidate.compiled),
+            time=self.time(run, engine, compiled=candidate.compiled),
         )
+
+    def run(self, candidate: Candidate, *, replays: bool = True) -> tuple[Run, EngineFacts]:
+        """What the memory and the time of a candidate follow from; ``replays``: with what lies beside its tensors.
+
+        ConfigurationError: what a run would raise.
+        """
+        engine, traces = self.engine(candidate), self._traced(candidate)
+        training = Training(
+            model=facts_of(self.module, candidate.engine, groups=self.groups),
+            policy=candidate.run.policy,
+            optimizer=self.optimizer,
+            micro_batches=candidate.run.accumulate_grad_batches,
+        )
+        run = Run(training=training, traces=traces, averages=self.averages)
+        if not replays:
+            return run, engine
+        needs = run.measured(engine)
+        if traces is not None and traces.two is not None:
+            needs = needs.growing(run.measured(engine, traces.two.batch_size))
+        return replace(run, needs=needs), engine
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
         """The facts of an engine on the machines of the run, or on others; raises what a run would."""
@@ -167,7 +176,8 @@ class Planner:
             self.notes.append("a larger batch than the largest that is named may fit: memory grows unevenly with it")
         return largest
 
-    def _time(self, run: Run, engine: EngineFacts, *, compiled: bool, batch: int | None = None) -> StepTime | None:
+    def time(self, run: Run, engine: EngineFacts, *, compiled: bool, batch: int | None = None) -> StepTime | None:
+        """Of the run's batch, or of another; None: there is no trace, or the device is not known."""
         machines = self.machines
         if run.traces is None or machines.device is None:
             return None
