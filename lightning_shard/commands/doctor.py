@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,9 @@ from lightning_shard.text import columns
 _DESCRIPTION = """\
 Check the processes of a job, started as the run would be: srun lightning-shard doctor, torchrun -m lightning_shard
 doctor. All processes meet, compare versions, see whether --folder is shared, add and gather tensors, and measure the
-links between neighbouring ranks, one after the other, and all together in all-gathers, whose speeds --output leaves for
-lightning-shard plan. Prints a table with a line for each node, and what is odd.
+links between neighbouring ranks, one after the other, and all together in all-gathers. --output leaves these speeds
+for lightning-shard plan, with what a device reaches in products, in its memory and over its link to the host. Prints a
+table with a line for each node, and what is odd.
 """
 
 _PAIR_MEGABYTES = 16  # Between two neighbours, and gathered on CPUs.
@@ -47,6 +48,7 @@ class Rank:
     link: float = 0.0  # GB/s to the next rank; 0 for a process alone.
     inside: float = 0.0  # GB/s of a device to others of its node, in all-gathers; 0 where there are none.
     between: float = 0.0  # The same of its node to others.
+    reached: Mapping[str, float] = field(default_factory=dict)  # As `Links.device`.
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,7 +95,7 @@ def examine(
     name = torch.cuda.get_device_name(device) if gpu else "cpu"
     own = Rank(node=socket.gethostname(), device=name, versions=library_versions())
     if place.world_size == 1:
-        return [replace(own, sums=True)], []
+        return [replace(own, sums=True, reached=_reached(device))], []
     store = connect(place, seconds)
     warnings = compare(store, place, Facts(node=own.node, versions=own.versions), seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
@@ -110,7 +112,7 @@ def examine(
         device_id=device if gpu else None,
     )
     try:
-        own = replace(own, sums=_adds_up(device), link=_link(device))
+        own = replace(own, sums=_adds_up(device), link=_link(device), reached=_reached(device))
         nodes = [rank.node for rank in _gather_over_gloo(own, seconds)]
         inside, between = _gathers(device, megabytes or (256 if gpu else _PAIR_MEGABYTES), nodes)
         return _gather_over_gloo(replace(own, inside=inside, between=between), seconds), warnings
@@ -178,6 +180,28 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
     return speeds[0], speeds[1] if len(groups) > 1 else 0.0
 
 
+def _reached(device: torch.device) -> dict[str, float]:
+    """What a device reaches alone, as `lightning_shard.planning.operators.Device` has it."""
+    size, count, small = (8192, 1 << 28, 1000) if device.type == "cuda" else (1024, 1 << 27, 1000)
+    data, tiny = torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
+    host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def launches() -> None:
+        for _ in range(small):
+            tiny.add_(1)
+
+    def fastest(act: Callable[[], object]) -> float:
+        return min(_seconds(device, act) for _ in range(4))
+
+    found = {}
+    for name, dtype in (("products", torch.bfloat16), ("single", torch.float32)):
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
+        found[name] = 2 * size**3 / fastest(partial(torch.mm, matrix, matrix))
+    found["memory"] = 2 * count / fastest(data.clone)
+    found["host"] = count / fastest(partial(data.copy_, host, non_blocking=True))
+    return {**found, "launch": fastest(launches) / small}
+
+
 def _seconds(device: torch.device, act: Callable[[], object]) -> float:
     if device.type == "cpu":
         start = time.perf_counter()
@@ -236,7 +260,9 @@ def slowest(ranks: Sequence[Rank]) -> Links:
     """The speeds that the slowest rank saw in all-gathers."""
     inside = [1e9 * rank.inside for rank in ranks if rank.inside]
     between = [1e9 * rank.between for rank in ranks if rank.between]
-    return Links(intra_node=min(inside, default=None), inter_node=min(between, default=None))
+    device = {name: max(r.reached[name] for r in ranks) for name in ("launch",) if ranks[0].reached}
+    device |= {name: min(r.reached[name] for r in ranks) for name in ranks[0].reached if name != "launch"}
+    return Links(intra_node=min(inside, default=None), inter_node=min(between, default=None), device=device)
 
 
 def _links(ranks: Sequence[Rank]) -> dict[str, dict[int, float]]:

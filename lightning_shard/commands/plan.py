@@ -1,7 +1,7 @@
 """``lightning-shard plan``: what a run will need per device, and what it will send, before it is queued."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,7 +125,7 @@ def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse numbers that can't be, by a ConfigurationError with the value and the rule."""
-    if options.search and options.device_name is None and options.device_peak is None:
+    if options.search and not (options.device_name or options.device_peak or options.links):
         raise ConfigurationError("--search compares times: say the device by --device-name H100 or --device-peak.")
     for name in ("nodes", "devices", "batch_size", "global_batch"):
         value = getattr(options, name)
@@ -182,14 +182,20 @@ def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | Non
     return Machines(
         nodes=inputs.nodes,
         memory=options.device_memory - (options.reserve or 0),
-        device=_device(options, inputs),
+        device=_device(options, inputs, measured.device if measured is not None else {}),
         intra_node=links.intra_node and links.intra_node * reached,
         inter_node=links.inter_node and links.inter_node * reached,
     )
 
 
-def _device(options: argparse.Namespace, inputs: Inputs) -> Device | None:
-    """What the options say of a device; None: they say nothing."""
+def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, float]) -> Device | None:
+    """What doctor measured of a device, else what the options say; None: neither."""
+    if measured:
+        rates: Any = measured
+        # Without a name products lose nothing to tiles: the processors are not known.
+        known = find_peaks(options.device_name or "")
+        device = replace(Device(products=1.0, single=1.0, memory=1.0, processors=1), **rates)
+        return device if known is None else replace(device, attention=known.attention, processors=known.processors)
     if options.device_name is None and options.device_peak is None:
         return None
     dtype = inputs.strategy.policy.products

@@ -8,7 +8,8 @@ side by side (hybrid sharding has one for each device of a node) each send their
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_shard.errors import ConfigurationError
@@ -61,6 +62,7 @@ class Collective:
 
 FORMAT = "lightning_shard links 1"
 _SPEEDS = ("intra_node", "inter_node")
+_REACHED = ("products", "single", "memory", "host", "launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,18 @@ class Links:
 
     intra_node: float | None  # Bytes per second of a device to others of its node; None: no two ranks shared one.
     inter_node: float | None  # Bytes per second of a node to others; None: there was one node.
+    # What a device reaches, by the fields of `lightning_shard.planning.operators.Device`; empty: it was not measured.
+    device: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_links(links: Links, path: Path) -> None:
     """Write them as JSON, in bytes per second."""
-    content = {"format": FORMAT, **{f"{name}_bytes_per_second": getattr(links, name) for name in _SPEEDS}}
+    content: dict[str, object] = {
+        "format": FORMAT,
+        **{f"{name}_bytes_per_second": getattr(links, name) for name in _SPEEDS},
+    }
+    if links.device:
+        content["device"] = dict(links.device)
     try:
         path.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
@@ -94,7 +103,11 @@ def read_links(path: Path) -> Links:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigurationError(f"--links {path} has no speeds of links in it (format {FORMAT!r}). {_MAKE}")
-    return Links(**{name: _speed(path, f"{name}_bytes_per_second", content) for name in _SPEEDS})
+    device = content.get("device", {})
+    if not isinstance(device, dict) or (device and sorted(device) != sorted(_REACHED)):
+        raise ConfigurationError(f"--links {path}: device has {device!r}, and not {', '.join(_REACHED)}. {_MAKE}")
+    speeds = {name: _speed(path, f"{name}_bytes_per_second", content) for name in _SPEEDS}
+    return Links(**speeds, device={name: _speed(path, name, device) or 0.0 for name in device})
 
 
 _MAKE = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."

@@ -143,6 +143,18 @@ def test_mistakes(arguments: list[str], message: str) -> None:
         plan_command.main(["--device-memory", "80GB", *arguments])
 
 
+def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    reached = {"products": 1e11, "single": 5e10, "memory": 1e10, "host": 1e10, "launch": 2e-6}
+    write_links(Links(intra_node=1e9, inter_node=None, device=reached), path)
+    assert read_links(path).device == reached
+    slow = plan(capsys, *GPT, "--links", str(path))
+    assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
+    write_links(Links(intra_node=1e9, inter_node=None, device={"products": 1e11}), path)
+    with pytest.raises(ConfigurationError, match="device has .*'products': .*, and not products, single, memory"):
+        read_links(path)
+
+
 def test_measured_links(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     write_links(Links(intra_node=450e9, inter_node=None), path)
