@@ -124,16 +124,18 @@ def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
 
 
 def _modules(train: str) -> str:
-    arguments = ""
+    arguments = {"model": "", "data": ""}
     if train == "quickstart" and Path("examples/gpt.py").is_file():
         train = "examples.gpt.GPT,examples.python_corpus.PythonCorpus"
     elif train == "quickstart":
         train = ",".join(f"lightning.pytorch.demos.boring_classes.Boring{kind}" for kind in ("Model", "DataModule"))
-    elif Path(train, "config.json").is_file():  # examples/causal_lm.py of the clone trains it
-        arguments = f"  init_args: {{weights: {train}}}\n"
-        train = "examples.causal_lm.CausalLM,examples.causal_lm.PythonTokens"
+    elif Path(train, "config.json").is_file():
+        own = f"  init_args:\n    config: {train}\n"
+        more = "    batch_size: 1\n    # text: corpus/*.txt    # of a language model; without it samples are drawn\n"
+        arguments = {"model": own, "data": own + more}
+        train = ",".join(f"lightning_shard.hugging_face.HuggingFace{kind}" for kind in ("", "Data"))
     return "".join(
-        f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n{arguments}"
+        f"# init_args: `lightning-shard fit --{key}.help {path}`\n{key}:\n  class_path: {path}\n{arguments[key]}"
         for key, path in zip(("model", "data"), train.split(","), strict=False)
     )
 

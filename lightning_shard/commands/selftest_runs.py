@@ -140,7 +140,7 @@ def _settings(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[s
     gpu = options.accelerator == "gpu" or (options.accelerator is None and torch.cuda.is_available())
     nodes, devices, job = 1, options.devices or (torch.cuda.device_count() if gpu else 2), read_job(environ)
     if "RANK" in environ:
-        devices = int(environ["LOCAL_WORLD_SIZE"])
+        devices = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
         nodes = int(environ["WORLD_SIZE"]) // devices
     elif job is not None and job.uses_srun:
         nodes = job.nodes or 1

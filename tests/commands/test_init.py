@@ -42,6 +42,15 @@ def test_what_it_writes_trains_and_is_not_replaced(folder: Path, capsys: pytest.
     assert (folder / "run.yaml").read_text() == written
 
 
+def test_a_folder_of_hugging_face_weights(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 8}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder / "weights")
+    given = ["train=./weights", "engine=shard_fsdp_aligned", *TWO]
+    assert init.main(["--answers", *given]) == 0
+    assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [(2, "ShardFSDPStrategy", "bf16-mixed")] * 2
+
+
 def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "answers.yaml").write_text("slurm: yes\ndevices: 2x8 gpu\nengine: shard_fsdp_hybrid\n")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)

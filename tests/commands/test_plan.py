@@ -151,7 +151,7 @@ def test_a_measured_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     slow = plan(capsys, *GPT, "--links", str(path))
     assert re.search(r"^a step takes about .* bound by (compute|the memory's bandwidth): ", slow, re.MULTILINE)
     write_links(Links(intra_node=1e9, inter_node=None, device={"products": 1e11}), path)
-    with pytest.raises(ConfigurationError, match="device has .*'products': .*, and not products, single, memory"):
+    with pytest.raises(ConfigurationError, match=r"device has .*'products': .*, and not products, single, memory"):
         read_links(path)
 
 
