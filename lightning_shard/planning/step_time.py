@@ -112,18 +112,24 @@ class Schedule:
 
     forward: Mapping[str, Transfer]  # A unit is gathered ahead of its forward,
     backward: Mapping[str, Transfer]  # ahead of its backward,
-    reduce: Mapping[str, Transfer]  # and its gradients are reduced.
+    reduce: Mapping[str, Transfer]  # and its gradients are reduced,
+    across: Mapping[str, Transfer]  # and then among copies of the model, on a communicator of their own.
     overlaps: bool  # Whether reductions go beside backward.
     at_boundary: bool  # Whether accumulated gradients are reduced in the last micro-batch alone.
     after: tuple[Transfer, ...] = ()  # After backward: the step, and what it sends.
 
 
-_NAMES = {"parameters, forward": "forward", "parameters, backward": "backward"}
+_NAMES = {
+    "parameters, forward": "forward",
+    "parameters, backward": "backward",
+    "gradients": "reduce",
+    "gradient shards": "across",
+}
 
 
 def schedule(training: Training, engine: EngineFacts, rates: Rates) -> Schedule:
     """The collectives of each unit by the engine's own arithmetic, and what passes between device and host."""
-    found: dict[str, dict[str, Transfer]] = {"forward": {}, "backward": {}, "reduce": {}}
+    found: dict[str, dict[str, Transfer]] = {"forward": {}, "backward": {}, "reduce": {}, "across": {}}
     after: list[Transfer] = []
     memory, total = predict(training, engine).step, max(1, training.model.numel)
     away = memory.host + memory.nvme
@@ -131,8 +137,7 @@ def schedule(training: Training, engine: EngineFacts, rates: Rates) -> Schedule:
         own = replace(training, model=ModelFacts(parameters=members), micro_batches=1)
         part = own.model.numel / total
         for sent in collectives(own, engine):
-            kind = _NAMES.get(sent.what, "reduce" if sent.what.startswith("gradient") else "")
-            if kind:
+            if kind := _NAMES.get(sent.what):
                 found[kind][unit] = found[kind].get(unit, Transfer()) + transfer(sent, rates)
             else:
                 after.append(transfer(sent, rates))
@@ -180,7 +185,8 @@ class _Clock:
 
     device: float = 0.0
     host: float = 0.0
-    wire: float = 0.0
+    wire: float = 0.0  # Of the communicator of gathers and reductions.
+    across: float = 0.0  # Of that of the copies of the model.
     spent: dict[str, float] = field(default_factory=dict)
 
     def spend(self, by: str, seconds: float) -> None:
@@ -235,11 +241,13 @@ def _micro_batch(
             sent = plan.reduce.get(name, Transfer())
             clock.spend(MEMORY, sent.copies)
             clock.wire = max(clock.wire, clock.device) + sent.seconds
+            clock.across = max(clock.across, clock.wire) + plan.across.get(name, Transfer()).seconds
             if not plan.overlaps:
                 clock.wait(clock.wire, sent.by)
         done = segment.complete or done
-    if reduces:
-        clock.wait(clock.wire, max(plan.reduce.values(), key=lambda sent: sent.seconds, default=Transfer()).by)
+    for until, table in ((clock.wire, plan.reduce), (clock.across, plan.across)):
+        if reduces:
+            clock.wait(until, max(table.values(), key=lambda sent: sent.seconds, default=Transfer()).by)
     return clock.spent
 
 

@@ -84,6 +84,18 @@ def test_what_does_not_hide_is_waited_for() -> None:
     assert across.bound in (BETWEEN, INSIDE)
 
 
+def test_copies_of_the_model_exchange_beside_gathers() -> None:
+    hybrid = FSDPFacts(replicate=2, shard=2)
+    inside, nodes = 1e30, Nodes(nodes=2, devices=2)
+    # Halves of gradients, 20,000 bytes each, of both devices of a node: 4 s for a unit. The next one computes for 2 s.
+    slow = Rates(device=replace(DEVICE, memory=1e30), nodes=nodes, inside=inside, between=2 * 20_000 / 4)
+    found = step_time(training(), hybrid, trace(), slow)
+    assert found.between == pytest.approx(12.0)
+    # They begin after the first unit's backward, 5 s after the start, and nothing else waits for them.
+    assert found.expected == pytest.approx(5.0 + 12.0, rel=1e-3)
+    assert found.bound == PRODUCTS
+
+
 def test_reductions_that_do_not_overlap() -> None:
     reduce = REDUCE * 2  # an all-reduce sends twice as much
     behind = parts(TorchDDPFacts(ranks=2), reduce / 0.5)
