@@ -98,8 +98,8 @@ USES = {
     ),
     "engines/zero/running.py": (
         "backward and refresh",
-        "_backward_prologue _get_norm_groups _partition_all_parameters _reassign_or_swap_out_partitioned_parameters"
-        " _running_engine_backward",
+        "_backward_prologue _backward_prologue_per_tensor _get_norm_groups _partition_all_parameters"
+        " _reassign_or_swap_out_partitioned_parameters _running_engine_backward",
     ),
     "engines/zero/saved_weights.py": (
         "hooks on saved tensors, writes to tensors",

@@ -202,6 +202,8 @@ class FSDP2Engine(StepsOwnParameters):
             self._reshard_after_backward(True)
         with explained(self.strategy):
             call(loss)
+        if self._usage is not None:
+            self._usage.after_backward()
         if not self._run.automatic:
             self._reshard_after_backward(False)
 

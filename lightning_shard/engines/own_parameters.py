@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class StepsOwnParameters(ABC):
 
     steps_itself = False
     follows_freezing = True
+    user_hooks = nullcontext
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Optimizer] = ()

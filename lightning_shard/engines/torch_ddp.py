@@ -110,7 +110,9 @@ class TorchDDP(StepsOwnParameters):
     def _wrap(self) -> None:
         self._delayed_static_graph = False
         self._wrapped = None
-        if any(p.requires_grad for p in self._module.parameters()):
+        # Manual optimization may freeze some while DDP waits for them.
+        self._reduced = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        if self._reduced:
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 
     @property
@@ -153,8 +155,7 @@ class TorchDDP(StepsOwnParameters):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if found is None:
                 raise
-            names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
-            unused = ", ".join(names[int(index)] for index in found[1].split())
+            unused = ", ".join(self._reduced[int(index)] for index in found[1].split())
             raise ConfigurationError(
                 f"The loss of the last backward pass does not depend on {unused}, and DDP waits for their gradients. "
                 "Set find_unused_parameters: true (ShardDDPStrategy(find_unused_parameters=True)), freeze them, or use "

@@ -138,6 +138,7 @@ class UnitUsage:
         self.usage = Usage(self._names.values(), always=always)
         self._units: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._undo: list[Callable[[], None]] = []
+        self._reached: set[str] = set()
         self._reduces_zeros = False
         if compiled and not always:
             return
@@ -164,14 +165,19 @@ class UnitUsage:
             if fqn is not None and full.requires_grad and fqn not in self.usage.watched:
                 self._undo.append(self.usage.watch(fqn, full))
 
+    def after_backward(self) -> None:
+        """Note which parameters have a gradient, ahead of the user's hooks, which may drop it."""
+        self._reached |= {fqn for parameter, fqn in self._names.items() if parameter.grad is not None}
+
     def finish(self) -> None:
         """End a step whose gradients are reduced: those of parameters that no rank used are None. All ranks call it.
 
         WrappingError: ranks use different parameters, and torch can't reduce them.
         """
         # Units that run by another method than forward are not seen.
-        others = [n for p, n in self._names.items() if n not in self.usage.watched and p.grad is not None]
-        unused = self.usage.finish(others)
+        self.after_backward()
+        unused = self.usage.finish(self._reached - self.usage.watched)
+        self._reached.clear()
         if self.usage.differs and not self._reduces_zeros:
             raise WrappingError(
                 "Ranks use different parameters in a step, which needs torch 2.13 or newer and no compile here; this "

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -17,6 +18,7 @@ from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.place import place, refuse_url
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, names_full
@@ -78,8 +80,8 @@ class Checkpoints(CheckpointIO):
     def check(self, trainer: Trainer) -> None:
         """Refuse what no checkpoint of a fit can be saved with, where there will be some.
 
-        ConfigurationError: optimizers whose state can't be in a checkpoint. CheckpointError: a folder of an object
-        store for what is no directory, Hugging Face's layout of what is no model of that.
+        ConfigurationError: optimizers whose state it can't have. CheckpointError: a folder of an object store
+        for what is no directory, Hugging Face's layout of another model, hyperparameters that would not load again.
         """
         for callback in trainer.checkpoint_callbacks:
             name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
@@ -91,6 +93,9 @@ class Checkpoints(CheckpointIO):
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
+            owners = {"hyper_parameters": self._module, "datamodule_hyper_parameters": vars(trainer).get("datamodule")}
+            if not is_overridden("on_save_checkpoint", self._module):  # which may convert them
+                encode_trainer_state({key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()})
 
     # Save
 

@@ -1,7 +1,7 @@
 """DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,7 @@ class Zero:
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._in_step = False
-        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", lambda parameter: self._names[parameter])
+        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", lambda: self._names)
         self._failed = False
         self._closing = ExitStack()
 
@@ -316,10 +316,11 @@ class Zero:
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
+        by_hand = self._stage > 0 and not self._run.automatic and not self._forward_options.compile
         try:
             with (
                 explained(f"{self.strategy}(stage={self._stage})"),
-                self._uses.watched(self.gathers_in_forward),
+                self._uses.watched(self.gathers_in_forward or by_hand),
                 self._same_units.step(),
             ):
                 return running.run(self._started, step, *args, **kwargs)
@@ -338,12 +339,19 @@ class Zero:
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         if overridden:
+            if self._in_step:
+                running.begin_backward(self._started)
             call(loss)
             self._started.pending = True
         else:
             with explained(f"{self.strategy}(stage={self._stage})"), self._uses.paused():
                 running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
         self._note_gathered()
+
+    @contextmanager
+    def user_hooks(self) -> Generator[None, None, None]:
+        with self._uses.paused(), self._uses if self._stage > 0 else nullcontext():
+            yield
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)

@@ -168,6 +168,7 @@ def masters(groups: Sequence[FlatGroup]) -> dict[str, FlatTensor]:
     return {
         member.fqn: FlatTensor(member.shape, part.dtype, [FlatSlice(data=part, start=member.start)])
         for member, part in shards(groups)
+        if member.stepped
     }
 
 

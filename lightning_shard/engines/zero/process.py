@@ -104,7 +104,11 @@ def _require_private_names() -> None:
     from deepspeed.utils import groups
 
     tested = ", ".join(TESTED)
-    require(deepspeed.DeepSpeedEngine, "_backward_prologue _broadcast_model _running_engine_backward", tested=tested)
+    require(
+        deepspeed.DeepSpeedEngine,
+        "_backward_prologue _backward_prologue_per_tensor _broadcast_model _running_engine_backward",
+        tested=tested,
+    )
     require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
     require(OpBuilder, "_loaded_ops", tested=tested)
     require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)

@@ -75,6 +75,8 @@ def start(
     stage = int(config["zero_optimization"]["stage"])
     running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
     engine.lr_scheduler = None
+    # Else gradients of a module that runs backward itself are divided by the number of micro-batches twice.
+    engine._backward_prologue_per_tensor = lambda gradient: gradient
     if stage == 3:
         replace_hooks(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
@@ -137,6 +139,13 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     with nullcontext() if running.saved is None else running.saved.dropped():
         (output,) = running.engine(step, *args, **kwargs)
     return output
+
+
+def begin_backward(running: Running) -> None:
+    """Let DeepSpeed see a backward pass that the user's code runs inside of `run`, as one after a forward."""
+    if running.stage > 0:
+        running.zero.clear_backward_seen_flag()
+    running.engine._backward_prologue()
 
 
 def backward(running: Running, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:

@@ -5,7 +5,8 @@ stage 3 a released parameter has no elements: its norm is 0, and a write to it c
 gathered one is freed with it.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_shard.cluster.frames import package_of
 from lightning_shard.engines.refusals import not_gathered
 from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.running import Running
@@ -117,23 +119,27 @@ _WATCHED = 8
 """Steps that are looked at: the same code runs in the others, and each operator costs host time here."""
 
 
-class WatchedUses(TorchFunctionMode):
-    """Raises where a step uses a released parameter, or writes to a gathered one."""
+_GRADIENT: Any = Tensor.grad  # the descriptor
+_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
 
-    def __init__(self, strategy: str, name_of: Callable[[Tensor], str]) -> None:
-        """``strategy`` is named in the messages, and ``name_of`` parameters."""
+
+class WatchedUses(TorchFunctionMode):
+    """Raises where a step uses a released parameter or any one's gradient, or writes to a gathered one."""
+
+    def __init__(self, strategy: str, names: Callable[[], Mapping[Tensor, str]]) -> None:
+        """``strategy`` is named in the messages, and ``names`` are those of the parameters."""
         super().__init__()
-        self._name_of = name_of
+        self._names = names
         self._strategy = strategy
         self._paused = False
         self._views = WeakTensorKeyDictionary()
         self._steps = 0
 
     @contextmanager
-    def watched(self, gathers: bool) -> Generator[None, None, None]:
-        """Look at one of the first steps, of an engine that ``gathers`` parameters in it."""
+    def watched(self, looks: bool) -> Generator[None, None, None]:
+        """Look at one of the first steps, if ``looks``: parameters are gathered in it, or it runs backward itself."""
         self._steps += 1
-        with self if gathers and self._steps <= _WATCHED else nullcontext():
+        with self if looks and self._steps <= _WATCHED else nullcontext():
             yield
 
     @contextmanager
@@ -148,7 +154,9 @@ class WatchedUses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``; ConfigurationError: it computes with a released parameter, or writes to a parameter."""
+        """Call ``func``; ConfigurationError: it is one of the uses that can't be."""
+        if func in _GRADIENTS and (name := self._names().get(args[0])) is not None:
+            self._refuse_gradient(name)
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
         if used and func not in _VIEWS and _writes(func):
             self._refuse_write(func, used[0], next(iter(_flat(args))))
@@ -167,9 +175,22 @@ class WatchedUses(TorchFunctionMode):
             raise not_gathered(self._strategy)
         if self._base(first) is not None:
             raise ConfigurationError(
-                f"The step writes to {self._name_of(parameter)} with {func.__name__}, but under {self._strategy} "
+                f"The step writes to {self._names()[parameter]} with {func.__name__}, but under {self._strategy} "
                 "that is a gathered copy, which is freed with what was written. Write between steps "
                 "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
+            )
+
+    def _refuse_gradient(self, name: str) -> None:
+        through = set()
+        for frame, _ in traceback.walk_stack(None):
+            if package_of(frame) != "torch" and frame.f_code.co_filename != __file__:
+                break
+            through.add(frame.f_code.co_name)
+        if package_of(frame) not in ("lightning_shard", "deepspeed") and "zero_grad" not in through:
+            raise ConfigurationError(
+                f"{frame.f_code.co_filename}:{frame.f_lineno} uses .grad of {name}, but under {self._strategy} it is "
+                'None, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") and '
+                "set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
             )
 
     def _base(self, tensor: Any) -> Tensor | None:

@@ -1,0 +1,284 @@
+"""Logging, optimizers and schedules, and layers that are made late."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from tests.lightning_suite.loops import fitted
+from tests.lightning_suite.stock import Net, Runs, cases, data, held_out, raised
+
+
+def rows(folder: str) -> Any:
+    torch.distributed.barrier()
+    if torch.distributed.get_rank():
+        return None
+    with open(Path(folder, "metrics.csv")) as file:
+        return [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+
+
+def logged(runs: Runs, kind: Any, **flags: Any) -> Any:
+    module = runs.seeded(kind)
+    trainer = runs.trainer(
+        **{"max_epochs": 2, "logger": CSVLogger(".", name=kind.__name__, version=0), "log_every_n_steps": 2, **flags}
+    )
+    trainer.fit(module, data(), [held_out(), held_out(3)] if kind is Suffixed else held_out())
+    found = {
+        "callback": trainer.callback_metrics,
+        "logged": trainer.logged_metrics,
+        "bar": {k: v for k, v in trainer.progress_bar_metrics.items() if k != "v_num"},
+        "kept": module.seen,
+    }
+    return {**found, "rows": rows(f"{kind.__name__}/version_0")}
+
+
+class Logging(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.MeanMetric()
+        self.scores = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MaxMetric()])
+
+    def on_train_start(self) -> None:
+        self.log("at_start", 1.0)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("at_epoch", float(self.current_epoch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("at_batch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        rank = self.global_rank
+        self.log("own", loss)
+        self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True, batch_size=3 + rank)
+        for name in ("mean", "sum", "max", "min"):
+            self.log(name, float(batch_idx + rank), on_epoch=True, reduce_fx=name, sync_dist=True)
+        self.log_dict({"x": loss.detach() * 2, "y": torch.tensor(rank)}, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("zero_alone", loss, rank_zero_only=True) if rank == 0 else None
+        self.accuracy(loss.detach())
+        self.log("metric", self.accuracy, on_step=True, on_epoch=True)
+        self.scores.update(loss.detach())
+        self.log("as_int", batch_idx, logger=False)
+        self.log("quiet", loss, prog_bar=True, logger=False)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("at_batch_end", 2.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.scores.compute())
+        self.scores.reset()
+        self.log("at_epoch_end", torch.tensor(float(self.global_rank)), sync_dist=True)
+        self.seen.append(sorted(self.trainer.callback_metrics))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss(batch), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("val_max", batch_idx + self.global_rank * 1.0, reduce_fx=torch.max, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_end", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
+        self.logger and self.logger.log_metrics({"direct": 1.0}, step=self.global_step)
+
+
+class Suffixed(Net):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val", self.loss(batch), sync_dist=True, on_step=True, on_epoch=True)
+        self.log(f"own_{dataloader_idx}", 1.0, add_dataloader_idx=False, sync_dist=True)
+
+
+def values(runs: Runs) -> Any:
+    return [logged(runs, Logging), logged(runs, Suffixed)]
+
+
+class Accumulating(Logging):
+    pass
+
+
+def values_under_accumulation(runs: Runs) -> Any:
+    return logged(runs, Accumulating, accumulate_grad_batches=3, log_every_n_steps=1)
+
+
+# Optimizers and schedules
+
+
+class Scheduled(Net):
+    SCHEDULE: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return type(self).SCHEDULE(optimizer)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _scheduled(make: Any) -> Any:
+    return type("Own", (Scheduled,), {"SCHEDULE": staticmethod(make)})
+
+
+def schedules(runs: Runs) -> Any:
+    lr = torch.optim.lr_scheduler
+    kinds = [
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": lr.StepLR(o, 1, 0.5), "interval": "step", "frequency": 3},
+        },
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": lr.StepLR(o, 1, 0.5), "interval": "epoch", "frequency": 2},
+        },
+        lambda o: ([o], [lr.StepLR(o, 1, 0.5), {"scheduler": lr.ExponentialLR(o, 0.9), "interval": "step"}]),
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {
+                "scheduler": lr.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+                "monitor": "train_loss_step",
+                "interval": "step",
+                "frequency": 4,
+            },
+        },
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {
+                "scheduler": lr.ReduceLROnPlateau(o, factor=0.5, patience=0),
+                "monitor": "nothing",
+                "strict": False,
+            },
+        },
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": {"scheduler": lr.OneCycleLR(o, 0.5, total_steps=12), "interval": "step"},
+        },
+        lambda o: {
+            "optimizer": o,
+            "lr_scheduler": lr.SequentialLR(o, [lr.ConstantLR(o, 0.1, 1), lr.ExponentialLR(o, 0.5)], [1]),
+        },
+        lambda o: (o,),
+        lambda o: [o],
+    ]
+    return [fitted(runs, _scheduled(make), max_epochs=3) for make in kinds]
+
+
+def wrong_schedules(runs: Runs) -> Any:
+    lr = torch.optim.lr_scheduler
+    kinds = [
+        lambda o: {"optimizer": o, "lr_scheduler": lr.ReduceLROnPlateau(o)},
+        lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": lr.StepLR(o, 1), "interval": "incorrect"}},
+        lambda o: {"optimizer": o, "lr_scheduler": {"monitor": "x"}},
+        lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": lr.ReduceLROnPlateau(o), "monitor": "nothing"}},
+        lambda o: 1,
+        lambda o: {"optimizer": o, "lr_scheduler": lr.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)},
+    ]
+    return [raised(lambda m=make: fitted(runs, _scheduled(m))) for make in kinds]
+
+
+class Stepped(Net):
+    """Manual optimization with accumulation, a closure, and a plateau schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        if batch_idx % 3 == 0:
+
+            def closure() -> Any:
+                loss = self.loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+            optimizer.zero_grad()
+            return None
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss, sync_dist=True)
+        return {"loss": loss, "x": 1}
+
+    def on_train_epoch_end(self) -> None:
+        self.lr_schedulers().step(self.trainer.callback_metrics["val_loss"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=5.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def by_hand(runs: Runs) -> Any:
+    return fitted(runs, Stepped, max_epochs=3)
+
+
+class Clipping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) * 10)
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        self.seen.append(round(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), 4))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def clipped_by_torch(runs: Runs) -> Any:
+    return fitted(runs, Clipping)
+
+
+class ClippingInHook(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def clipped_by_torch_in_a_hook(runs: Runs) -> Any:
+    return fitted(runs, ClippingInHook)
+
+
+class Freezing(Net):
+    def on_train_epoch_start(self) -> None:
+        self.body.requires_grad_(self.current_epoch == 1)
+
+
+def accumulated_by_epoch(runs: Runs) -> Any:
+    return fitted(runs, callbacks=[GradientAccumulationScheduler({0: 3, 1: 2, 2: 1})], max_epochs=3)
+
+
+class Building(Net):
+    """Layers made in `setup` and in `configure_model`."""
+
+    def setup(self, stage: str) -> None:
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+
+    def configure_model(self) -> None:
+        torch.manual_seed(4)
+        self.head = nn.Linear(8, 1)
+
+
+def made_late(runs: Runs) -> Any:
+    return fitted(runs, Building)
+
+
+CASES = cases(__name__)

@@ -1,0 +1,295 @@
+"""Which hooks are called, in which order, with what is done in between: as under stock ``ddp``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from tests.lightning_suite.stock import Net, Runs, cases, data, held_out, weights
+
+# Not hooks, or asked for rather than called: how often is Lightning's own affair and a strategy's.
+_METHODS = {"optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping"}
+_OF_MODULES = {
+    name
+    for name, _ in inspect.getmembers(pl.LightningModule, inspect.isfunction)
+    if name.startswith("on_") or name in _METHODS or name in {"setup", "teardown", "transfer_batch_to_device"}
+} - {"on_gpu"}
+_OF_CALLBACKS = {
+    name
+    for name, _ in inspect.getmembers(pl.Callback, inspect.isfunction)
+    if name.startswith("on_") or name in {"setup", "teardown", "state_dict", "load_state_dict"}
+}
+
+
+def _telling(base: Any, names: set[str], prefix: str) -> Any:
+    def telling(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.told.append(f"{prefix}{name}")
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return call
+
+    return type(f"Telling{base.__name__}", (base,), {name: telling(name) for name in sorted(names)})
+
+
+class ManualNet(Net):
+    """Two optimizers that take turns, and a schedule that is stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        body, head = self.optimizers()
+        for optimizer in (body, head):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        if self.trainer.is_last_batch:
+            for schedule in self.lr_schedulers():
+                schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=self.lr) for part in (self.body, self.head)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+
+
+def _told(runs: Runs, base: Any, **flags: Any) -> tuple[Any, Any, pl.Trainer]:
+    told: list[str] = []
+    module = runs.seeded(_telling(base, _OF_MODULES, ""))
+    module.told = told
+    callback = _telling(pl.Callback, _OF_CALLBACKS, "callback.")()
+    callback.told = told
+    given = {"enable_checkpointing": True, "max_epochs": 2, **flags}
+    return module, told, runs.trainer(callbacks=[callback], **given)
+
+
+def of_a_fit(runs: Runs) -> Any:
+    module, told, trainer = _told(runs, Net, accumulate_grad_batches=2, gradient_clip_val=0.5, val_check_interval=0.5)
+    trainer.fit(module, data(), held_out())
+    return {"told": told, "weights": weights(module)}
+
+
+def of_a_fit_by_hand(runs: Runs) -> Any:
+    module, told, trainer = _told(runs, ManualNet)
+    trainer.fit(module, data(), held_out())
+    return {"told": told, "weights": weights(module), "steps": trainer.global_step}
+
+
+of_a_fit_by_hand.leaves_out = True
+
+
+def toggled_without_a_word(runs: Runs) -> Any:
+    """What a turn leaves out needs ``find_unused_parameters`` under DDP."""
+    runs.trainer(max_epochs=1).fit(runs.seeded(ManualNet), data())
+
+
+def of_evaluation(runs: Runs) -> Any:
+    module, told, trainer = _told(runs, Net)
+    results = [trainer.validate(module, held_out(), verbose=False), trainer.test(module, held_out(), verbose=False)]
+    results.append(trainer.predict(module, held_out()))
+    return {"told": told, "results": results}
+
+
+def of_a_resume(runs: Runs) -> Any:
+    module, first, trainer = _told(runs, Net, max_epochs=1)
+    trainer.fit(module, data(), held_out())
+    path = trainer.checkpoint_callback.best_model_path
+    module, told, trainer = _told(runs, Net)
+    trainer.fit(module, data(), held_out(), ckpt_path=path)
+    # As under all strategies that restore into what they have sharded, it is told after on_fit_start.
+    loads = [name for name in told if name.endswith("on_load_checkpoint")]
+    told = [name for name in told if name not in loads]
+    return {"told": told, "loads": loads, "first": first, "weights": weights(module)}
+
+
+class Transferring(Net):
+    """Every hook around a batch changes it, once."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0], batch[1] + 1]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return [batch[0].to(device), batch[1].to(device) * 2]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0], batch[1] - self.trainer.global_step]
+
+
+def around_batches(runs: Runs) -> Any:
+    module = runs.seeded(Transferring)
+    trainer = runs.trainer(max_epochs=1)
+    trainer.fit(module, data(), held_out())
+    predicted = trainer.predict(module, held_out())
+    return {"metrics": trainer.callback_metrics, "weights": weights(module), "predicted": predicted}
+
+
+class Overriding(Net):
+    """Everything that a module may take over of a step."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 2).backward(*args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        scheduler.step()
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="value")
+
+
+class Halving(Overriding):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    def on_after_backward(self) -> None:
+        self.seen.append(all(p.grad is not None for p in self.parameters()))
+
+
+def gradients_changed_in_hooks(runs: Runs) -> Any:
+    module = runs.seeded(Halving)
+    runs.trainer(max_epochs=2).fit(module, data(), held_out())
+    return weights(module), module.seen
+
+
+def overridden_in_the_module(runs: Runs) -> Any:
+    module = runs.seeded(Overriding)
+    trainer = runs.trainer(max_epochs=2)
+    trainer.fit(module, data(), held_out())
+    return {"weights": weights(module), "lr": trainer.optimizers[0].param_groups[0]["lr"], "seen": module.seen}
+
+
+class Own(pl.Callback):
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.steps = number, 0
+
+    @property
+    def state_key(self) -> str:
+        return f"Own{self.number}"
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> Any:
+        return {"steps": self.steps, "text": ["a", (1, 2.5)], "tensor": torch.arange(3)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps, self.loaded = state["steps"], state
+
+
+class Configuring(Net):
+    def configure_callbacks(self) -> Any:
+        return [Own(7), ModelCheckpoint(save_last=True, monitor="val_loss", dirpath="own")]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"epoch": self.current_epoch, "list": [1, "b"], "tensor": torch.ones(2)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["own"]
+
+
+def state_of_callbacks_and_modules(runs: Runs) -> Any:
+    module, callbacks = runs.seeded(Configuring), [Own(), Own(1)]
+    trainer = runs.trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(module, data(), held_out())
+    kinds = [type(each).__name__ for each in trainer.callbacks]
+    module, callbacks = runs.seeded(Configuring), [Own(), Own(1)]
+    trainer = runs.trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(module, data(), held_out(), ckpt_path="own/last.ckpt")
+    return {
+        "kinds": kinds,
+        "loaded": [each.loaded for each in trainer.callbacks if isinstance(each, Own)],
+        "own": module.loaded,
+        "steps": [each.steps for each in trainer.callbacks if isinstance(each, Own)],
+        "weights": weights(module),
+    }
+
+
+class Scaled(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 2).backward(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def overridden_backward(runs: Runs) -> Any:
+    found = []
+    for accumulate in (1, 2):
+        module = runs.seeded(Scaled)
+        trainer = runs.trainer(max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer.fit(module, data(), held_out())
+        found.append(weights(module))
+    return found
+
+
+class ScaledByHand(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def overridden_backward_by_hand(runs: Runs) -> Any:
+    module = runs.seeded(ScaledByHand)
+    runs.trainer(max_epochs=2).fit(module, data(), held_out())
+    return weights(module)
+
+
+class FrozenAmongStepped(Net):
+    """The optimizer is given a frozen layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(1, 3).requires_grad_(False)
+
+
+def frozen_in_the_optimizer(runs: Runs) -> Any:
+    module = runs.seeded(FrozenAmongStepped)
+    trainer = runs.trainer(max_epochs=1, enable_checkpointing=True)
+    trainer.fit(module, data(), held_out())
+    first = weights(module)
+    module = runs.seeded(FrozenAmongStepped)
+    again = runs.trainer(max_epochs=2)
+    again.fit(module, data(), held_out(), ckpt_path=trainer.checkpoint_callback.best_model_path)
+    return first, weights(module)
+
+
+class NestedStep(Net):
+    """Gradients looked at in a function of another module."""
+
+    def on_after_backward(self) -> None:
+        _drop(self.head)
+
+
+def _drop(module: torch.nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = None
+
+
+def gradients_dropped_in_a_hook(runs: Runs) -> Any:
+    module = runs.seeded(NestedStep)
+    runs.trainer(max_epochs=2).fit(module, data(), held_out())
+    return weights(module)
+
+
+CASES = [each for each in cases(__name__) if each is not toggled_without_a_word]

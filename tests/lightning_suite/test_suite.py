@@ -1,0 +1,101 @@
+"""What Lightning's own tests ask of strategies, checkpoints, optimizers and callbacks, asked of this package's.
+
+The facts are those of ``tests/tests_pytorch`` in Lightning's repository; the cases are written anew, grouped by
+feature, and run at two processes under stock ``ddp`` and under each strategy, which have to show the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import run_distributed
+from tests.lightning_suite import callbacks, checkpoints, features, hooks, loops
+from tests.lightning_suite.stock import STRATEGIES, Case, check, differences, refused
+
+ZERO = STRATEGIES[2]
+LOST = "it is None, and what is written to it is lost"
+# Case, strategies that refuse it, the error, and what it says.
+REFUSED: list[tuple[Case, list[str], str, str]] = [
+    (hooks.gradients_changed_in_hooks, [ZERO], "ConfigurationError", LOST),
+    (hooks.gradients_dropped_in_a_hook, [ZERO], "ConfigurationError", LOST),
+    (features.clipped_by_torch, [ZERO], "ConfigurationError", LOST),
+    (features.clipped_by_torch_in_a_hook, [ZERO], "ConfigurationError", LOST),
+    (checkpoints.of_the_hpc, STRATEGIES, "CheckpointError", "Lightning chose"),
+    (checkpoints.paths_in_hyperparameters, STRATEGIES, "CheckpointError", "hyper_parameters/path: pathlib.PosixPath"),
+    (hooks.toggled_without_a_word, STRATEGIES[:1], "ConfigurationError", "does not depend on head.weight, head.bias"),
+]
+QUICK = {
+    (hooks.of_a_fit_by_hand, ZERO),
+    (hooks.overridden_backward, ZERO),
+    (hooks.overridden_backward_by_hand, ZERO),
+    (hooks.frozen_in_the_optimizer, ZERO),
+    (checkpoints.several, STRATEGIES[1]),
+    (features.values, STRATEGIES[0]),
+    (hooks.gradients_dropped_in_a_hook, ZERO),
+    (checkpoints.paths_in_hyperparameters, STRATEGIES[0]),
+    (hooks.toggled_without_a_word, STRATEGIES[0]),
+}
+
+
+def _marked(case: Case, strategy: str, *more: Any) -> Any:
+    marks = [] if (case, strategy) in QUICK else [pytest.mark.matrix]
+    return pytest.param(case, strategy, *more, marks=marks, id=f"{case.__name__}-{strategy}")
+
+
+def _equal(cases: list[Case]) -> Any:
+    refusing = {(case, strategy) for case, strategies, _, _ in REFUSED for strategy in strategies}
+    every = [(case, strategy) for case in cases for strategy in STRATEGIES if (case, strategy) not in refusing]
+    return pytest.mark.parametrize(("case", "strategy"), [_marked(*each) for each in every])
+
+
+@_equal(hooks.CASES)
+def test_hooks(case: Case, strategy: str) -> None:
+    check(case, strategy)
+
+
+@_equal(checkpoints.CASES)
+def test_checkpoints(case: Case, strategy: str) -> None:
+    check(case, strategy)
+
+
+@_equal(loops.CASES)
+def test_loops(case: Case, strategy: str) -> None:
+    check(case, strategy)
+
+
+@_equal(features.CASES)
+def test_logging_and_optimizers(case: Case, strategy: str) -> None:
+    check(case, strategy)
+
+
+@_equal(callbacks.CASES)
+def test_callbacks(case: Case, strategy: str) -> None:
+    check(case, strategy)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "error", "said"),
+    [_marked(case, each, *what) for case, strategies, *what in REFUSED for each in strategies],
+)
+def test_refused(case: Case, strategy: str, error: str, said: str) -> None:
+    for kind, message in run_distributed(refused, 2, case, strategy):
+        assert kind == error, message
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("found", "count"),
+    [
+        ({"a": [1.0, "x"]}, 0),
+        ({"a": [1.0 + 1e-7, "x"]}, 0),
+        ({"a": [1.001, "x"]}, 1),
+        ({"a": [1.0, "y"]}, 1),
+        ({"a": [1.0]}, 1),
+        ({}, 1),
+        ({"a": [1.0, "x"], "b": 2}, 1),
+    ],
+)
+def test_what_differs_is_found(found: Any, count: int) -> None:
+    assert len(differences(found, {"a": [1.0, "x"]})) == count
