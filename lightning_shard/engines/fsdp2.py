@@ -5,7 +5,7 @@ forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered 
 no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_shard.engines import earlier_parameters, forward
 from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
-from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
+from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -70,7 +70,7 @@ class ShardedModule:
     upcast: dict[str, torch.dtype]
 
 
-class FSDP2Engine(StepsOwnParameters):
+class FSDP2Engine(StepsOwnParameters, ABC):
     """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
 
     name: str
@@ -78,12 +78,12 @@ class FSDP2Engine(StepsOwnParameters):
     replicates = False
     gathers_in_forward = True
 
-    def __init__(self, units: UnitOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """With ``at_boundary`` accumulated gradients are reduced once."""
-        super().__init__()
-        self._units = units
-        self._forward_options = forward
-        self._at_boundary = at_boundary
+    def __init__(
+        self, options: Any, forward: ForwardOptions, *, at_boundary: bool, units: UnitOptions | None = None
+    ) -> None:
+        """``units``: of the shard units, where ``options`` are not these."""
+        super().__init__(options, forward, at_boundary=at_boundary)
+        self._units: UnitOptions = units or options
         self._usage: UnitUsage | None = None
 
     @abstractmethod
@@ -96,11 +96,8 @@ class FSDP2Engine(StepsOwnParameters):
     def ignored_modules(self) -> Sequence[str]:
         return self._units.ignored_modules
 
-    @abstractmethod
-    def settings(self) -> Mapping[str, Any]: ...
-
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
-        self._run = run
+        self._module, self._run = module, run
         earlier: ShardedModule | None = module.__dict__.get(_STATE)
         earlier_parameters.remember(module)
         refuse_sharded(module, self.strategy, by_fsdp=False)
@@ -146,16 +143,6 @@ class FSDP2Engine(StepsOwnParameters):
         self._closing.callback(self._written.close)
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
-
-    @property
-    def tensors(self) -> ModuleTensors:
-        return ModuleTensors(
-            self._sharded.root,
-            self._optimizers,
-            device=self._run.device,
-            whole=self._whole,
-            at_boundary=self._at_boundary,
-        )
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         earlier_parameters.follow(optimizers, self._sharded.root)

@@ -1,9 +1,7 @@
 """FSDP2's ``fully_shard``: full and hybrid sharding, which differ in the mesh alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +11,6 @@ from lightning_shard.engines._fsdp2 import reduce_over
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
-from lightning_shard.engines.settings import plain_settings
-from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.units import unit_rules
 from lightning_shard.errors import ConfigurationError, MeshError, PrecisionError
 from lightning_shard.mesh import REPLICATE, SHARD, MeshConfig, resolve_mesh, shard_group_of_its_own
@@ -41,10 +37,7 @@ class FullyShard(FSDP2Engine):
     name = "fsdp"
     strategy = "ShardFSDPStrategy"
 
-    def __init__(self, options: FSDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """With ``at_boundary`` accumulated gradients are reduced once."""
-        super().__init__(options, forward, at_boundary=at_boundary)
-        self._options = options
+    _options: FSDPOptions
 
     def check(self, run: PlannedRun) -> None:
         for option, method in _OF_NEWER_TORCH.items():
@@ -86,9 +79,6 @@ class FullyShard(FSDP2Engine):
             backward_prefetch=self._units.backward_prefetch,
             reduce_at_boundary=self._at_boundary,
         )
-
-    def settings(self) -> Mapping[str, Any]:
-        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         prepared = super().prepare(module, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -11,33 +10,52 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import accumulated_gradients
-from lightning_shard.engines.engine import Engaged
+from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
+from lightning_shard.engines.settings import plain_settings
+from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
 
-class StepsOwnParameters(ABC):
+class StepsOwnParameters:
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
     follows_freezing = True
     user_hooks = nullcontext
 
-    def __init__(self) -> None:
+    _module: nn.Module
+    _run: Run
+
+    def __init__(self, options: Any, forward: ForwardOptions, *, at_boundary: bool) -> None:
+        """With ``at_boundary`` accumulated gradients are reduced once, and not each micro-batch's."""
+        self._options, self._forward_options, self._at_boundary = options, forward, at_boundary
+        self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._whole: dict[int, WholeSteps] = {}
         self._upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
     @property
-    @abstractmethod
-    def tensors(self) -> ModuleTensors: ...
+    def tensors(self) -> ModuleTensors:
+        return ModuleTensors(
+            self._module,
+            self._optimizers,
+            device=self._run.device,
+            wrapper=self._wrapped,
+            whole=self._whole,
+            at_boundary=self._at_boundary,
+        )
+
+    def settings(self) -> Mapping[str, Any]:
+        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         return base
@@ -71,10 +89,10 @@ class StepsOwnParameters(ABC):
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
-    def publish(self) -> None:  # noqa: B027
+    def publish(self) -> None:
         """Nothing to do: forward reads what is stepped."""
 
-    def resumed(self) -> None:  # noqa: B027
+    def resumed(self) -> None:
         """Nothing to do: all state is in tensors."""
 
     def notes(self) -> Mapping[str, Any]:

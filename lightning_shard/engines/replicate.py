@@ -1,8 +1,5 @@
 """FSDP2's machinery over a mesh that replicates: DDP in every precision, which torch's own can't."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -10,7 +7,6 @@ from lightning_shard.engines._fsdp2 import replicate
 from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import ReplicateFacts
 from lightning_shard.engines.fsdp2 import ApplyUnit, FSDP2Engine, UnitOptions
-from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import DDPOptions
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.errors import ConfigurationError
@@ -26,8 +22,7 @@ class Replicate(FSDP2Engine):
     def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
         """Most ``options`` are refused."""
         units = UnitOptions(find_unused_parameters=options.find_unused_parameters)
-        super().__init__(units, forward, at_boundary=at_boundary)
-        self._options = options
+        super().__init__(options, forward, at_boundary=at_boundary, units=units)
 
     def check(self, run: PlannedRun) -> None:
         lacking = {name: value for name, value in self._options.changed().items() if name != "find_unused_parameters"}
@@ -42,9 +37,6 @@ class Replicate(FSDP2Engine):
 
     def facts(self, module: nn.Module, run: PlannedRun) -> ReplicateFacts:
         return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._at_boundary)
-
-    def settings(self) -> Mapping[str, Any]:
-        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         # Frozen 16-bit parameters are seen here only.

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -18,11 +18,10 @@ from lightning_shard.engines import _ddp, earlier_parameters
 from lightning_shard.engines.engine import Engaged, PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
-from lightning_shard.engines.own_parameters import ModuleTensors, StepsOwnParameters
+from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_double, refuse_sharded
 from lightning_shard.engines.replicated import broadcast_from_rank_0
-from lightning_shard.engines.settings import plain_settings
-from lightning_shard.engines.transforms import ForwardOptions, find_transforms
+from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
@@ -61,14 +60,8 @@ class TorchDDP(StepsOwnParameters):
     replicates = True
     gathers_in_forward = False
 
-    def __init__(self, options: DDPOptions, forward: ForwardOptions, *, at_boundary: bool) -> None:
-        """With ``at_boundary`` accumulated gradients are reduced once, and not each micro-batch's."""
-        super().__init__()
-        self._options = options
-        self._forward_options = forward
-        self._at_boundary = at_boundary
-        self._wrapped: DistributedDataParallel | None = None
-        self._delayed_static_graph = False
+    _options: DDPOptions
+    _delayed_static_graph = False
 
     def check(self, run: PlannedRun) -> None:
         """Everything works on every number of processes."""
@@ -82,9 +75,6 @@ class TorchDDP(StepsOwnParameters):
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             reduce_at_boundary=self._at_boundary,
         )
-
-    def settings(self) -> Mapping[str, Any]:
-        return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         refuse_sharded(module, "ShardDDPStrategy")
@@ -114,16 +104,6 @@ class TorchDDP(StepsOwnParameters):
         self._reduced = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         if self._reduced:
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
-
-    @property
-    def tensors(self) -> ModuleTensors:
-        return ModuleTensors(
-            self._module,
-            self._optimizers,
-            device=self._run.device,
-            wrapper=self._wrapped,
-            at_boundary=self._at_boundary,
-        )
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         wrapped = self._wrapped

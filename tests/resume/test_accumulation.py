@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from lightning_shard import ShardPrecision
 from lightning_shard.checkpoint.files.manifest import format_version, read_manifest
@@ -47,10 +48,11 @@ class Saves(pl.Callback):
 
 
 class Weighted(TinyLM):
-    """Losses with a weight, another one of each batch."""
+    """Losses with a weight: the tokens of a batch that they are the mean over."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "weight": (batch[0] > 5).sum()}
+        (tokens, targets), counts = batch, batch[0] > 5
+        return {"loss": cross_entropy(self(tokens)[counts], targets[counts]), "weight": counts.sum()}
 
 
 class Unused(TinyLM):
