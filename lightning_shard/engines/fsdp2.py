@@ -204,7 +204,8 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             root.set_requires_gradient_sync(enabled)
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        if begin and self._at_boundary:
+        if begin:
+            # Before its first pass FSDP has not seen which parameters were cast, and has no full ones.
             forward.gather_each(self._sharded.root)
         found = super().accumulated(begin)
         return found if self._usage is None else self._usage.usage.so_far(found, begin)

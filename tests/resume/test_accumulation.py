@@ -134,6 +134,12 @@ def test_every_engine_of_torch(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["ddp_plain", "full", "offload", "zero_1", "zero_2", "zero_3"])
+def test_low_memory(tmp_path: Path, strategy: str) -> None:
+    check(tmp_path, [{"strategy": strategy, "precision": "bf16-true", "options": {"aligned": False}}])
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", [name for name in ZERO if name != "zero_3_hpz"])
 def test_every_stage_of_deepspeed(tmp_path: Path, strategy: str) -> None:
     precisions = [FP32] if strategy == "zero_0" else [FP32, BF16, FP16]
