@@ -38,6 +38,8 @@ def read_config(config: str) -> Any:
 
     path, (module, _, name) = Path(config), config.rpartition(".")
     try:
+        if not path.exists() and not module.replace(".", "").isidentifier():
+            raise FileNotFoundError(f"there is no such file, nor folder (from {Path.cwd()})")
         found = AutoConfig.from_pretrained(path) if path.exists() else getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
         raise ConfigurationError(

@@ -46,7 +46,7 @@ def test_a_folder_of_hugging_face_weights(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 8}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder / "weights")
-    given = ["train=./weights", "engine=shard_fsdp_aligned", *TWO]
+    given = [f"train={folder / 'weights'}", "engine=shard_fsdp_aligned", *TWO]
     assert init.main(["--answers", *given]) == 0
     assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [(2, "ShardFSDPStrategy", "bf16-mixed")] * 2
 
