@@ -64,6 +64,11 @@ USES = {
         "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _log_graph"
         " _logger_connector _restarting _results",
     ),
+    "_lightning/trials.py": (
+        "a fit's loaders and its way back to a checkpoint",
+        "_checkpoint_connector _combined_loader",
+    ),
+    "callbacks/batch_size.py": ("loaders of a module or datamodule, made anew", "_combined_loader _data_source"),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
     "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),

@@ -36,7 +36,7 @@ _REQUIRED = (
     (_DatasetSamplerWrapper, "_sampler"),
     (_EvaluationLoop, "inference_mode _results"),
     (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
-    (_FitLoop, "_skip_backward"),
+    (_FitLoop, "_combined_loader _skip_backward"),
     (_LoggerConnector, "_callback_metrics _first_loop_iter"),
     (_Loop, "_restarting"),
     (_SignalConnector, "register_signal_handlers teardown"),

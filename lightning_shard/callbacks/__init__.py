@@ -1,9 +1,17 @@
 """What users add to a Trainer's callbacks."""
 
+from lightning_shard.callbacks.batch_size import BatchSizeCallback
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.callbacks.pretrained import PretrainedWeights
 from lightning_shard.callbacks.profiler import ProfilerCallback
 from lightning_shard.callbacks.run_page import RunPageCallback
 from lightning_shard.callbacks.throughput import ThroughputCallback
 
-__all__ = ["MemoryCallback", "PretrainedWeights", "ProfilerCallback", "RunPageCallback", "ThroughputCallback"]
+__all__ = [
+    "BatchSizeCallback",
+    "MemoryCallback",
+    "PretrainedWeights",
+    "ProfilerCallback",
+    "RunPageCallback",
+    "ThroughputCallback",
+]

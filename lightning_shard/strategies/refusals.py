@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, ModelPruning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -74,6 +74,20 @@ def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> Non
             'configure_optimizers returned a mapping without "optimizer". Return an optimizer, a list of them, or '
             f'{{"optimizer": ..., "lr_scheduler": ...}} ({place}).'
         ) from error
+
+
+def refuse_batch_size_finder(trainer: Trainer) -> None:
+    """Refuse Lightning's, which ``Tuner.scale_batch_size`` uses too.
+
+    Raises:
+        ConfigurationError: on every rank.
+    """
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
+        raise ConfigurationError(
+            "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where "
+            "one rank's does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the "
+            "Trainer's callbacks, which measures small batches."
+        )
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:

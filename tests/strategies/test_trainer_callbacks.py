@@ -216,10 +216,10 @@ def _batch_size(strategy: str) -> None:
 
 @BOTH
 def test_batch_size_finder_is_refused(strategy: str) -> None:
-    """Lightning refuses it under every distributed strategy."""
     for kind, message in run_distributed(refusal, 2, _batch_size, strategy):
-        assert kind == "MisconfigurationException"
-        assert "not supported with distributed strategies" in message
+        assert kind == "ConfigurationError"
+        assert "Tuner.scale_batch_size" in message
+        assert "Use lightning_shard.callbacks.BatchSizeCallback" in message
 
 
 # What is shown

@@ -1,0 +1,197 @@
+"""The largest batch that fits, by what steps with small ones were measured to take."""
+
+import sys
+from collections.abc import Mapping, Sized
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_shard._lightning.trials import forget_loaders, makes_loaders, trials
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters.memory_meter import StepMeter
+from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
+
+_STEPS = 2  # Of a trial: the first makes the optimizer's state, which lies beside the activations of the second.
+
+
+class BatchSizeCallback(Callback):
+    """Sets the largest batch size that fits at the start of a fit, on every engine and the same on all ranks.
+
+    Two steps with the batch size that is set and two with twice as much (half, where that would not fit) are measured,
+    and then two with half of what the line through both says. No trial but the first comes near the limit, because
+    memory that runs out on one rank leaves the others in a collective. Model, optimizers, random numbers and the order
+    of the data are afterwards as they were. A resumed fit measures too, and goes on with what its checkpoint says.
+
+    Attributes:
+        found: the batch size; None before a fit.
+        measured: batch size to the bytes of the fullest rank, of each trial.
+    """
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        margin: float = 0.1,
+        largest: int = 8192,
+        keep_global_batch: bool = False,
+        attribute: str = "batch_size",
+    ) -> None:
+        """Say what is set, and up to where.
+
+        Args:
+            limit: bytes per rank. Default: what the device has and others have not taken. Needed on a CPU, where the
+                bytes of tensors are counted.
+            margin: share of the limit to leave, for what is no tensor and for batches that take more.
+            largest: batch size that is not exceeded.
+            keep_global_batch: set ``accumulate_grad_batches`` so that a step takes as many samples as before, and of
+                the batch sizes that allow it the largest.
+            attribute: where the LightningModule, its hyperparameters or the datamodule have the batch size that their
+                ``train_dataloader`` reads. Its value is the first trial, such as a quarter of the largest batch that
+                ``lightning-shard plan`` names.
+
+        Raises:
+            ConfigurationError: a value that can't be.
+        """
+        if not 0 <= margin < 1 or largest < 1 or (limit is not None and limit < 1):
+            shown = f"limit is {limit}, margin {margin} and largest {largest}"
+            raise ConfigurationError(f"{shown}, but margin must be from 0 to below 1, and the others 1 or more.")
+        self.limit, self.margin, self.largest, self.attribute = limit, margin, largest, attribute
+        self.keep_global_batch = keep_global_batch
+        self.found: int | None = None
+        self.measured: dict[int, int] = {}
+        self._accumulate = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, for the checkpoint."""
+        return {"found": self.found, "accumulate": self._accumulate}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with what the resumed run found."""
+        if (state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
+            self.found, self._accumulate = state["found"], state["accumulate"]
+            self._apply(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search; what is resumed from is known later. All ranks call it. ConfigurationError: not possible here."""
+        self._check(trainer, pl_module)
+        self._search(trainer, pl_module)
+        self._apply(trainer, pl_module)
+
+    def _apply(self, trainer: Trainer, module: LightningModule) -> None:
+        lightning_setattr(module, self.attribute, self.found)
+        trainer.accumulate_grad_batches = self._accumulate
+        forget_loaders(trainer)
+
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        if getattr(trainer.strategy, "memory", None) is None:
+            raise ConfigurationError("BatchSizeCallback needs a strategy of lightning_shard, such as shard_fsdp.")
+        if not makes_loaders(trainer) or not lightning_hasattr(module, self.attribute):
+            raise ConfigurationError(
+                f"BatchSizeCallback sets {self.attribute!r}, which neither module, hyperparameters nor datamodule "
+                "have, or loaders were passed to fit. Let train_dataloader() make its loader with self."
+                f"{self.attribute}."
+            )
+        if not module.automatic_optimization:
+            raise ConfigurationError("BatchSizeCallback can't measure steps of manual optimization. Remove it.")
+        if self.limit is None and trainer.strategy.root_device.type == "cpu":
+            raise ConfigurationError("limit is not set, but a CPU has no memory of its own. Set limit, in bytes.")
+
+    def _search(self, trainer: Trainer, module: LightningModule) -> None:
+        given: Any = lightning_getattr(module, self.attribute)
+        start = int(given)
+        device, samples = trainer.strategy.root_device, start * trainer.accumulate_grad_batches
+        limit = _capacity(device) if self.limit is None else self.limit
+        limit, self.measured = int((1 - self.margin) * limit), {}
+        with trials(trainer) as run:
+            size: int | None = start
+            while size is not None:
+                lightning_setattr(module, self.attribute, size)
+                watch = _Watch()
+                run(watch, _STEPS)
+                rows = gather_rows([watch.bytes, limit], dtype=torch.int64, device=device)
+                self.measured[size], limit = max(row[0] for row in rows), min(row[1] for row in rows)
+                found = min(largest_that_fits(self.measured, limit), self.largest, _samples(trainer))
+                size = next_trial(self.measured, found)
+        if found < 1:
+            raise ConfigurationError(
+                f"Not a batch of 1 fits: one of {start} takes {size_text(self.measured[start])} of "
+                f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
+            )
+        self._settle(found, samples, accumulate=trainer.accumulate_grad_batches)
+        most = f"{size_text(largest_line(self.measured, self.found or 1))} of {size_text(limit)} per rank"
+        rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {most}")
+
+    def _settle(self, found: int, samples: int, *, accumulate: int) -> None:
+        self.found, self._accumulate = found, accumulate
+        if self.keep_global_batch:
+            self.found = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
+            self._accumulate = samples // self.found
+
+
+def next_trial(measured: Mapping[int, int], found: int) -> int | None:
+    """The batch size to measure next, where ``found`` fits by those that were; None: enough is known."""
+    first = next(iter(measured))
+    size = found // 2
+    if len(measured) == 1:
+        size = 2 * first if found >= 2 * first else first // 2
+    return size if size > 0 and (len(measured) == 1 or (len(measured) == 2 and size > max(measured))) else None
+
+
+def largest_line(measured: Mapping[int, int], size: int) -> float:
+    """Bytes at a batch ``size`` on the line through the last two of ``measured``; a single one has no fixed part."""
+    (a, one), (b, two) = [(0, 0), *sorted(measured.items())][-2:]
+    return one + max(0, two - one) / (b - a) * (size - a)
+
+
+def largest_that_fits(measured: Mapping[int, int], limit: int) -> int:
+    """The largest batch size on that line within ``limit``."""
+    fixed = largest_line(measured, 0)
+    slope = largest_line(measured, 1) - fixed
+    return int((limit - fixed) // slope) if slope > 0 else max(measured) * 2**20
+
+
+def _samples(trainer: Trainer) -> int:
+    """How many of the training data's samples a rank has, where that is known."""
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
+    return len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize
+
+
+def _capacity(device: torch.device) -> int:
+    """Bytes of a GPU that are free, or torch's own already."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+class _Watch(Callback):
+    """Measures the last step of a trial: torch's peak on a GPU, on a CPU what the memory account counts."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._meter: StepMeter | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step + 1 < trainer.fit_loop.epoch_loop.max_steps or self._meter is not None:
+            return
+        if (device := trainer.strategy.root_device).type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._meter = trainer.strategy.memory.step_meter()  # type: ignore[attr-defined]
+            self._meter.start()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._meter is not None:
+            self._meter.forward_ended()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._meter is not None:
+            self._meter.ready_to_step()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """After the last step of the trial: its bytes."""
+        if trainer.global_step == trainer.fit_loop.epoch_loop.max_steps:
+            counted = 0 if self._meter is None else self._meter.stepped().device.total
+            self.bytes = counted or peak_bytes(trainer.strategy.root_device)[0]
