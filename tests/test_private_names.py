@@ -66,9 +66,8 @@ USES = {
     ),
     "_lightning/trials.py": (
         "a fit's loaders and its way back to a checkpoint",
-        "_checkpoint_connector _combined_loader",
+        "_checkpoint_connector _combined_loader _data_source",
     ),
-    "callbacks/batch_size.py": ("loaders of a module or datamodule, made anew", "_combined_loader _data_source"),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
     "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),

@@ -1,5 +1,6 @@
 """A Trainer's callbacks: which there are, which watch gradients being dropped, and what a summary counts."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,30 @@ def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> N
     for callback in callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
             replacements.replace(callback, "_store", lambda *_: None)
+
+
+_TRAINABLE = "trainable_parameters"
+
+
+def note_thawed(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Say in a checkpoint which parameters are trainable, where callbacks freeze and thaw."""
+    if any(isinstance(callback, BaseFinetuning) for callback in callbacks(trainer)):
+        named = trainer.lightning_module.named_parameters()
+        checkpoint[_TRAINABLE] = [name for name, parameter in named if parameter.requires_grad]
+
+
+def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Give a resumed fit the trainable parameters and the optimizers' groups that the checkpoint's had.
+
+    Lightning makes the groups when a fit starts, from state that it restores later under engines, and thaws nothing.
+    """
+    states = checkpoint.get("callbacks", {})
+    for callback in callbacks(trainer):
+        if isinstance(callback, BaseFinetuning) and callback.state_key in states and _TRAINABLE in checkpoint:
+            callback.load_state_dict(states[callback.state_key])
+            callback.on_fit_start(trainer, trainer.lightning_module)
+            for name, parameter in trainer.lightning_module.named_parameters():
+                parameter.requires_grad_(name in checkpoint[_TRAINABLE])
 
 
 def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
