@@ -33,8 +33,9 @@ class Float8:
 
     pattern: str = ".*"
     """A regular expression for the whole names of modules in the LightningModule: of the ``nn.Linear`` that it
-    matches, those are taken whose sizes are multiples of 16 and whose weight no other module has (a head that is tied
-    to an embedding stays in bf16). ``(?!.*lm_head).*`` leaves a head out."""
+    matches, subclasses with a forward of their own left out, those are taken whose sizes are multiples of 16 and whose
+    weight no other module has (a head that is tied to an embedding stays in bf16). ``(?!.*lm_head).*`` leaves a head
+    out."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """torchao's recipe: one scale for a tensor, or one for each row, or that with the weight's gradient in bf16."""
@@ -93,10 +94,13 @@ def install_float8(root: nn.Module, settings: Float8, others: Container[nn.Modul
             f"multiples of {MULTIPLE} and whose weight is its own. Use 'bf16-mixed', or another pattern."
         )
 
+    before = [type(layer) for layer in layers]
+    # Subclasses keep what they have besides, such as how their weights begin.
+    made: Any = {cls: type(f"Float8{cls.__name__}", (type(sample), cls), {}) for cls in before}
     for layer in layers:
-        layer.__class__ = type(sample)
+        layer.__class__ = made[type(layer)]
         vars(layer).update(own)
-    return partial(_take_back, layers, own)
+    return partial(_take_back, list(zip(layers, before, strict=True)), own)
 
 
 def _layers(root: nn.Module, pattern: str) -> list[nn.Linear]:
@@ -104,17 +108,17 @@ def _layers(root: nn.Module, pattern: str) -> list[nn.Linear]:
     return [
         module
         for name, module in root.named_modules()
-        # Subclasses may compute otherwise.
-        if type(module) is nn.Linear
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
         and re.fullmatch(pattern, name)
         and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
         and owners[id(module.weight)] == 1
     ]
 
 
-def _take_back(layers: list[nn.Linear], own: dict[str, Any]) -> None:
-    for layer in layers:
-        layer.__class__ = nn.Linear
+def _take_back(layers: list[tuple[nn.Linear, type]], own: dict[str, Any]) -> None:
+    for layer, before in layers:
+        layer.__class__ = before
         for name in own:
             del vars(layer)[name]
 

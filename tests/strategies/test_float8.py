@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ShardPrecision
@@ -40,6 +40,16 @@ class Even(TinyLM):
             super().configure_model()
             for block in list(self.blocks)[1:]:
                 block.up, block.down = nn.Linear(16, 48), nn.Linear(48, 16, bias=False)
+
+
+class Named(nn.Linear):
+    def name(self) -> str:
+        return type(self).__name__
+
+
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
 
 
 def plugin(precision: str = "fp8-mixed", **float8: Any) -> ShardPrecision:
@@ -144,12 +154,13 @@ def test_a_checkpoint_resumes_and_goes_to_bf16_and_back(tmp_path: Path) -> None:
 def test_a_layer_is_torchaos_and_the_same_module_again_afterwards() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    root = nn.ModuleDict({"a": nn.Linear(32, 16), "b": nn.Linear(32, 16), "odd": nn.Linear(32, 17)})
+    root = nn.ModuleDict({"a": Named(32, 16), "b": nn.Linear(32, 16), "odd": nn.Linear(32, 17), "own": Own(16, 16)})
     root["tied"], root["twin"] = nn.Linear(16, 32), nn.Linear(16, 32)
     root["twin"].weight = root["tied"].weight
     plain, before = deepcopy(root["a"]), set(vars(root["a"]))
     remove = install_float8(root, Float8(emulate=True, pattern="(?!b).*"), others=[])
-    assert {name for name, layer in root.items() if type(layer) is not nn.Linear} == {"a"}
+    assert {name for name, layer in root.items() if "linear_mm_config" in vars(layer)} == {"a"}
+    assert root["a"].name() == "Float8Named"
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=True)
     own, x = convert_to_float8_training(nn.Sequential(plain), config=config)[0], torch.randn(8, 32)
     for layer in (root["a"], own):
@@ -158,7 +169,7 @@ def test_a_layer_is_torchaos_and_the_same_module_again_afterwards() -> None:
     assert torch.equal(root["a"].weight.grad, own.weight.grad)
     remove()
     assert not torch.equal(root["a"](x), own(x))
-    assert type(root["a"]) is nn.Linear
+    assert type(root["a"]) is Named
     assert set(vars(root["a"])) == before
     with pytest.raises(PrecisionError, match=r"no nn\.Linear matches float8\.pattern 'odd|twin' whose sizes are"):
         install_float8(root, Float8(emulate=True, pattern="odd|twin"), others=[])
