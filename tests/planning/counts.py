@@ -97,8 +97,9 @@ class Count(pl.Callback):
         parameters = [getattr(p, "ds_tensor", p) for p in module.parameters()]
         self.found["parameters"] = _bytes(parameters)
         self.found["buffers"] = _bytes(module.buffers())
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        if isinstance(tensors, FlatTensors):
+        if not isinstance(tensors, FlatTensors):
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        else:
             zero, (optimizer,) = tensors.zero, tensors.optimizers()
             gradients = tensors.gradients(trainer.optimizers[0])
             gradients += [t for t in (getattr(zero, "grad_partitions_flat_buffer", None),) if t is not None]

@@ -5,10 +5,12 @@ stage 3 a released parameter has no elements: its norm is 0, and a write to it c
 gathered one is freed with it.
 """
 
-import traceback
+import inspect
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.ranks import Ranks
+from lightning_shard.ranks import Ranks, warn_on_first_rank
 
 _same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
 
@@ -123,8 +125,25 @@ _GRADIENT: Any = Tensor.grad  # the descriptor
 _GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
 
 
+# An assignment to a gradient, or a method of it that works in place.
+_CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)|\.\w+_\()")
+
+
+def _is_inside(frame: FrameType) -> bool:
+    """Whether it is torch's, or of a comprehension, which stands for the function that it is in."""
+    return package_of(frame) == "torch" or re.fullmatch("<(?!module).*>", frame.f_code.co_name) is not None
+
+
+def _changes_gradients(frame: FrameType) -> bool:
+    """Whether the function's source writes to a gradient; so it is taken where there is no source."""
+    try:
+        return _CHANGE.search(inspect.getsource(frame.f_code)) is not None
+    except (OSError, TypeError):
+        return True
+
+
 class WatchedUses(TorchFunctionMode):
-    """Raises where a step uses a released parameter or any one's gradient, or writes to a gathered one."""
+    """Raises where a step uses a released parameter or changes a gradient, or writes to a gathered parameter."""
 
     def __init__(self, strategy: str, names: Callable[[], Mapping[Tensor, str]]) -> None:
         """``strategy`` is named in the messages, and ``names`` are those of the parameters."""
@@ -134,6 +153,7 @@ class WatchedUses(TorchFunctionMode):
         self._paused = False
         self._views = WeakTensorKeyDictionary()
         self._steps = 0
+        self._readers: set[CodeType] = set()
 
     @contextmanager
     def watched(self, looks: bool) -> Generator[None, None, None]:
@@ -156,7 +176,7 @@ class WatchedUses(TorchFunctionMode):
     ) -> Any:
         """Call ``func``; ConfigurationError: it is one of the uses that can't be."""
         if func in _GRADIENTS and (name := self._names().get(args[0])) is not None:
-            self._refuse_gradient(name)
+            self._look_at_gradient(name, read=func == _GRADIENTS[0])
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
         if used and func not in _VIEWS and _writes(func):
             self._refuse_write(func, used[0], next(iter(_flat(args))))
@@ -180,18 +200,26 @@ class WatchedUses(TorchFunctionMode):
                 "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
             )
 
-    def _refuse_gradient(self, name: str) -> None:
-        through = set()
-        for frame, _ in traceback.walk_stack(None):
-            if package_of(frame) != "torch" and frame.f_code.co_filename != __file__:
-                break
+    def _look_at_gradient(self, name: str, *, read: bool) -> None:
+        frame, through = inspect.currentframe(), set[str]()
+        while frame is not None and (frame.f_code.co_filename == __file__ or _is_inside(frame)):
             through.add(frame.f_code.co_name)
-        if package_of(frame) not in ("lightning_shard", "deepspeed") and "zero_grad" not in through:
-            raise ConfigurationError(
-                f"{frame.f_code.co_filename}:{frame.f_lineno} uses .grad of {name}, but under {self._strategy} it is "
-                'None, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") and '
-                "set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
-            )
+            frame = frame.f_back
+        assert frame is not None, "a program begins outside of torch"
+        own = package_of(frame) in ("lightning_shard", "deepspeed") or "zero_grad" in through
+        if own or (read and frame.f_code in self._readers):
+            return
+        found = (
+            f"{frame.f_code.co_filename}:{frame.f_lineno} uses .grad of {name}, but under {self._strategy} it is None, "
+        )
+        if read and not any("clip_grad" in function for function in through) and not _changes_gradients(frame):
+            self._readers.add(frame.f_code)
+            warn_on_first_rank(f'{found}here as anywhere. full_tensor(trainer, name, "gradient") gives it.')
+            return
+        raise ConfigurationError(
+            f'{found}and what is written to it is lost. Use full_tensor(trainer, name, "gradient") and '
+            "set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
+        )
 
     def _base(self, tensor: Any) -> Tensor | None:
         """The sharded parameter that ``tensor`` is or stands for."""
