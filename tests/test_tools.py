@@ -59,7 +59,7 @@ def test_a_run_is_planned(tmp_path: Path) -> None:
     demo = "lightning.pytorch.demos.boring_classes"
     run = tmp_path / "run.yaml"
     run.write_text(f"model: {demo}.BoringModel\ndata: {demo}.BoringDataModule\ntrainer: {{strategy: shard_fsdp}}\n")
-    found = plan(run, device_memory="1GB", devices=2, options={"trainer.precision": "bf16-mixed"})
+    found = plan(run, device_memory="4GB", devices=2, options={"trainer.precision": "bf16-mixed"})
     assert found.fits
     assert found.configured.most.device.total > 0
     assert "fits: " in found.text
@@ -75,6 +75,7 @@ def test_a_plan_of_a_file_that_is_not_there_raises() -> None:
 
 def test_callbacks_are_imported_from_one_place() -> None:
     assert callbacks.__all__ == [
+        "BatchSizeCallback",
         "MemoryCallback",
         "PretrainedWeights",
         "ProfilerCallback",

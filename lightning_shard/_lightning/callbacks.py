@@ -52,11 +52,12 @@ def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> N
 _TRAINABLE = "trainable_parameters"
 
 
-def note_thawed(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Say in a checkpoint which parameters are trainable, where callbacks freeze and thaw."""
-    if any(isinstance(callback, BaseFinetuning) for callback in callbacks(trainer)):
-        named = trainer.lightning_module.named_parameters()
-        checkpoint[_TRAINABLE] = [name for name, parameter in named if parameter.requires_grad]
+def thawed(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint says of which parameters are trainable, where callbacks freeze and thaw."""
+    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks(trainer)):
+        return {}
+    named = trainer.lightning_module.named_parameters()
+    return {_TRAINABLE: [name for name, parameter in named if parameter.requires_grad]}
 
 
 def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import progress, results
+from lightning_shard._lightning.callbacks import thaw_again, thawed
 from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.ranks import Ranks
@@ -100,7 +101,7 @@ class Data:
         rewound = {**rewound, **accumulation.state(trainer)}
         loops, epoch_ends = progress.saved_after_batch(trainer, loops)
         kept = _collect(trainer, loops, rewound, epoch_ends=epoch_ends)
-        return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}}
+        return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}, **thawed(trainer)}
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
@@ -109,9 +110,11 @@ class Data:
             if loaders:
                 checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
-    def resume(self, checkpoint: Mapping[str, Any]) -> None:
-        """Remember what a fit goes on with."""
+    def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer, *, thaws: bool) -> None:
+        """Remember what a fit goes on with, ahead of its tensors. ``thaws``: in what the saved run had thawed."""
         self._resumed = checkpoint.get(RUN_STATE)
+        if thaws:
+            thaw_again(trainer, checkpoint)
 
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: let an epoch end whose end comes next, and settle a validation."""

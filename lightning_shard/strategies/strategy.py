@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_shard import run as parts
 from lightning_shard._lightning import averaging, loops, messages, processes, progress
-from lightning_shard._lightning.callbacks import note_thawed, thaw_again
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_graphs
@@ -290,8 +289,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if parts.drops_gradients(self._module.trainer):
-            # Lightning drops them after the forward; by then they were there together with all of its activations.
+        if parts.drops_gradients(self._module.trainer):  # Lightning does with all of forward's activations beside them
             self.engine.free_gradients()
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
@@ -424,7 +422,6 @@ class ShardStrategy(ParallelStrategy):
         trainer, checkpoint = self._module.trainer, dict(checkpoint)
         if OPTIMIZER_STATES in checkpoint:
             checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
-            note_thawed(trainer, checkpoint)
         background = bool(self.async_save) and parts.Fit(trainer).is_running and not self._preemption.is_stopping
         facts = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
@@ -439,12 +436,10 @@ class ShardStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         resuming = self._fits and OPTIMIZER_STATES in checkpoint
-        if resuming and self.engine.follows_freezing:
-            thaw_again(self._module.trainer, checkpoint)
+        if resuming:
+            self._data.resume(checkpoint, self._module.trainer, thaws=self.engine.follows_freezing)
         schedules, averaged = self.lr_scheduler_configs, averaging.evaluates_average(self._module.trainer)
         self.checkpoints.load_tensors(optimizers=resuming, strict=strict, schedules=schedules, averaged=averaged)
-        if resuming:
-            self._data.resume(checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -264,7 +264,10 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     path = tmp_path / "links.json"
     assert doctor.main(["--backend", "gloo", "--output", str(path)], {}) == 0
     assert f"links: {path}" in capsys.readouterr().out
-    assert read_links(path) == Links(intra_node=None, inter_node=None)
+    links = read_links(path)
+    assert links == Links(intra_node=None, inter_node=None, device=links.device)
+    assert set(links.device) == {"products", "single", "memory", "host", "launch"}
+    assert min(links.device.values()) > 0
     with pytest.raises(ConfigurationError, match="can't be written: No such file or directory"):
         doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {})
 
