@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts
-from lightning_shard.planning.allocator import Allocator, Block, MiB
+from lightning_shard.planning.allocator import BLOCK, SMALL, Allocator, Block, MiB
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.step_memory import START, Point, peak
@@ -103,7 +103,8 @@ def communicators(engine: EngineFacts) -> int:
 def replay(points: Sequence[Point], trace: Trace, training: Training, *, expandable: bool) -> int:
     """Bytes that the allocator has reserved after two steps."""
     itemsize = training.policy.compute.itemsize
-    full = sorted({p.numel * itemsize for p in training.model.parameters}, reverse=True)
+    # Small ones, of which there may be thousands, are taken for one.
+    full = sorted({size for p in training.model.parameters if (size := p.numel * itemsize) > SMALL}, reverse=True)
     device = _Device(Allocator(expandable=expandable), full)
     made: dict[int, list[tuple[int, int]]] = {}
     for segment, key, size in trace.events:
@@ -155,13 +156,15 @@ class _Device:
         missing: dict[tuple[str, str], int] = {}
         for key, size in wanted.items():
             blocks = self.held.setdefault(key, [])
-            while blocks and sum(block.size for block in blocks) > size + len(blocks) * 512:
+            there = sum(block.size for block in blocks)
+            while blocks and there > size + len(blocks) * BLOCK:
+                there -= blocks[-1].size
                 self.allocator.free(blocks.pop())
-            missing[key] = size - sum(block.size for block in blocks)
+            missing[key] = size - there
         for key, size in missing.items():
             # What is gathered is one tensor for each parameter, of sizes that come again; other kinds are buffers.
             for piece in self.full if key[0] == "gathered" else ():
-                while size >= max(piece, 1):
+                while size >= piece:
                     self.held[key].append(self.allocator.allocate(piece, key[1]))
                     size -= piece
             if size > 0:

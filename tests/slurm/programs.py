@@ -179,9 +179,9 @@ def slow(
 def wrong(root: str, private: str) -> list[dict[str, str]]:
     """What each of two tasks is told by fits that are wrong in some way; at last one that is right."""
     rank = int(os.environ["SLURM_PROCID"])
-    fake = Path(root) / "fake" / "torch-0.1.dist-info"
+    fake = Path(root) / "fake" / "deepspeed-0.1.dist-info"
     fake.mkdir(parents=True, exist_ok=True)
-    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.1\n")
     address = SLURMEnvironment().main_address
     told: dict[str, str] = {}
 
