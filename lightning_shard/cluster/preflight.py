@@ -100,18 +100,21 @@ def connect(place: Place, seconds: float) -> Store:
     found: list[Store | RuntimeError] = []
 
     def make() -> None:
+        # torch tries twice. A thread that is still at it when the interpreter ends would abort the process.
+        timeout = timedelta(seconds=max(1.0, (deadline - time.monotonic()) / 3))
         try:
             store = TCPStore(
                 place.address,
                 place.port,
                 place.world_size,
                 is_master=keeps,
-                timeout=timedelta(seconds=seconds),
+                timeout=timeout,
                 wait_for_workers=False,  # who is missing could not be said
             )
         except RuntimeError as error:
             found.append(error)
         else:
+            store.set_timeout(timedelta(seconds=seconds))
             found.append(store)
 
     if keeps or _listens(place, deadline):
