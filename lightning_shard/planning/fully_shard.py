@@ -121,7 +121,7 @@ def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
 def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
     """Bytes of all units gathered, the same without padding, and the most shards with which it is at most a tenth.
 
-    A parameter is cut along dim 0 into as many chunks as there are shards, all as large as the first one: buffers have
+    A parameter is sharded along dim 0 into as many chunks as there are shards, all as large as the first: buffers have
     at least one row for each shard (``FSDPParam._init_sharded_param``, ``_get_dim0_padded_size``).
     """
 

@@ -1,6 +1,6 @@
 """How long a device takes for the operators of a traced step: a roofline of each, as torch runs it or compiled.
 
-An operator takes the longest of its arithmetic, its bytes and its launch. Products are cut into tiles, and tiles into
+An operator takes the longest of its arithmetic, its bytes and its launch. Products are split into tiles, and tiles into
 waves over the device's processors, as NVIDIA's "Matrix Multiplication Background User's Guide" describes (sections 3
 and 4): what a tile or a wave does not fill is lost. What large products reach of a data sheet's peak was measured: 0.87
 on an A100 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), and in a model's shapes about 0.73
@@ -47,7 +47,7 @@ class Device:
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.6))
 """Rows, columns and what they reach of the best; the smallest fill the device where matrices are small."""
 _SPLIT = 2048
-"""Of the summed dim, from which on a library cuts it where tiles are few."""
+"""Of the summed dim, from which on a library splits it where tiles are few."""
 
 
 def product_seconds(device: Device, batch: int, m: int, k: int, n: int, dtype: torch.dtype) -> float:
@@ -55,9 +55,9 @@ def product_seconds(device: Device, batch: int, m: int, k: int, n: int, dtype: t
     peak = device.single if dtype == torch.float32 else device.products
     found = []
     for rows, columns, reached in _TILES:
-        tiles, cuts = batch * ceil(m / rows) * ceil(n / columns), max(1, min(8, k // _SPLIT))
-        # The fewest waves, with the summed dim whole or cut.
-        filled = min(ceil(tiles * cut / device.processors) / cut for cut in {1, cuts})
+        tiles, splits = batch * ceil(m / rows) * ceil(n / columns), max(1, min(8, k // _SPLIT))
+        # The fewest waves, with the summed dim full or split.
+        filled = min(ceil(tiles * split / device.processors) / split for split in {1, splits})
         found.append(filled * device.processors * 2 * rows * columns * k / (peak * reached))
     return min(found)
 
