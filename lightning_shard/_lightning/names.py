@@ -21,7 +21,7 @@ update_dataloader = _update_dataloader
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (callbacks.BaseFinetuning, "_store"),
-    (LightningModule, "_device_mesh"),
+    (LightningModule, "_apply_batch_transfer_handler _device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
     (callbacks.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (callbacks.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),

@@ -1,13 +1,17 @@
 """Steps of a fit that leave nothing behind, as Lightning's learning rate finder makes them, in the same order."""
 
 import os
+import sys
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sized
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 
 
 @contextmanager
@@ -55,6 +59,15 @@ def trials(trainer: Trainer) -> Generator[Callable[[Callback, int], None], None,
 def makes_loaders(trainer: Trainer) -> bool:
     """Whether the fit's loaders come from the LightningModule or a datamodule, and can be made anew."""
     return trainer.fit_loop._data_source.is_module()
+
+
+def first_batch(trainer: Trainer) -> tuple[Any, int]:
+    """The first batch of the fit's loaders, made for this alone, on the CPU; and this rank's samples, if they count."""
+    loaders = trainer.fit_loop._data_source.dataloader()
+    batch, *_ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
+    dataset = getattr(loaders, "dataset", None)
+    samples = len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize
+    return trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu")), samples
 
 
 def forget_loaders(trainer: Trainer) -> None:

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Mapping, Sized
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,10 +12,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_shard._lightning.trials import forget_loaders, makes_loaders, trials
+from lightning_shard._lightning.trials import first_batch, forget_loaders, makes_loaders, trials
+from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
+from lightning_shard.planning.memory_trace import Step
+from lightning_shard.tensors.fake import meta_copy
+from lightning_shard.text import first_line
 
 _STEPS = 2  # Of a trial: the first makes the optimizer's state, which lies beside the activations of the second.
 
@@ -22,10 +27,12 @@ _STEPS = 2  # Of a trial: the first makes the optimizer's state, which lies besi
 class BatchSizeCallback(Callback):
     """Sets the largest batch size that fits at the start of a fit, on every engine and the same on all ranks.
 
-    Two steps with the batch size that is set and two with twice as much (half, where that would not fit) are measured,
-    and then two with half of what the line through both says. No trial but the first comes near the limit, because
-    memory that runs out on one rank leaves the others in a collective. Model, optimizers, random numbers and the order
-    of the data are afterwards as they were. A resumed fit measures too, and goes on with what its checkpoint says.
+    Two steps of a first batch size and two of twice as much (half, where that would not fit) are measured, and then two
+    with half of what the line through both says. Where a step can be traced without data, as ``lightning-shard plan``
+    does, the first is a quarter of the largest batch that the plan finds. No trial but the first comes near the limit,
+    because memory that runs out on one rank leaves the others in a collective. Model, optimizers, random numbers and
+    the order of the data are afterwards as they were. A resumed fit measures too, and goes on with what its checkpoint
+    says.
 
     Attributes:
         found: the batch size; None before a fit.
@@ -51,8 +58,7 @@ class BatchSizeCallback(Callback):
             keep_global_batch: set ``accumulate_grad_batches`` so that a step takes as many samples as before, and of
                 the batch sizes that allow it the largest.
             attribute: where the LightningModule, its hyperparameters or the datamodule have the batch size that their
-                ``train_dataloader`` reads. Its value is the first trial, such as a quarter of the largest batch that
-                ``lightning-shard plan`` names.
+                ``train_dataloader`` reads. Its value is the first trial where there is no plan.
 
         Raises:
             ConfigurationError: a value that can't be.
@@ -65,6 +71,12 @@ class BatchSizeCallback(Callback):
         self.found: int | None = None
         self.measured: dict[int, int] = {}
         self._accumulate = 1
+        self._copy: LightningModule | None = None
+
+    def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Copy the module without its memory, to plan a step on. This package's strategies call it."""
+        with suppress(Exception):
+            self._copy = without_side_effects(meta_copy(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, for the checkpoint."""
@@ -108,7 +120,7 @@ class BatchSizeCallback(Callback):
         limit = _capacity(device) if self.limit is None else self.limit
         limit, self.measured = int((1 - self.margin) * limit), {}
         with trials(trainer) as run:
-            size: int | None = start
+            size: int | None = self._first(trainer, start, limit)
             while size is not None:
                 lightning_setattr(module, self.attribute, size)
                 watch = _Watch()
@@ -119,12 +131,31 @@ class BatchSizeCallback(Callback):
                 size = next_trial(self.measured, found)
         if found < 1:
             raise ConfigurationError(
-                f"Not a batch of 1 fits: one of {start} takes {size_text(self.measured[start])} of "
+                f"Not a batch of 1 fits: one of {min(self.measured)} takes {size_text(min(self.measured.values()))} of "
                 f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
             )
         self._settle(found, samples, accumulate=trainer.accumulate_grad_batches)
         most = f"{size_text(largest_line(self.measured, self.found or 1))} of {size_text(limit)} per rank"
         rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {most}")
+
+    def _first(self, trainer: Trainer, start: int, limit: int) -> int:
+        """What is tried first: a quarter of the plan's largest batch, of the rank with the least, or ``start``."""
+        planned, copy, strategy = 0, self._copy, cast(Any, trainer.strategy)
+        self._copy = None
+        try:
+            assert copy is not None, "the module can't be copied"
+            batch, samples = first_batch(trainer)
+            own = Step(
+                training_step=lambda batch: copy.training_step(batch, 0),
+                batch=batch,
+                checkpointing=strategy.activation_checkpointing,
+            )
+            largest = strategy.memory.largest_batch(copy, own, trainer.optimizers, limit)
+            planned = 0 if largest is None else max(1, min(largest // 4, samples, self.largest))
+        except Exception as error:
+            rank_zero_info(f"BatchSizeCallback: the first trial is not planned ({first_line(error)}).")
+        rows = gather_rows([planned], dtype=torch.int64, device=trainer.strategy.root_device)
+        return min(row[0] for row in rows) or start
 
     def _settle(self, found: int, samples: int, *, accumulate: int) -> None:
         self.found, self._accumulate = found, accumulate
@@ -163,7 +194,7 @@ def _samples(trainer: Trainer) -> int:
 
 def _capacity(device: torch.device) -> int:
     """Bytes of a GPU that are free, or torch's own already."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
 
 
 class _Watch(Callback):
@@ -176,8 +207,8 @@ class _Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 < trainer.fit_loop.epoch_loop.max_steps or self._meter is not None:
             return
-        if (device := trainer.strategy.root_device).type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if (device := trainer.strategy.root_device).type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(device)
         else:
             self._meter = trainer.strategy.memory.step_meter()  # type: ignore[attr-defined]
             self._meter.start()

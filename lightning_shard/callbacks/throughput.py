@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_shard._lightning import processes
 from lightning_shard._lightning.loops import follow_actions
 from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.engines.units import class_name
 from lightning_shard.errors import ConfigurationError
@@ -106,7 +107,7 @@ class ThroughputCallback(Callback):
     def _count(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         device = trainer.strategy.root_device
         dtype = compute_dtype(trainer)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        name = name_of(device)
         self._peak = peak_flops(name, dtype, override=None if self.peak_tflops is None else self.peak_tflops * 1e12)
         if self._peak is None:
             self.flops.why_not = (
@@ -345,7 +346,7 @@ class StepFlops:
             self.why_not = "its parameters are sharded already"
         else:
             try:
-                self._copy = _without_side_effects(meta_copy(module))
+                self._copy = without_side_effects(meta_copy(module))
             except Exception as error:
                 self.why_not = f"it can't be copied ({first_line(error)})"
 
@@ -370,7 +371,7 @@ class StepFlops:
             self.why_not = f"its training_step does not run without values ({first_line(error)})"
 
 
-def _without_side_effects(module: LightningModule) -> LightningModule:
+def without_side_effects(module: LightningModule) -> LightningModule:
     """Let a copy log nothing and update no metric; it has no Trainer, since a copy never has."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:

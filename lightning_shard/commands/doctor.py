@@ -20,6 +20,7 @@ from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.commands.options import options_parser
+from lightning_shard.devices import accelerator, name_of, visible
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.traffic import Links, write_links
 from lightning_shard.ranks import Ranks, set_timeout
@@ -90,10 +91,10 @@ def examine(
 
     ConfigurationError: the ranks can't meet, or differ.
     """
-    gpu = torch.cuda.is_available() and backend != "gloo"
-    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count())) if gpu else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if gpu else "cpu"
-    own = Rank(node=socket.gethostname(), device=name, versions=library_versions())
+    found = accelerator() if backend != "gloo" else None
+    gpu = found is not None
+    device = torch.device("cpu") if found is None else torch.device(found.type, local_rank % visible())
+    own = Rank(node=socket.gethostname(), device=name_of(device), versions=library_versions())
     if place.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
     store = connect(place, seconds)
@@ -102,9 +103,9 @@ def examine(
     prepare_gloo(place.address, os.environ, gpu=gpu)
     if gpu:
         # Collectives and objects go over the current device, which is the first one in every process.
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
-        backend or ("nccl" if gpu else "gloo"),
+        backend or dist.get_default_backend_for_device(device),
         store=store,
         rank=place.rank,
         world_size=place.world_size,
@@ -182,9 +183,9 @@ def _gathers(device: torch.device, megabytes: int, nodes: Sequence[str]) -> tupl
 
 def _reached(device: torch.device) -> dict[str, float]:
     """What a device reaches alone, as `lightning_shard.planning.operators.Device` has it."""
-    size, count, small = (8192, 1 << 28, 1000) if device.type == "cuda" else (1024, 1 << 27, 1000)
+    size, count, small = (8192, 1 << 28, 1000) if device.type != "cpu" else (1024, 1 << 27, 1000)
     data, tiny = torch.zeros(count, dtype=torch.uint8, device=device), torch.zeros(8, device=device)
-    host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.zeros(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
     def launches() -> None:
         for _ in range(small):

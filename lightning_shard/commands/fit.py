@@ -34,13 +34,13 @@ def check_trainer(trainer: Namespace | None, *, runs: bool) -> None:
     devices, accelerator = str(settings.get("devices", "auto")), str(settings.get("accelerator"))
     if not re.fullmatch(r"auto|-1|[1-9]\d*|\[?\d+(, *\d+)+,?\]?|\[\d+\]|\d+,", devices):
         raise UsageError(f"trainer.devices: got {devices}; allowed: a number of 1 or more, indices, or auto.")
-    if runs and accelerator in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+    if runs and accelerator in ("gpu", "cuda") and not torch.accelerator.is_available():
         build = "sees none" if torch.version.cuda else "is built for CPUs alone: install its CUDA build"
         raise UsageError(
             f"trainer.accelerator: got {accelerator}, but there is no GPU: torch {torch.__version__} {build}. "
             "Set cpu or auto."
         )
-    seen = torch.cuda.device_count()
+    seen = torch.accelerator.device_count()
     if runs and seen and accelerator in ("gpu", "cuda", "auto") and devices.isdigit() and int(devices) > seen:
         raise UsageError(
             f"trainer.devices: got {devices}, but this process sees {seen} of its node's GPUs. Set {seen}, or under "

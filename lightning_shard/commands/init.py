@@ -80,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     refuse_to_replace(options.output, options.force)
     import torch
 
-    gpus = torch.cuda.device_count()
+    from lightning_shard.devices import visible
+
+    gpus = visible()
     usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
     found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         if accelerator == "gpu" and not gpus:
             raise ConfigurationError("engine is choose, but there's no GPU here to choose for: name it, or run there.")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-        strategy = _choose(values, torch.cuda.get_device_properties(0).total_memory if gpus else memory)
+        strategy = _choose(values, torch.accelerator.get_memory_info(0)[1] if gpus else memory)
     options.output.write_text(_YAML.format(**values, **strategy), encoding="utf-8")
     print(f"written to {options.output}; train with: lightning-shard {launch}")
     return 0

@@ -21,6 +21,7 @@ from lightning_shard import registry
 from lightning_shard._lightning.messages import leave_out_noise
 from lightning_shard.cluster.slurm import read_job
 from lightning_shard.commands.failures import global_rank
+from lightning_shard.devices import visible
 from lightning_shard.errors import ShardError
 from lightning_shard.ranks import Ranks
 from lightning_shard.strategies.full_tensors import full_tensor
@@ -137,8 +138,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _settings(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    gpu = options.accelerator == "gpu" or (options.accelerator is None and torch.cuda.is_available())
-    nodes, devices, job = 1, options.devices or (torch.cuda.device_count() if gpu else 2), read_job(environ)
+    gpu = options.accelerator == "gpu" or (options.accelerator is None and visible() > 0)
+    nodes, devices, job = 1, options.devices or (visible() if gpu else 2), read_job(environ)
     if "RANK" in environ:
         devices = int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
         nodes = int(environ["WORLD_SIZE"]) // devices

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.devices import in_use
 from lightning_shard.engines.resident import tensors_in
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.flat import has_tensors_inside
@@ -76,8 +77,7 @@ def _try(
     optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, aligned: bool, alone: bool
 ) -> Needs:
     name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(in_use()):
         copies = _Copies(optimizer, group, shape, dtype)
         random = torch.get_rng_state()
         try:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from lightning_shard.devices import in_use
 from lightning_shard.tensors import tracing
 from lightning_shard.tensors.fake import fake_operations
 
@@ -138,10 +139,9 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def _same_random_states() -> Generator[None, None, None]:
     """Whatever is drawn inside, the states of torch's, Python's and NumPy's generators are the same afterwards."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, legacy = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(in_use()):
             yield
     finally:
         random.setstate(python)

@@ -180,7 +180,7 @@ class ResumableLoader(DelegatingLoader):
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
         elif state.get("states") and state["rng"] is not None:
-            before = rng_state(cuda=False)
+            before = rng_state(device=False)
             self._generators.restore(_snapshot(state))
             self._states.finish(state["states"], self._source.full)
             set_rng_state(before)

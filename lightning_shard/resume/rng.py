@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_shard.devices import accelerator, in_use
 
-def rng_state(*, cuda: bool = True) -> dict[str, Any]:
-    """The generators of this process: python's, numpy's, torch's on the CPU and on the current CUDA device.
 
-    Tensors, integers, floats, strings, lists and None only. The CUDA device's is in it if `cuda` and CUDA has
-    been initialised.
+def rng_state(*, device: bool = True) -> dict[str, Any]:
+    """The generators of this process: python's, numpy's, torch's on the CPU and on the current device.
+
+    Tensors, integers, floats, strings, lists and None only. The device's is in it, under its type, if ``device`` is
+    asked for and the process has used one.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -24,23 +26,23 @@ def rng_state(*, cuda: bool = True) -> dict[str, Any]:
         "numpy": [str(name), torch.from_numpy(keys64), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if cuda and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device and in_use() and (kind := accelerator()) is not None:
+        state[kind.type] = torch.get_device_module(kind).get_rng_state()
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Set the generators from what :func:`rng_state` gave.
 
-    A CUDA state is left alone in a process without CUDA, and the CUDA generator where the state has none.
+    A device's state is left alone where there are no such devices, and a device's generator where the state has none.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+    if (kind := accelerator()) is not None and kind.type in state:
+        torch.get_device_module(kind).set_rng_state(state[kind.type].cpu())
 
 
 def derived_rng_seed(seed: int, rank: int, step: int) -> int:

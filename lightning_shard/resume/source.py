@@ -33,7 +33,7 @@ class Generators:
 
     def snapshot(self) -> Snapshot:
         """The global generators' state (CPU) and the loader's own."""
-        return rng_state(cuda=False), *self.states()
+        return rng_state(device=False), *self.states()
 
     def restore(self, snapshot: Snapshot) -> None:
         set_rng_state(snapshot[0])

@@ -1,6 +1,7 @@
 """What a run's meters ask of its engine: the tensors that are resident on this rank, and what they are to be."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,9 +13,12 @@ from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.memory_meter import StepMeter, account
 from lightning_shard.meters.memory_table import advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
+from lightning_shard.planning.memory_trace import Step, trace_step
+from lightning_shard.planning.planner import Run, Traces, largest_batch
 from lightning_shard.planning.predict import predict
 from lightning_shard.planning.step_memory import with_averages
 from lightning_shard.run.averaging import Averaging
+from lightning_shard.tensors.fake import fake_mode, make_fake
 
 
 class Memory:
@@ -57,16 +61,33 @@ class Memory:
         """
         if self._facts is None:
             return None
+        training = self._training(self._facts, optimizers)
+        predicted = predict(training, self._engine.facts(self._module, self._run)).largest
+        return with_averages(predicted, None if self.averaging is None else self.averaging.place)
+
+    def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
         known = facts[0] if len(set(map(repr, facts))) == 1 else None
-        training = Training(
-            model=self._facts,
+        return Training(
+            model=model,
             policy=self._run.policy,
             optimizer=known or OptimizerFacts(slots=(), fixed_bytes=0),
             micro_batches=self._run.accumulate_grad_batches,
         )
-        predicted = predict(training, self._engine.facts(self._module, self._run)).largest
-        return with_averages(predicted, None if self.averaging is None else self.averaging.place)
+
+    def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
+        """The largest batch whose tensors ``limit`` bytes of a device hold, by arithmetic; None: it is not known.
+
+        ``module``: a `meta_copy` from before sharding. No communication. ConfigurationError: ``step`` can't be traced.
+        """
+        mode = fake_mode()
+        make_fake(module, mode)
+        step = replace(step, units=self._engine.units(module))
+        one, two = (trace_step(module, step, self._run.policy, mode, scale=scale) for scale in (1, 2))
+        training = self._training(facts_of(module, self._engine), optimizers)
+        place = None if self.averaging is None else self.averaging.place
+        run = Run(training=training, traces=Traces(one=one, two=two), averages=place)
+        return largest_batch(run, self._engine.facts(self._module, self._run), limit)
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""

@@ -1,0 +1,27 @@
+"""The devices beside CPUs that this machine has, of whichever kind: torch names them, and nothing here does."""
+
+import torch
+
+
+def accelerator() -> torch.device | None:
+    """The kind of device that this machine has to train on; None: CPUs alone, or MPS, over which no rank reduces."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "mps" else found
+
+
+def visible() -> int:
+    """How many of them this process sees."""
+    return torch.accelerator.device_count() if accelerator() else 0
+
+
+def name_of(device: torch.device) -> str:
+    """As the maker calls it, such as "NVIDIA H100 80GB HBM3"; of a CPU its type."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def in_use() -> list[int]:
+    """The current device's index, or none where this process has used no device: a look would begin to."""
+    found = accelerator()
+    begun = found is not None and torch.get_device_module(found).is_initialized()
+    return [torch.accelerator.current_device_index()] if begun else []
