@@ -145,7 +145,8 @@ def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str
                 f"{name} is given, but distributed_type is {kind}, so that Accelerate does not read it: remove the "
                 f"section, or set distributed_type: {owner}"
             )
-    version = with_prefix(sections["fsdp_config"]).get("fsdp_version", 1)
+    given = sections["fsdp_config"]
+    version = given.get("fsdp_version", given.get("version", 1))
     if sections["parallelism_config"] and kind != "DEEPSPEED" and (kind != "FSDP" or str(version) != "2"):
         reading.problems.append(
             f"parallelism_config is given with distributed_type {kind} and fsdp_version {version}, but Accelerate "
@@ -204,9 +205,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
-    content = {key if str(key).startswith("dynamo_") else f"dynamo_{key}": value for key, value in section.items()}
-    known = {key for name in tables.DYNAMO for key in (name, name.removeprefix("dynamo_"))}
-    reading.check_keys("dynamo_config", section, known, "dynamo_config")
+    content = reading.prefixed("dynamo_config", section, "dynamo_", tables.DYNAMO, {})
     backend = str(content.get("dynamo_backend") or "NO").upper()
     for name, described in tables.DYNAMO.items():
         value = content.get(name)
@@ -216,17 +215,9 @@ def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
             reading.read_field(f"dynamo_config.{name}", described, value)
 
 
-def with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys as they are since Accelerate 0.20, as its own launcher makes them."""
-    named = {key if str(key).startswith("fsdp") else f"fsdp_{key}": value for key, value in section.items()}
-    return {tables.OLD_FSDP.get(key, key): value for key, value in named.items()}
-
-
 def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     """Add to ``reading`` what an ``fsdp_config`` of either version asks for."""
-    content = with_prefix(section)
-    known = {key for name in (*tables.FSDP, *tables.OLD_FSDP) for key in (name, name.removeprefix("fsdp_"))}
-    reading.check_keys("fsdp_config", section, known, "fsdp_config")
+    content = reading.prefixed("fsdp_config", section, "fsdp_", tables.FSDP, tables.OLD_FSDP)
     version = str(content.get("fsdp_version", 1))
     if version not in ("1", "2"):
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
@@ -272,7 +263,7 @@ def _strategy(reading: Reading, field: str, value: Any) -> Any:
             "fsdp_version 2"
         )
         return None
-    return reading.word_of(f"fsdp_config.{field}", value, words)
+    return reading.read_field(f"fsdp_config.{field}", Field(words=words), value)
 
 
 def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, note: str = "") -> None:
@@ -291,7 +282,7 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
     given = content.get("fsdp_auto_wrap_policy")
     path = "fsdp_config.fsdp_auto_wrap_policy"
     problems = len(reading.problems)
-    policy = reading.word_of(path, given, tables.POLICIES, "str")
+    policy = reading.read_field(path, Field(kind="str", words=tables.POLICIES), given)
     if policy == "classes" and names:
         reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
     elif policy == "classes":

@@ -14,7 +14,7 @@ _TPU_FIELDS = (
     "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
     "commands",
 )  # fmt: skip
-_TPU = satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "NO", "", [], [""])
+_TPU = satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "", [], [""])
 
 TOP: Mapping[str, Field] = {
     **dict.fromkeys(
@@ -27,11 +27,11 @@ TOP: Mapping[str, Field] = {
         READ_ELSEWHERE,
     ),
     "rdzv_backend": satisfied(
-        "the launcher's; see the first lines of the file that is written", "str", "static", "STATIC", ""
+        "the launcher's; see the first lines of the file that is written", "str", "static", ""
     ),
     "same_network": setting("", "bool", True, False),
     "main_training_function": unsupported(
-        "the Trainer runs the training loop", "the LightningModule's training_step", "str", "main", "MAIN"
+        "the Trainer runs the training loop", "the LightningModule's training_step", "str", "main"
     ),
     "debug": unsupported(
         "shapes are not compared before each collective",
@@ -56,7 +56,7 @@ def backward_prefetch(words: Mapping[Any, Any]) -> Field:
     """``backward_prefetch`` of FSDP version 1, in Accelerate as in stock Lightning; ``words``: all but BACKWARD_PRE."""
     return unsupported(
         "FSDP2 gathers the next unit while one runs backward, as BACKWARD_PRE; only memory and speed differ",
-        "nothing to set; backward_prefetch: n gathers n units ahead", "word", "BACKWARD_PRE", 1, words=words,
+        "nothing to set; backward_prefetch: n gathers n units ahead", "any", "BACKWARD_PRE", 1, words=words,
         effect="speed",
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ FSDP: Mapping[str, Field] = {
     "fsdp_offload_params": setting("cpu_offload", "bool", False),
     "fsdp_backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2, "NO_PREFETCH": 3, 3: 3}),
     "fsdp_state_dict_type": setting(
-        "checkpoint_form", "word",
+        "checkpoint_form", "any",
         words={"FULL_STATE_DICT": "full", 1: "full", "SHARDED_STATE_DICT": "portable", 3: "portable",
                "LOCAL_STATE_DICT": "local", 2: "local"},
     ),
@@ -99,8 +99,8 @@ _DEVICES = {"CPU": "cpu", "NVME": "nvme"}
 DEEPSPEED: Mapping[str, Field] = {
     "deepspeed_config_file": READ_ELSEWHERE,
     "zero_stage": setting("shard", "int", words={0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}),
-    "offload_optimizer_device": setting("offload_optimizer.device", "str", "none", "NONE", words=_DEVICES),
-    "offload_param_device": setting("offload_parameters.device", "str", "none", "NONE", words=_DEVICES),
+    "offload_optimizer_device": setting("offload_optimizer.device", "str", "none", words=_DEVICES),
+    "offload_param_device": setting("offload_parameters.device", "str", "none", words=_DEVICES),
     "offload_optimizer_nvme_path": setting("offload_optimizer.nvme_path", "str", "none"),
     "offload_param_nvme_path": setting("offload_parameters.nvme_path", "str", "none"),
     "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
@@ -113,7 +113,7 @@ DEEPSPEED: Mapping[str, Field] = {
         "every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "bool", False
     ),
     "deepspeed_moe_layer_cls_names": setting("stage3.leaf_modules", "names"),
-    "deepspeed_multinode_launcher": unsupported(*_NO_LAUNCHER, "standard", "STANDARD", effect="speed"),
+    "deepspeed_multinode_launcher": unsupported(*_NO_LAUNCHER, "standard", effect="speed"),
     "deepspeed_hostfile": unsupported(*_NO_LAUNCHER, "", effect="speed"),
     "deepspeed_exclusion_filter": unsupported(*_NO_LAUNCHER, "", effect="speed"),
     "deepspeed_inclusion_filter": unsupported(*_NO_LAUNCHER, "", effect="speed"),
@@ -127,7 +127,7 @@ REFUSED_BESIDE_A_FILE = (
 
 _AXES = "the mesh has the axes replicate and shard only"
 _AXIS = unsupported(_AXES, "torch's parallelize_module in configure_model; torchtitan or Megatron-Core", "int", 1)
-_AXIS_OPTION = unsupported(_AXES, "", "any", "torch", "TORCH", "deepspeed", "DEEPSPEED", "allgather")
+_AXIS_OPTION = unsupported(_AXES, "", "any", "torch", "deepspeed", "allgather")
 
 PARALLELISM: Mapping[str, Field] = {
     **dict.fromkeys(("dp_replicate_size", "dp_shard_size"), READ_ELSEWHERE),
@@ -146,7 +146,7 @@ _DEFAULT_COMPILE = ("torch.compile is called with its defaults", "compile")
 
 DYNAMO: Mapping[str, Field] = {
     "dynamo_backend": setting("compile", "str", "NO", words={"INDUCTOR": True}, note=_COMPILED),
-    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", "DEFAULT", effect="speed"),
+    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", effect="speed"),
     "dynamo_use_fullgraph": unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"),
     "dynamo_use_dynamic": unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"),
     "dynamo_use_regional_compilation": satisfied(_COMPILED, "bool"),

@@ -1,7 +1,6 @@
 """The table of counterparts: each setting, and what it is for each engine of this package.
 
-Neutral settings have the names of this package's own arguments wherever one engine has an argument for it; an
-engine's answer is `Same`, `Holds` or `Unsupported`, or several, of which the first that fits a value holds. Settings
+Neutral settings have the names of this package's own arguments wherever one engine has an argument for it. Settings
 that depend on each other (what is sharded, offload, the mesh, precision) are in ``dependent_settings.py``.
 """
 
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_shard.migrate.neutral import Effect, Engine
+from lightning_shard.migrate.neutral import Effect, Engine, Field, satisfied, unsupported
 
 CLASSES: Mapping[Engine, str] = {
     "ddp": "lightning_shard.ShardDDPStrategy",
@@ -18,90 +17,46 @@ CLASSES: Mapping[Engine, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Same:
-    """The engine has the same."""
-
-    path: str = ""  # Its argument, with dots; "": named as the setting is.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holds:
-    """What is asked for holds without a setting."""
-
-    note: str  # Why.
-    values: tuple[Any, ...] | None = None  # Of which values this is so; None: of all.
-
-    def is_of(self, value: Any) -> bool:
-        return self.values is None or any(type(value) is type(own) and value == own for own in self.values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unsupported:
-    """The engine has no counterpart."""
-
-    reason: str
-    nearest: str = ""  # What comes nearest; "": nothing.
-    effect: Effect = "numbers"  # What differs without it.
-
-
-Answer = Same | Holds | Unsupported
+Answer = Field | None
+"""What an engine answers to a setting, as one of its fields would; None: it has the same, under the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A setting on each engine."""
 
-    ddp: tuple[Answer, ...]
-    fsdp: tuple[Answer, ...]
-    deepspeed: tuple[Answer, ...]
-    kind: str = "any"  # Of the values that this package's own YAML has: a key of ``fields.KINDS``.
-
-    def answer(self, engine: Engine, value: Any) -> Answer:
-        answers: tuple[Answer, ...] = getattr(self, engine)
-        return next(answer for answer in answers if not isinstance(answer, Holds) or answer.is_of(value))
+    ddp: Answer = None
+    fsdp: Answer = None
+    deepspeed: Answer = None
+    kind: str = "any"  # Of the values that this package's own YAML has: a key of `KINDS`.
 
 
 def find(name: str) -> Row:
-    return TABLE[name] if name in TABLE else _config_row(name)
+    """The row of a setting; of ``config.KEY``, that of a key which DeepSpeed keeps in ``config``."""
+    key = name.removeprefix("config.")
+    other = _OF_NUMBERS if key.startswith(_NUMBERS) else _OTHER
+    return TABLE.get(name) or CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or other
 
 
-_SAME = (Same(),)
 _ANYWAY = "it is so anyway"
+_NOTHING_GATHERED = satisfied("nothing is sharded, so there is nothing to gather", "any")
 
 
-def _everywhere(kind: str) -> Row:
-    return Row(kind=kind, ddp=_SAME, fsdp=_SAME, deepspeed=_SAME)
+def _none(effect: Effect, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Field:
+    """No counterpart; ``idle``: values that ask for nothing, with ``note`` as the reason."""
+    return replace(unsupported(reason, nearest, "any", *idle, effect=effect), note=note)
 
 
-def _ddp_only(kind: str, effect: Effect, reason: str, nearest: str = "", *idle: Any) -> Row:
-    """``idle``: values that ask the others for nothing."""
-    others = (Holds(note=_ANYWAY, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
-    return Row(kind=kind, ddp=_SAME, fsdp=others, deepspeed=others)
+def _ddp_only(kind: str, *none: Any) -> Row:
+    return Row(kind=kind, fsdp=_none(*none), deepspeed=_none(*none))
 
 
-def _zero_only(kind: str, effect: Effect, reason: str, nearest: str = "", *idle: Any, note: str = _ANYWAY) -> Row:
-    """``idle``: values that ask FSDP and DDP for nothing, with ``note`` as the reason."""
-    auto = Holds(note="DeepSpeed's own choice was asked for", values=("auto",))
-    others = (auto, Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
-    return Row(kind=kind, ddp=others, fsdp=others, deepspeed=_SAME)
+def _zero_only(kind: str, *none: Any, **note: Any) -> Row:
+    return Row(kind=kind, ddp=_none(*none, **note), fsdp=_none(*none, **note))
 
 
-_NOTHING_GATHERED = Holds(note="nothing is sharded, so there is nothing to gather")
-
-
-def _not_zero(
-    kind: str,
-    effect: Effect,
-    reason: str,
-    nearest: str,
-    *idle: Any,
-    note: str = _ANYWAY,
-    ddp: Answer = _NOTHING_GATHERED,
-) -> Row:
-    """``idle``: values that ask DeepSpeed for nothing, with ``note`` as the reason; DDP's answer is ``ddp``."""
-    zero = (Holds(note=note, values=idle), Unsupported(reason=reason, nearest=nearest, effect=effect))
-    return Row(kind=kind, ddp=(ddp,), fsdp=_SAME, deepspeed=zero)
+def _not_zero(kind: str, *none: Any, ddp: Answer = _NOTHING_GATHERED, **note: Any) -> Row:
+    return Row(kind=kind, ddp=ddp, deepspeed=_none(*none, **note))
 
 
 _STEP_PRECISION = "ShardPrecision(reduce=...)"
@@ -131,14 +86,13 @@ _OF_ALL = {
     "float": "timeout_seconds init_timeout_seconds",
     "str": "loss_weight_key process_group_backend resume_hyperparameters trainer.gradient_clip_algorithm "
     "trainer.accelerator",
-    "mapping": "preemption",
-    "any": "async_save nonfinite lost_rank_seconds stuck_seconds sample_seeds activation_checkpointing "
+    "any": "preemption async_save nonfinite lost_rank_seconds stuck_seconds sample_seeds activation_checkpointing "
     "trainer.gradient_clip_val trainer.devices",
 }
 """Kind to the settings of it that all engines have, the Trainer's among them."""
 
 TABLE: Mapping[str, Row] = {
-    **{name: _everywhere(kind) for kind, names in _OF_ALL.items() for name in names.split()},
+    **{name: Row(kind=kind) for kind, names in _OF_ALL.items() for name in names.split()},
     # FSDP's.
     "units": _not_zero(
         "any", "memory", "ZeRO-3 gathers parameters module by module, as they are used, and has no units",
@@ -155,14 +109,13 @@ TABLE: Mapping[str, Row] = {
     ),
     "forward_methods": Row(
         kind="names",
-        ddp=(Unsupported(reason="shard_ddp has no such argument", nearest="run the model by forward"),),
-        fsdp=_SAME,
-        deepspeed=(Holds(note="any method may run the model"),),
+        ddp=unsupported("shard_ddp has no such argument", "run the model by forward"),
+        deepspeed=satisfied("any method may run the model", "any"),
     ),
     # DDP's.
     "find_unused_parameters": _not_zero(
         "bool", "numbers", "DeepSpeed refuses ranks that use different parameters in a step",
-        "shard_fsdp; parameters that no step uses need no option", False, ddp=Same(),
+        "shard_fsdp; parameters that no step uses need no option", False, ddp=None,
     ),
     "static_graph": _ddp_only("bool", "speed", _PUBLIC_DDP, "nothing is lost but some speed", False),
     "gradient_as_bucket_view": _ddp_only("bool", "memory", "", "", False, True),
@@ -174,7 +127,7 @@ TABLE: Mapping[str, Row] = {
     "comm_hook": _ddp_only("str", "numbers", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),
     "comm_state": _ddp_only("any", "numbers", _PUBLIC_DDP),
     "start_method": _not_zero(
-        "str", "speed", "the other processes run the script again", "popen", "popen", ddp=Same()
+        "str", "speed", "the other processes run the script again", "popen", "popen", ddp=None
     ),
     # DeepSpeed's.
     "offload_optimizer.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps state in files"),
@@ -228,24 +181,21 @@ TABLE: Mapping[str, Row] = {
 }  # fmt: skip
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 
-_EXPORT = (Holds(note="every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`"),)
-_CHECKPOINTING = (
-    Unsupported(
-        reason="the strategy does not call deepspeed.checkpointing.configure",
-        nearest="activation_checkpointing: units; or that call in configure_model",
-        effect="memory",
-    ),
-)
-_LOGS = (Holds(note="DeepSpeed's own prints; the Trainer logs by log_every_n_steps"),)
-_BATCH_SIZE = (Holds(note="the batch size is the dataloader's: give it there"),)
+_EXPORT = satisfied("every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "any")
+_CHECKPOINTING = unsupported(
+    "the strategy does not call deepspeed.checkpointing.configure",
+    "activation_checkpointing: units; or that call in configure_model", effect="memory",
+)  # fmt: skip
+_LOGS = satisfied("DeepSpeed's own prints; the Trainer logs by log_every_n_steps", "any")
+_BATCH_SIZE = satisfied("the batch size is the dataloader's: give it there", "any")
 _ANY_OPTIMIZER = _zero_only("any", "speed", "any optimizer runs", "", True, False)
 
 CONFIG: Mapping[str, Row] = {
     "activation_checkpointing": Row(ddp=_CHECKPOINTING, fsdp=_CHECKPOINTING, deepspeed=_CHECKPOINTING),
     "fp16": _zero_only("any", "numbers", "a loss scale goes with precision 16-mixed", "ShardPrecision(loss_scale=...)"),
-    "train_batch_size": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE, deepspeed=_SAME),
-    "train_micro_batch_size_per_gpu": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE, deepspeed=_SAME),
-    "steps_per_print": Row(ddp=_LOGS, fsdp=_LOGS, deepspeed=_SAME),
+    "train_batch_size": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE),
+    "train_micro_batch_size_per_gpu": Row(ddp=_BATCH_SIZE, fsdp=_BATCH_SIZE),
+    "steps_per_print": Row(ddp=_LOGS, fsdp=_LOGS),
     "zero_allow_untested_optimizer": _ANY_OPTIMIZER,
     "zero_force_ds_cpu_optimizer": _ANY_OPTIMIZER,
     "zero_optimization.allgather_partitions": _zero_only("any", "speed", "parameters are gathered by unit", "", True),
@@ -271,11 +221,3 @@ _NUMBERS = (
     "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "torch_autocast", "data_types",
     "zero_optimization.zenflow", "bf16.", "fp16.",
 )  # fmt: skip
-
-
-def _config_row(name: str) -> Row:
-    """The row of ``config.KEY``: DeepSpeed keeps the key in ``config``."""
-    key = name.removeprefix("config.")
-    other = _OF_NUMBERS if key.startswith(_NUMBERS) else _OTHER
-    row = CONFIG.get(key) or CONFIG.get(key.partition(".")[0]) or other
-    return replace(row, deepspeed=(Same(path=name),)) if isinstance(row.deepspeed[0], Same) else row

@@ -71,7 +71,7 @@ DDP: Mapping[str, Field] = {
     "ddp_comm_wrapper": unsupported("hooks are not wrapped", "comm_hook: fp16_compress or bf16_compress"),
     "model_averaging_period": unsupported("models are averaged in every step"),
     "start_method": setting(
-        "start_method", "str", words={name.upper(): name for name in ("popen", "spawn", "fork", "forkserver")}
+        "start_method", "str", words={name: name for name in ("popen", "spawn", "fork", "forkserver")}
     ),
     "find_unused_parameters": setting("find_unused_parameters", "bool", False),
     "static_graph": setting("static_graph", "bool", False),

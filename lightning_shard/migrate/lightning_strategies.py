@@ -74,7 +74,7 @@ def _ddp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
 
 def _fsdp(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
     name = "sharding_strategy"
-    strategy = reading.word_of(field(name), given.get(name, "FULL_SHARD"), tables.SHARDING)
+    strategy = reading.read_field(field(name), Field(words=tables.SHARDING), given.get(name, "FULL_SHARD"))
     if strategy is not None:
         add_fsdp_strategy(reading, field(name), given.get(name), strategy)
         if "device_mesh" in given:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_shard.migrate import lightning_fields as stock
 from lightning_shard.migrate import neutral
-from lightning_shard.migrate.counterparts import CLASSES, TABLE, Same
+from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
 from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
@@ -213,7 +213,7 @@ def arguments_of(engine: Engine) -> dict[str, Field]:
     fields = {
         name: setting(name, row.kind)
         for name, row in TABLE.items()
-        if isinstance(getattr(row, engine)[0], Same) and not name.startswith("trainer.")
+        if getattr(row, engine) is None and not name.startswith("trainer.")
     }
     return {**fields, **SPECIAL[engine]}
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import yaml
 
+from lightning_shard.engines.zero.config.reading import AUTO
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import read_accelerate
-from lightning_shard.migrate.counterparts import CLASSES, Holds, Same, find
+from lightning_shard.migrate.counterparts import CLASSES, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
@@ -190,14 +191,18 @@ def _by_table(target: Target, asked: Asked) -> None:
     if asked.name in _ONLY_FP32 and target.engine == "ddp" and not in_fp32:
         reason = "only torch's DistributedDataParallel has it, for 32-true; other precisions run on FSDP2's replicate"
         return target.lose(asked, reason, "precision: 32-true")
-    answer = find(asked.name).answer(target.engine, asked.value)
+    answer = getattr(find(asked.name), target.engine)
     group = asked.name.partition(".")[0]
     zero = target.engine == "deepspeed"
     if asked.name in _GATHERING and zero and target.stage < 3:
         target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
-    elif isinstance(answer, Holds):
+    elif answer is not None and answer.met:
+        target.hold(asked, answer.met)
+    elif answer is not None and any(type(asked.value) is type(idle) and asked.value == idle for idle in answer.idle):
         target.hold(asked, answer.note)
-    elif not isinstance(answer, Same):
+    elif answer is not None and asked.value == AUTO:
+        target.hold(asked, "DeepSpeed's own choice was asked for")
+    elif answer is not None:
         target.lose(asked, answer.reason, answer.nearest, answer.effect)
     elif asked.name.startswith("trainer."):
         target.set(asked, asked.name, asked.value)
@@ -210,7 +215,7 @@ def _by_table(target: Target, asked: Asked) -> None:
     elif _DEFAULTS.get(asked.name) == asked.value:
         target.note(asked, f"strategy.{asked.name}", "the default")
     else:
-        target.set(asked, f"strategy.{answer.path or asked.name}", asked.value)
+        target.set(asked, f"strategy.{asked.name}", asked.value)
     return None
 
 

@@ -105,44 +105,40 @@ class Reading:
                 self.read_field(f"{path}.{name}" if path else name, described, content.get(name))
 
     def read_field(self, path: str, described: Field, value: Any) -> Any:
-        """Add what one field asks for, and return its value as its kind; None: nothing, or a problem."""
+        """Add what one field asks for, and return what its value means; None: nothing, or a problem."""
         if value is None:
             return None
-        if isinstance(value, str) and value in described.idle:  # a word, such as auto, for what is else a number
-            self.rest(path, value)
-            return value
-        try:
-            value = KINDS[described.kind](value)
+        try:  # An idle word, such as auto, may stand for what is else a number.
+            value = value if isinstance(value, str) and value in described.idle else KINDS[described.kind](value)
         except ValueError as error:
             self.problems.append(f"{path} is {shown(value)!r}, but must be {error}")
             return None
-        if described.words:
-            spelled = value.upper() if isinstance(value, str) else value
-            found = next((key for key in described.words if key in (value, spelled)), None)
-            if found is None and value not in described.idle and spelled not in described.idle:
-                words = [*described.idle, *described.words]
-                near, listed = nearest(str(value), list(map(str, words))), ", ".join(dict.fromkeys(map(shown, words)))
-                self.problems.append(f"{path} is {shown(value)!r}, but must be one of {listed}{near}")
-                return None
-        else:
-            found = spelled = value
-        if value in described.idle or spelled in described.idle:
+        is_idle = any(_same(value, idle) for idle in described.idle)
+        means = [meaning for word, meaning in described.words.items() if _same(value, word)]
+        if described.words and not (means or is_idle):
+            words = list(dict.fromkeys(map(shown, [*described.idle, *described.words])))
+            near = nearest(str(value), words)
+            self.problems.append(f"{path} is {shown(value)!r}, but must be one of {', '.join(words)}{near}")
+            return None
+        meaning = means[0] if means else value
+        if is_idle:
             self.rest(path, value)
         elif described.met:
             self.meet(path, value, described.met)
         elif described.reason:
             self.lose(path, value, described.reason, described.nearest, described.effect)
         elif described.name:
-            became = described.words[found] if described.words else value
-            self.ask(described.name, became, path, value, described.note)
-        return value
+            self.ask(described.name, meaning, path, value, described.note)
+        return meaning
 
-    def word_of(self, path: str, value: Any, words: Mapping[Any, Any], kind: str = "word") -> Any:
-        """What one of ``words`` stands for, without asking for it; None: nothing was given, or a problem."""
-        probe = Reading()
-        probe.read_field(path, Field(kind=kind, name=path, words=words), value)
-        self.problems += probe.problems
-        return probe.value(path)
+    def prefixed(
+        self, path: str, content: Mapping[str, Any], prefix: str, known: Collection[str], old: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """``content`` with the prefix that keys may lack, ``old`` spellings as the new; problems for unknown keys."""
+        every = [*known, *old]
+        self.check_keys(path, content, [*every, *(name.removeprefix(prefix) for name in every)], path)
+        named = {key if str(key).startswith(prefix) else f"{prefix}{key}": value for key, value in content.items()}
+        return {old.get(key, key): value for key, value in named.items()}
 
     def check_keys(self, path: str, content: Mapping[Any, Any], known: Collection[str], whose: str) -> None:
         """A problem for every key of ``content`` that is not known, with the nearest one."""
@@ -194,13 +190,14 @@ def nearest(word: str, choices: Collection[str]) -> str:
     return "".join(f": the nearest is {near!r}" for near in text.nearest(word, choices))
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether they are equal, as words in whatever case, and a number as the word for it."""
+    return bool(one == other) or str(one).upper() == str(other).upper()
+
+
 def _bool(value: Any) -> bool:
-    words = {"true": True, "false": False, "yes": True, "no": False}
-    if isinstance(value, str) and value.strip().lower() in words:
-        return words[value.strip().lower()]
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise ValueError("true or false")
+    is_word = isinstance(value, str) and value.strip().lower() in ("yes", "no")
+    return value.strip().lower() == "yes" if is_word else READERS["bool"](value)
 
 
 def _count(value: Any) -> int:
@@ -208,21 +205,6 @@ def _count(value: Any) -> int:
     if number < 0:
         raise ValueError("a whole number of 0 or more")
     return number
-
-
-def _kind(types: tuple[Any, ...], expected: str) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
-            return value.strip() if isinstance(value, str) else value
-        raise ValueError(expected)
-
-    return read
-
-
-def _word(value: Any) -> Any:
-    """A word or the number that stands for it."""
-    is_number = isinstance(value, str) and value.strip().isdigit()
-    return int(value) if is_number else _kind((str, int, bool), "a word")(value)
 
 
 def _names(value: Any) -> list[str]:
@@ -235,15 +217,11 @@ def _names(value: Any) -> list[str]:
 
 
 KINDS: Mapping[str, Callable[[Any], Any]] = {
-    "any": lambda value: value,
+    **READERS,  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
     "bool": _bool,
-    "int": READERS["int"],
     "count": _count,
-    "float": READERS["float"],  # YAML 1.1, which PyYAML reads, takes 1e8 for a word.
-    "str": _kind((str,), "a string"),
-    "word": _word,
+    "str": lambda value: READERS["str"](value).strip(),
     "names": _names,
-    "mapping": _kind((Mapping,), "a mapping"),
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""
 

@@ -168,7 +168,7 @@ def _refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("small", "Not a batch of 1 fits: one of 4 takes"),
+        ("small", "Not a batch of 1 fits: one of 1 takes"),
         ("no limit", "limit is not set, but a CPU has no memory of its own"),
         ("no attribute", "BatchSizeCallback sets 'batch_size', which neither module"),
         ("manual", "can't measure steps of manual optimization"),
