@@ -66,7 +66,7 @@ USES = {
     ),
     "_lightning/trials.py": (
         "a fit's loaders and its way back to a checkpoint",
-        "_checkpoint_connector _combined_loader _data_source",
+        "_apply_batch_transfer_handler _checkpoint_connector _combined_loader _data_source",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
