@@ -13,19 +13,17 @@ from lightning_shard.errors import CheckpointCorruptError
 
 _DEEPEST = 200
 _MARK = object()
-
-# By opcode: the bytes after a leaf, the bytes of the length of one, and how many objects others take.
-_LEAF = dict(zip(b"JKMNG)\x88\x89", (4, 1, 2, 0, 8, 0, 0, 0), strict=True))
-_COUNTED = dict(zip(b"TUX\x8c\x8dBC\x8e\x96\x8a\x8b", b"\4\1\4\1\x08\4\1\x08\x08\1\4", strict=True))
-_TUPLE = {0x85: 1, 0x86: 2, 0x87: 3}
-_PUT, _GET = {ord("q"): 1, ord("r"): 4}, {ord("h"): 1, ord("j"): 4}
-_SKIPPED = {0x80: 1, 0x95: 8}
-_CALL = {ord("R"): 2, 0x81: 2, 0x92: 3}
-_TO_MARK = set(b"teu1\x90\x91ldo")
+_CALLS = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"}
+_HASHED = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}  # What may be a key, and is whole when it is made.
+_ADDS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+_REFUSED = {"DUP", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
+_PLACES = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_TAKES = {op.name: len(op.stack_before) - (op.name in _ADDS) for op in pickletools.opcodes}  # Objects off the stack.
+_TO_MARK = {op.name for op in pickletools.opcodes if pickletools.markobject in op.stack_before}
 
 
 class _Value:
-    """An object with others in it, or a function. A leaf is its place in the pickle."""
+    """An object with others in it, or a function. A leaf is what the pickle says of it."""
 
     __slots__ = ("depth", "name", "parts", "size")
 
@@ -42,98 +40,74 @@ def check_pickle(data: bytes) -> None:
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    left, at, push = 1_000_000 + 4 * len(data), 0, stack.append
-    while True:
-        code, start, at = data[at], at, at + 1
-        if code == 0x94:
-            memo[len(memo)] = stack[-1]
-        elif code in _LEAF:
-            at += _LEAF[code]
-            push(start)
-        elif code in _GET:
-            at += _GET[code]
-            push(memo[int.from_bytes(data[start + 1 : at], "little")])
-        elif code in _PUT:
-            at += _PUT[code]
-            if (number := int.from_bytes(data[start + 1 : at], "little")) > len(data):
+    left = 1_000_000 + 4 * len(data)
+    for opcode, arg, _ in pickletools.genops(data):
+        name = opcode.name
+        if name in _PLACES:
+            if (number := len(memo) if arg is None else arg) > len(data):
                 raise CheckpointCorruptError(f"it numbers an object {number} in {len(data)} bytes")
             memo[number] = stack[-1]
-        elif code in _COUNTED:
-            at += _COUNTED[code]
-            at += int.from_bytes(data[start + 1 : at], "little")
-            push(start)
-        elif code == ord("("):
-            push(_MARK)
-        elif code in _SKIPPED:
-            at += _SKIPPED[code]
-        elif code in b"SIFLV":
-            at = data.index(b"\n", at) + 1
-            push(start)
-        elif code == ord("c"):
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            push(_Value([], data[start + 1 : at].split(b"\n")[1].decode(errors="replace")))
-        elif code in b"]}\x8f":
-            push(_Value([]))
-        elif code == ord("."):
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[arg])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "STOP":
             count, depth = _unfolded(stack[-1], {})
             if count > left or depth > _DEEPEST:
                 raise CheckpointCorruptError("its parts stand in each other without end")
-            return
-        elif code in b"PQ" and (code == ord("P") or not stack):
-            return  # every reader refuses it there
+        elif name == "GLOBAL":
+            stack.append(_Value([], arg.rpartition(" ")[2]))
+        elif name.startswith("EMPTY"):
+            stack.append(_Value([]))
+        elif name == "PERSID":
+            return  # every reader refuses it
+        elif name in _REFUSED:
+            raise ValueError(f"{name} is in no checkpoint")
+        elif not opcode.stack_before:
+            stack.extend([arg] if opcode.stack_after else [])
         else:
-            taken = _take(stack, code)
-            if code in _TUPLE or code in b"t\x91":
-                value = _Value(taken)
+            taken = _take(stack, name)
+            if name in _ADDS:
+                if not stack[-1].name:
+                    stack[-1].parts.extend(taken)
+                continue
+            if name in _CALLS:
+                _check_call(len(data), *taken)
+            value = _Value(taken, str(taken[-1]) if name == "STACK_GLOBAL" else "")
+            if name in _HASHED:
                 inside = [part for part in taken if isinstance(part, _Value)]
                 value.depth = 1 + max((part.depth for part in inside), default=0)
                 value.size = 1 + sum(part.size for part in inside)
                 left -= value.size
                 if left < 0 or value.depth > _DEEPEST:
                     raise CheckpointCorruptError("its tuples are nested without end")
-                push(value)
-            elif code in b"aesub\x90":
-                if not stack[-1].name:
-                    stack[-1].parts.extend(taken)
-            elif code in _CALL or code == ord("o"):
-                _check_call(data, *taken)
-                push(_Value(taken))
-            elif code == 0x93:
-                push(_Value([], _leaf(data, taken[-1])))
-            elif code not in b"01":
-                push(_Value(taken))
+            if opcode.stack_after:
+                stack.append(value)
 
 
-def _take(stack: list[Any], code: int) -> list[Any]:
+def _take(stack: list[Any], name: str) -> list[Any]:
     """What an opcode takes off the stack; not the object that it adds to, which stays there."""
-    if code in _TO_MARK:
+    at = len(stack) - _TAKES[name]
+    if name in _TO_MARK:
         at = len(stack) - 1
         while stack[at] is not _MARK:
             at -= 1  # an IndexError where there is none
-        taken = stack[at + 1 :]
-        del stack[at:]
-        return taken
-    count = _TUPLE.get(code) or _CALL.get(code) or {ord("s"): 2, 0x93: 2}.get(code, 1)
-    if len(stack) < count or not (code in b"ab0sQ\x93" or code in _TUPLE or code in _CALL):
-        raise ValueError(f"opcode {code:#x} at an unexpected place")
-    taken = stack[-count:]
-    del stack[-count:]
+    elif at < 0:
+        raise ValueError(f"{name} at an unexpected place")
+    taken = stack[at + (name in _TO_MARK) :]
+    del stack[at:]
     return taken
 
 
-def _leaf(data: bytes, at: Any) -> Any:
-    return next(iter(pickletools.genops(data[at:])))[1] if isinstance(at, int) else None
-
-
-def _check_call(data: bytes, function: Any, *rest: Any) -> None:
+def _check_call(most: int, function: Any, *rest: Any) -> None:
     if not isinstance(function, _Value) or not function.name.endswith(("bytearray", "Tensor", "Storage", "encode")):
         return
-    given = [_leaf(data, part) for value in rest for part in (value.parts if isinstance(value, _Value) else [value])]
+    given = [part for value in rest for part in (value.parts if isinstance(value, _Value) else [value])]
     numbers = [abs(part) for part in given if isinstance(part, int)]
     if function.name == "encode":
         if given[1:] not in (["latin1"], ["latin-1"]):
             raise CheckpointCorruptError("it encodes text by something else than latin1")
-    elif math.prod(numbers or [0]) > len(data):
+    elif math.prod(numbers or [0]) > most:
         raise CheckpointCorruptError(f"it makes a {function.name} of {math.prod(numbers)} elements")
 
 
