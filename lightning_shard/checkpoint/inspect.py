@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.contents import Contents, in_form
+from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.place import place
@@ -21,7 +21,7 @@ _BLOCK = 1 << 22
 
 def describe(path: layout.StrPath, stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
-    with in_form(f"{path} has a state of another form"):
+    with layout.damaged_if(f"{path} has a state of another form"):
         return _described(path, stored)
 
 

@@ -6,8 +6,7 @@ so that memory is bounded by the largest.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,20 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.errors import CheckpointError
 
 PORTABLE, FULL = "portable", "full"
-
-
-@contextlib.contextmanager
-def in_form(what: str) -> Iterator[None]:
-    """Raise CheckpointCorruptError with ``what`` it is not, where a state of another form is met."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise CheckpointCorruptError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

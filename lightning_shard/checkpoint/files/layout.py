@@ -127,14 +127,20 @@ def listed(names: Iterable[str], *, most: int = 20) -> str:
 
 
 @contextlib.contextmanager
-def damaged_if(said: Callable[[Exception], str]) -> Iterator[None]:
-    """Raise CheckpointCorruptError with what is ``said`` of an error: a damaged file fails in any way there is."""
+def damaged_if(said: str | Callable[[Exception], str], where: object = "") -> Iterator[None]:
+    """Raise CheckpointCorruptError with what is ``said`` of an error: a damaged file fails in any way there is.
+
+    ``where`` is named in CheckpointCorruptErrors too; other CheckpointErrors stay as they are.
+    """
     try:
         yield
-    except CheckpointError:
+    except CheckpointError as error:
+        if where and isinstance(error, CheckpointCorruptError):
+            raise CheckpointCorruptError(f"{where}: {str(error)[:500]}") from error
         raise
     except Exception as error:
-        raise CheckpointCorruptError(said(error)) from error
+        text = f"{said}: {type(error).__name__}: {str(error)[:500]}" if isinstance(said, str) else said(error)
+        raise CheckpointCorruptError(text) from error
 
 
 # Beside a checkpoint

@@ -92,7 +92,7 @@ class Manifest:
         Raises CheckpointCorruptError where it is not a manifest, its digest does not match or a file name leaves the
         directory, CheckpointError where a newer version of this package wrote it.
         """
-        try:
+        with layout.damaged_if(lambda error: f"{where} is not a checkpoint's manifest: {_reason(error)}", where):
             fields = json.loads(text)
             if not isinstance(fields, dict) or fields.get("format") != FORMAT:
                 raise ValueError(f'no "format": "{FORMAT}"')
@@ -105,53 +105,48 @@ class Manifest:
                     f"{where} has format version {version}; this lightning_shard reads up to {FORMAT_VERSION}: "
                     "upgrade it"
                 )
-            tensors = {k: _tensor_entry(v) for k, v in _typed(fields, "tensors", dict).items()}
-            aliases = _typed(fields, "aliases", dict)
+            fields = _typed({**_ADDED_LATER, **fields}, _FIELDS)
+            if fields["run"]:
+                _typed(fields["run"], _RUN)
+            tensors, aliases = {k: _tensor_entry(v) for k, v in fields["tensors"].items()}, fields["aliases"]
             if lost := sorted(map(str, {key for key in aliases.values() if key not in tensors})):
                 raise ValueError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors")
+            files = {layout.check_relative(k): _typed(v, _FILE) for k, v in fields["files"].items()}
             return Manifest(
-                facts=Facts(
-                    engine=_typed(fields, "engine", str),
-                    policy=_typed(fields, "policy", str),
-                    ledger=_typed(fields, "ledger", dict),
-                    run=_run(_typed({"run": {}, **fields}, "run", dict)),
-                    frozen=_typed({"frozen": {}, **fields}, "frozen", dict),
-                    world_size=_typed(fields, "world_size", int),
-                    versions=_typed(fields, "versions", dict),
-                ),
+                facts=Facts(**{name: fields[name] for name in Facts.__dataclass_fields__}),
                 tensors=tensors,
                 aliases=aliases,
-                slots=_slots(fields, tensors) if version > 1 else dict(_slots_of_version_1(tensors, aliases)),
-                files={layout.check_relative(k): _file_entry(v) for k, v in _typed(fields, "files", dict).items()},
+                slots=_slots(fields["slots"], tensors) if version > 1 else dict(_slots_of_version_1(tensors, aliases)),
+                files={k: layout.FileEntry(size=v["size"], sha256=v["sha256"]) for k, v in files.items()},
                 format_version=version,
                 digest=digest,
             )
-        except CheckpointError as error:
-            if isinstance(error, CheckpointCorruptError):
-                raise CheckpointCorruptError(f"{where}: {str(error)[:500]}") from error
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
-            raise CheckpointCorruptError(f"{where} is not a checkpoint's manifest: {reason}") from error
+
+
+_FIELDS: dict[str, Any] = {
+    "format_version": int, "engine": str, "policy": str, "ledger": dict, "run": dict, "frozen": dict,
+    "world_size": int, "versions": dict, "tensors": dict, "aliases": dict, "slots": dict, "files": dict,
+}  # fmt: skip
+_ADDED_LATER: dict[str, Any] = {"run": {}, "frozen": {}, "slots": {}}
+_RUN = {"name": str, "step": int, "time": int | float}
+_FILE = {"size": int, "sha256": str}
+
+
+def _typed(fields: Any, kinds: Mapping[str, Any]) -> Any:
+    """``fields``, once each of ``kinds`` is among them and of its kind; others are not looked at."""
+    for name, kind in kinds.items():
+        if not isinstance(fields[name], kind):
+            raise ValueError(f"{name} is {fields[name]!r}, not {getattr(kind, '__name__', kind)}")
+    return fields
+
+
+def _reason(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)[:500]
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _typed(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = fields[name]
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
-    return value
-
-
-def _run(fields: dict[str, Any]) -> dict[str, Any]:
-    for name, kind in ("name", str), ("step", int), ("time", int | float):
-        if fields and not isinstance(fields[name], kind):
-            raise ValueError(f"{name} of the run is {fields[name]!r}")
-    return fields
 
 
 def _tensor_entry(value: Any) -> TensorEntry:
@@ -162,12 +157,8 @@ def _tensor_entry(value: Any) -> TensorEntry:
     return TensorEntry(shape=shape, dtype=dtype)
 
 
-def _file_entry(value: Any) -> layout.FileEntry:
-    return layout.FileEntry(size=_typed(value, "size", int), sha256=_typed(value, "sha256", str))
-
-
-def _slots(fields: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, layout.SlotName]:
-    found = {key: layout.SlotName(*name) for key, name in _typed(fields, "slots", dict).items()}
+def _slots(named: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, layout.SlotName]:
+    found = {key: layout.SlotName(*name) for key, name in named.items()}
     if any([type(part) for part in name] != [int, str, str] for name in found.values()):
         raise ValueError("slots are not optimizer, FQN and slot")
     if differing := found.keys() ^ {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}:

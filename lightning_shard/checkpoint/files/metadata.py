@@ -7,19 +7,18 @@ is refused. The records are then checked against the manifest.
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as shown  # values that share their parts have texts without end
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
+from lightning_shard.checkpoint.files.boxes import Row, StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, check_relative, dtype_name
+from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, check_relative, damaged_if, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.errors import CheckpointCorruptError
@@ -41,28 +40,20 @@ def read_boxes(directory: Directory, manifest: Manifest, *, covered: bool = True
     """
     name = boxes_file(manifest)
     data = directory.read(name, manifest.files)
-    with _named(directory.path / name):
+    with damaged_if(f"{directory.path / name} is no checkpoint metadata", directory.path / name):
         if name == BOXES:
             return decode_boxes(data, manifest, covered=covered)
-        return _convert(_Unpickler(data).load(), manifest)
+        tensors = _parse(data, _RECORDS, manifest.files)[1]
+        described = {key: (boxes.shape, dtype_name(boxes.dtype)) for key, boxes in tensors.items()}
+        listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
+        if differing := sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k)):
+            raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
+        return tensors
 
 
 def boxes_file(manifest: Manifest) -> str:
     """The file that `read_boxes` reads."""
     return BOXES if manifest.format_version > 2 else METADATA
-
-
-@contextmanager
-def _named(where: object) -> Iterator[None]:
-    """Raise CheckpointCorruptError that names the file for whatever goes wrong: a damaged pickle fails in any way."""
-    try:
-        yield
-    except CheckpointCorruptError as error:
-        raise CheckpointCorruptError(f"{where}: {str(error)[:500]}") from error
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"{where} is no checkpoint metadata: {type(error).__name__}: {str(error)[:500]}"
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,28 +70,18 @@ def parse_foreign_metadata(data: bytes, files: Mapping[str, FileEntry], where: o
 
     Raises CheckpointCorruptError as `read_metadata` does.
     """
-    with _named(where):
-        root = _fields(_Unpickler(data, _FOREIGN_RECORDS).load(), "Metadata")
-        described: Mapping[str, Any] = root["state_dict_metadata"]
-        is_item = {key: type(value).__name__ == "BytesStorageMetadata" for key, value in described.items()}
-        entries = {key: _tensor(key, value) for key, value in described.items() if not is_item[key]}
-        stored, items = {}, {}
-        for record, value in root["storage_data"].items():
-            fqn = _fields(record, "MetadataIndex")["fqn"]
-            if is_item[fqn]:
-                items[fqn] = _location(value, files)
-            else:
-                stored[_index(record)] = _location(value, files)
-        paths = {key: tuple(root["planner_data"][key]) for key in described}
+    with damaged_if(f"{where} is no checkpoint metadata", where):
+        root, tensors, items = _parse(data, _FOREIGN_RECORDS, files)
+        paths = {key: tuple(root["planner_data"][key]) for key in root["state_dict_metadata"]}
         if not all(type(part) in (str, int) for path in paths.values() for part in path):
             raise CheckpointCorruptError("a key's path is not made of names and numbers")
-        return ForeignMetadata(tensors=_complete(entries, stored, files), items=items, paths=paths)
+        return ForeignMetadata(tensors=tensors, items=items, paths=paths)
 
 
 class _Unpickler(pickle.Unpickler):
     """Knows the names in torch's metadata, each as a record class or function of this instance alone."""
 
-    def __init__(self, data: bytes, records: Iterable[tuple[str, str]] = _RECORDS) -> None:
+    def __init__(self, data: bytes, records: Iterable[tuple[str, str]]) -> None:
         check_pickle(data)
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {known: type(known[1], (_Record,), {}) for known in records}
@@ -142,72 +123,51 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
     return record.state
 
 
-class _Described(NamedTuple):
-    """A tensor as ``.metadata`` has it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # Offsets and sizes.
+_Places = dict[tuple[str, tuple[int, ...] | None], StorageInfo]  # By key and offsets of a box; None: no tensor.
 
 
-_Places = dict[tuple[str, tuple[int, ...]], StorageInfo]  # By key and offsets of a box.
-
-
-def _convert(records: Any, manifest: Manifest) -> dict[str, StoredBoxes]:
-    root = _fields(records, "Metadata")
-    entries = {key: _tensor(key, value) for key, value in root["state_dict_metadata"].items()}
-    stored = {_index(key): _location(value, manifest.files) for key, value in root["storage_data"].items()}
-    described = {key: (entry.shape, dtype_name(entry.dtype)) for key, entry in entries.items()}
-    listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
-    if described != listed:
-        differing = sorted(k for k in described.keys() | listed.keys() if described.get(k) != listed.get(k))
-        raise CheckpointCorruptError(f"it and the manifest describe other tensors: {', '.join(differing[:5])}")
-    return _complete(entries, stored, manifest.files)
-
-
-def _complete(
-    entries: Mapping[str, _Described], stored: _Places, files: Mapping[str, FileEntry]
-) -> dict[str, StoredBoxes]:
+def _parse(
+    data: bytes, records: Iterable[tuple[str, str]], files: Mapping[str, FileEntry]
+) -> tuple[dict[str, Any], dict[str, StoredBoxes], dict[str, StorageInfo]]:
+    """The root's fields, key to boxes of each tensor, and key to place of each item that is no tensor."""
+    root = _fields(_Unpickler(data, records).load(), "Metadata")
     names, sizes = data_files(files)
     numbers = {name: number for number, name in enumerate(names)}
-    found: dict[str, StoredBoxes] = {}
-    for key, (shape, dtype, boxes) in entries.items():
-        rows = []
-        for offsets, extent in boxes:
-            place = stored.get((key, offsets))
-            if place is None:
-                raise CheckpointCorruptError(f"{key} has a part at {offsets} that no file holds")
-            rows.append([numbers[place.relative_path], place.offset, place.length, *offsets, *extent])
-        table = np.array(rows, dtype=np.int64).reshape(-1, 3 + 2 * len(shape))
-        found[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
-    return found
+    places: _Places = {}
+    for record, value in root["storage_data"].items():
+        index = _fields(record, "MetadataIndex")
+        places[index["fqn"], index.get("offset")] = _location(value, files)
+    tensors: dict[str, StoredBoxes] = {}
+    items: dict[str, StorageInfo] = {}
+    for key, value in root["state_dict_metadata"].items():
+        if type(value).__name__ == "BytesStorageMetadata":
+            items[key] = places[key, None]
+        else:
+            shape, dtype, rows = _described(key, value, places, numbers)
+            table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + 2 * len(shape))
+            tensors[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
+    return root, tensors, items
 
 
-def _tensor(key: Any, record: Any) -> _Described:
+def _described(
+    key: Any, record: Any, places: _Places, numbers: Mapping[str, int]
+) -> tuple[tuple[int, ...], torch.dtype, list[Row]]:
     fields = _fields(record, "TensorStorageMetadata")
-    properties = fields["properties"]
-    if type(key) is not str or not isinstance(properties, _Record) or not isinstance(properties.state, tuple):
+    shape, dtype, rows = _size(fields["size"]), fields["properties"].state[0], list[Row]()
+    if type(key) is not str or not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
-    if not isinstance(dtype := properties.state[0], torch.dtype):
-        raise CheckpointCorruptError(f"{key} has no dtype")
-    parts = [_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]]
-    shape, boxes = _size(fields["size"]), [(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
-    if any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
-        raise CheckpointCorruptError(f"{key} of shape {shape} has a part of other dims")
-    return _Described(shape, dtype, boxes)
+    for part in (_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]):
+        offsets, extent = _size(part["offsets"]), _size(part["sizes"])
+        if (place := places.get((key, offsets))) is None:
+            raise CheckpointCorruptError(f"{key} has a part at {offsets} that no file holds")
+        rows.append([numbers[place.relative_path], place.offset, place.length, *offsets, *extent])
+    return shape, dtype, rows
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(length) is int and length >= 0 for length in value):
         raise CheckpointCorruptError(f"{shown(value)} is no shape")
     return value
-
-
-def _index(record: Any) -> tuple[str, tuple[int, ...]]:
-    fields = _fields(record, "MetadataIndex")
-    if type(fields["fqn"]) is not str:
-        raise CheckpointCorruptError(f"{shown(fields['fqn'])} is no key")
-    return fields["fqn"], _size(fields.get("offset"))
 
 
 def _location(record: Any, files: Mapping[str, FileEntry]) -> StorageInfo:

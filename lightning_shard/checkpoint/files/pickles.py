@@ -41,6 +41,7 @@ def check_pickle(data: bytes) -> None:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     left = 1_000_000 + 4 * len(data)
+    arg: Any
     for opcode, arg, _ in pickletools.genops(data):
         name = opcode.name
         if name in _PLACES:

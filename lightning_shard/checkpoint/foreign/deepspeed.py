@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
-from lightning_shard.checkpoint.files.layout import EXTRA_STATE, OPTIMIZER_STATES, SlotName, StrPath, check_relative
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.layout import (
+    EXTRA_STATE,
+    OPTIMIZER_STATES,
+    SlotName,
+    StrPath,
+    check_relative,
+    damaged_if,
+)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import hyperparameters
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -71,7 +78,7 @@ def open_deepspeed(path: StrPath) -> Contents:
     assert folder is not None
     models = [read_archive(file, _ALLOWED) for file in _files(folder, _MODEL)]
     states = [read_archive(file, _ALLOWED) for file in _files(folder, _OPTIM)]
-    with in_form(f"{folder} is no ZeRO checkpoint"):
+    with damaged_if(f"{folder} is no ZeRO checkpoint"):
         return _stored(folder, models, [state["optimizer_state_dict"] for state in states])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor, in_form
+from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.metadata import ForeignMetadata, StorageInfo, parse_foreign_metadata
@@ -38,7 +38,7 @@ def open_stock_fsdp(path: layout.StrPath) -> Contents:
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged.
     """
-    with in_form(f"{path} is no directory of Lightning's FSDPStrategy"):
+    with layout.damaged_if(f"{path} is no directory of Lightning's FSDPStrategy"):
         return _stored_in(Path(path), open_directory(path))
 
 

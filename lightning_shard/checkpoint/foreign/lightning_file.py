@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
-from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor, in_form
+from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
@@ -49,7 +49,7 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     try:
         temporary.touch()
         commit.lock(temporary)
-        with in_form("the run's state has another form"):
+        with layout.damaged_if("the run's state has another form"):
             tree = _stock_checkpoint(stored)
         write_archive(temporary, tree)
         commit.publish(temporary, target, token)
@@ -155,7 +155,7 @@ def open_full(path: str | os.PathLike[str], names: ModuleNames | None = None, *,
     tree = read_archive(Path(path))
     if not isinstance(tree, dict) or not isinstance(tree.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no Lightning checkpoint: there is no state_dict in it")
-    with in_form(f"{path} is no Lightning checkpoint"):
+    with layout.damaged_if(f"{path} is no Lightning checkpoint"):
         return _stored(path, tree, names, number)
 
 
