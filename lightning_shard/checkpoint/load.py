@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.matching import LoadReport, Match, match
+from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
@@ -144,24 +144,31 @@ def load_training_state(
                 f"{checkpoint.path} has no optimizer state: it was saved with weights only"
             )
         names = sharded_names(module)
-        live = {layout.model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
-        aliases = {layout.model_key(alias): layout.model_key(fqn) for alias, fqn in names.aliases.items()}
-        stored = {k: entry.shape for k, entry in found.tensors.items() if k.startswith(layout.MODEL_PREFIX)}
-        matched = match(_shapes(live), aliases, stored, found.aliases)
+        wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
+        if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
+            wanted[layout.AVERAGE_PREFIX] = dict(averages)
+        live = {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
+        aliases = {
+            p + alias: p + fqn for p, known in wanted.items() for alias, fqn in names.aliases.items() if fqn in known
+        }
+        stored = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(tuple(wanted))}
+        tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
+        homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
+        matched = match(_shapes(live), aliases, stored, {a: home for a, home in homes.items() if home in stored})
         left_out = {layout.model_key(fqn) for fqn in found.facts.frozen} if strict else set()
-        of_averages, targets = _match_averages(averages or {}, names, found)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, configured=configured)
         report = replace(
             matched,
-            missing=[key for key in matched.missing if key not in left_out] + of_averages.missing + plan.missing,
-            unexpected=matched.unexpected + plan.unexpected,
-            reshaped=matched.reshaped + of_averages.reshaped,
+            missing=[key for key in matched.missing if key not in left_out] + plan.missing,
+            unexpected=[k for k in matched.unexpected if k.startswith(layout.MODEL_PREFIX)] + plan.unexpected,
             problems=plan.problems,
         ).judge(checkpoint.path, strict)
-        report = replace(report, overridden=tuple(plan.overridden), averages=bool(of_averages.sources))
-        instead = _averages_of(found) if averaged else {}
-        targets += [(instead.get(source, source), live[key]) for key, source in matched.sources.items()]
+        report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
+        targets = []
+        for key, source in matched.sources.items():
+            average = layout.average_key(source.removeprefix(layout.MODEL_PREFIX))
+            targets.append((average if averaged and average in found.tensors else source, live[key]))
         return names, targets, plan, report
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
@@ -189,28 +196,6 @@ def load_training_state(
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
-
-
-def _averages_of(found: Manifest) -> dict[str, str]:
-    """Key of each weight that has an average to the average's."""
-    averaged = layout.without_prefix(layout.AVERAGE_PREFIX, found.tensors)
-    return {layout.model_key(fqn): layout.average_key(fqn) for fqn in averaged}
-
-
-def _match_averages(
-    averages: Mapping[str, Any], names: Names, found: Manifest
-) -> tuple[Match, list[tuple[str, LiveTensor]]]:
-    """Which stored averages go where; where there are none, nothing is missing."""
-    instead = _averages_of(found)
-    stored = {key: found.tensors[key].shape for key in instead.values()}
-    if not stored or not averages:
-        return Match(), []
-    live = {layout.average_key(fqn): tensor for fqn, tensor in averages.items()}
-    aliases = {layout.average_key(a): layout.average_key(fqn) for a, fqn in names.aliases.items() if fqn in averages}
-    tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases)
-    homes = {layout.average_key(alias): instead[key] for alias, key in tied.items() if key in instead}
-    matched = match(_shapes(live), aliases, stored, homes)
-    return matched, [(source, live[key]) for key, source in matched.sources.items()]
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
