@@ -156,14 +156,11 @@ def load_training_state(
         homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
         matched = match(_shapes(live), aliases, stored, {a: home for a, home in homes.items() if home in stored})
         left_out = {layout.model_key(fqn) for fqn in found.facts.frozen} if strict else set()
+        matched.missing[:] = [key for key in matched.missing if key not in left_out]
+        matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
-        plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, configured=configured)
-        report = replace(
-            matched,
-            missing=[key for key in matched.missing if key not in left_out] + plan.missing,
-            unexpected=[k for k in matched.unexpected if k.startswith(layout.MODEL_PREFIX)] + plan.unexpected,
-            problems=plan.problems,
-        ).judge(checkpoint.path, strict)
+        plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, matched, configured=configured)
+        report = matched.judge(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
         targets = []
         for key, source in matched.sources.items():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_shard.checkpoint import optimizer_state
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Manifest, TensorEntry
-from lightning_shard.checkpoint.matching import other_kind
+from lightning_shard.checkpoint.matching import Match, further_names, other_kind
 from lightning_shard.checkpoint.optimizer_state import Group, Stepped, Values
 from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor, has_tensors_inside, plain_slots, torch_optimizer
@@ -24,9 +24,11 @@ from lightning_shard.tensors.names import Names
 class NewTensor:
     """A slot tensor that is to be read from the checkpoint's files."""
 
+    keys: Mapping[str, str]  # FQN to the key that it is stored under.
     shape: tuple[int, ...]  # That of the tensor that the optimizer steps, of a scalar, or neither.
     dtype: torch.dtype
     is_scalar: bool  # Whether it is a scalar beside a parameter that may be one too.
+    is_shared: bool  # Whether it is a scalar that a flat tensor has once for all of its parameters.
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,31 +37,20 @@ class SlotsPlan:
     optimizer: Optimizer
     part: Stepped
     settings: Mapping[str, Any]  # The live parameter group.
-    slots: Values  # A NewTensor where one is to be read.
-    keys: dict[str, dict[str, str]]  # Slot that is to be read to FQN to the key that it is stored under.
-
-    def is_shared(self, slot: str) -> bool:
-        """Whether it is a scalar that a flat tensor has once for all of its parameters."""
-        wanted = self.slots[slot]
-        return self.part.flat is not None and isinstance(wanted, NewTensor) and wanted.is_scalar
+    values: Values  # Slots that are no tensors.
+    tensors: Mapping[str, NewTensor]
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """How saved optimizer state fits live optimizers; nothing is changed before it is applied."""
+    """How saved optimizer state is given to live optimizers; nothing is changed before it is applied."""
 
     optimizers: list[Optimizer]
+    configured: bool = False  # Whether hyperparameters that are another value in the checkpoint stay as they are.
     slots: list[SlotsPlan] = field(default_factory=list)  # Of each stepped tensor with saved state.
     # Live group and its saved hyperparameters.
     groups: list[tuple[dict[str, Any], Values]] = field(default_factory=list)
-    # Live parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, and slots that it did not have
-    # of some of a flat tensor's parameters, with the slot's name.
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)  # Saved keys for which there is no live parameter.
-    problems: list[str] = field(default_factory=list)  # What can't be loaded even in part.
-    # Hyperparameters that are another value in the checkpoint, which wins unless `configured`.
-    overridden: list[str] = field(default_factory=list)
-    configured: bool = False  # Whether such hyperparameters stay as they are.
+    overridden: list[str] = field(default_factory=list)  # Hyperparameters that differ, and whose value wins.
 
 
 @dataclass(frozen=True)
@@ -69,12 +60,15 @@ class _Saved:
     keys: Mapping[str, Mapping[str, str]]  # FQN as stored to slot to key, of slots that are tensors.
     values: Mapping[str, Values]  # FQN as stored to slots that are no tensors.
     groups: Mapping[str, Values]  # FQN as stored to its group.
-    # Live FQN to the names under which its state may be, where that is not its own alone.
-    other_names: Mapping[str, list[str]]
+    further: Mapping[str, list[str]]  # Live FQN to its other names.
+    tied: Mapping[str, str]  # Alias as stored to key.
+    match: Match  # Takes what does not fit.
 
     def name_of(self, fqn: str) -> str | None:
         """The name that the state of a live parameter goes by; None if the saved optimizer did not step it."""
-        return next((name for name in self.other_names.get(fqn, [fqn]) if name in self.groups), None)
+        known = [fqn, *self.further.get(fqn, ())]
+        homes = [self.tied[name].removeprefix(layout.MODEL_PREFIX) for name in known if name in self.tied]
+        return next((name for name in known + homes if name in self.groups), None)
 
     def weights(self, stored: str) -> TensorEntry | None:
         key = layout.model_key(stored)
@@ -96,64 +90,59 @@ def plan_optimizers(
     names: Names,
     manifest: Manifest,
     saved: Sequence[Mapping[str, Any]],
+    match: Match,
     *,
     configured: bool = False,
 ) -> OptimizerPlan:
-    """Match live optimizers with saved ones (``saved`` as `OptimizerStates.described`) by parameter name.
+    """Fit saved optimizers (``saved`` as `OptimizerStates.described`) to live ones by parameter name.
 
-    The order of groups and of parameters in them does not matter. Tied names are followed. With ``configured``,
-    hyperparameters that differ stay as they are.
+    The order of groups and of parameters in them does not matter. Tied names are followed. ``match`` is told of live
+    parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, of slots that it did not have of some
+    of a flat tensor's parameters, of saved keys for which there is no live parameter, and of what can't be loaded.
     """
-    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured=configured)
+    plan = OptimizerPlan([torch_optimizer(optimizer) for optimizer in optimizers], configured)
     if len(saved) != len(optimizers):
-        plan.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
+        match.problems.append(f"{len(saved)} optimizers were saved, here are {len(optimizers)}")
         return plan
     keys: dict[int, dict[str, dict[str, str]]] = {}
     for key, name in manifest.slots.items():
         keys.setdefault(name.optimizer, {}).setdefault(name.fqn, {})[name.slot] = key
-    other_names = _names_as_stored(names, manifest)
+    further = further_names(names.aliases)
+    tied = layout.without_prefix(layout.MODEL_PREFIX, manifest.aliases)
     for index, (optimizer, described) in enumerate(zip(optimizers, saved, strict=True)):
         by_name = {fqn: group for group in described["groups"] for fqn in group["params"]}
-        source = _Saved(index, manifest, keys.get(index, {}), described["slots"], by_name, other_names)
-        taken: set[str] = set()
+        own = keys.get(index, {})
+        source = _Saved(index, manifest, own, described["slots"], by_name, further, tied, match)
         live = optimizer_state.groups_of(index, optimizer, names)
         if (problem := other_kind(plan.optimizers[index], live, described)) is not None:
-            plan.problems.append(f"optimizer {index} {problem}")
-            continue
-        origins: dict[int, int] = {}
-        for position, group in enumerate(live):
-            stored = {fqn: source.name_of(fqn) for fqn in group.names}
-            found = {fqn: name for fqn, name in stored.items() if name is not None}
-            plan.missing.extend(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in stored if fqn not in found)
-            taken.update(found.values())
-            for part in group.stepped:
-                _plan_slots(plan, part, group, found, source)
-            sources = {id(by_name[name]): by_name[name] for name in found.values()}
-            _plan_group(plan, index, position, group.settings, list(sources.values()))
-            for source_id in sources:
-                first = origins.setdefault(source_id, position)
-                if differing := _differing(live[first].settings, group.settings):
-                    plan.problems.append(
-                        f"groups {first} and {position} of optimizer {index} were one group, but have different "
-                        f"{', '.join(differing)} here: give both the same, or the groups that were saved"
-                    )
-        plan.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
+            match.problems.append(f"optimizer {index} {problem}")
+        else:
+            taken = _plan_groups(plan, live, source)
+            match.unexpected.extend(sorted(f"{layout.OPTIMIZER_PREFIX}{index}.{fqn}" for fqn in set(by_name) - taken))
     return plan
 
 
-def _names_as_stored(names: Names, manifest: Manifest) -> dict[str, list[str]]:
-    """Live FQN to the names under which its state may be saved, where tying is involved on either side."""
-    candidates: dict[str, list[str]] = {}
-    for alias, fqn in names.aliases.items():
-        candidates.setdefault(fqn, [fqn]).append(alias)
-    tied = layout.without_prefix(layout.MODEL_PREFIX, manifest.aliases)
-    stored = {alias: key.removeprefix(layout.MODEL_PREFIX) for alias, key in tied.items()}
-    for fqn in names.tensors:
-        known = candidates.get(fqn, [fqn])
-        extra = [stored[name] for name in known if name in stored]
-        if extra:
-            candidates[fqn] = known + extra
-    return candidates
+def _plan_groups(plan: OptimizerPlan, live: Sequence[Group], source: _Saved) -> set[str]:
+    """Plan the groups of an optimizer; returns the names of the saved parameters that go somewhere."""
+    taken: set[str] = set()
+    origins: dict[int, int] = {}
+    for position, group in enumerate(live):
+        stored = {fqn: source.name_of(fqn) for fqn in group.names}
+        found = {fqn: name for fqn, name in stored.items() if name is not None}
+        source.match.missing.extend(f"{layout.OPTIMIZER_PREFIX}{source.index}.{n}" for n in stored if n not in found)
+        taken.update(found.values())
+        for part in group.stepped:
+            _plan_slots(plan, part, group, found, source)
+        sources = {id(source.groups[name]): source.groups[name] for name in found.values()}
+        _plan_group(plan, position, group.settings, list(sources.values()), source)
+        for source_id in sources:
+            first = origins.setdefault(source_id, position)
+            if differing := _differing(live[first].settings, group.settings):
+                source.match.problems.append(
+                    f"groups {first} and {position} of optimizer {source.index} were one group, but have different "
+                    f"{', '.join(differing)} here: give both the same, or the groups that were saved"
+                )
+    return taken
 
 
 def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping[str, str], source: _Saved) -> None:
@@ -167,29 +156,27 @@ def _plan_slots(plan: OptimizerPlan, part: Stepped, group: Group, found: Mapping
             continue
         tensors = source.keys.get(stored, {})
         if fqn not in part.shapes:  # frozen here
-            plan.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
+            source.match.unexpected.extend(layout.SlotName(source.index, fqn, slot).key for slot in tensors)
             continue
         for slot, key in tensors.items():
             shape = source.manifest.tensors[key].shape
             if part.is_sharded and shape not in ((), part.shapes[fqn]):
                 name = layout.SlotName(source.index, fqn, slot)
-                plan.problems.append(optimizer_state.unshardable(name, shape, part.shapes[fqn]))
+                source.match.problems.append(optimizer_state.unshardable(name, shape, part.shapes[fqn]))
             else:
                 keys.setdefault(slot, {})[fqn] = key
         for slot, value in source.values.get(stored, {}).items():
             values.setdefault(slot, {})[fqn] = value
-    slots: Values = {}
-    for slot, by_name in values.items():
-        slots[slot] = next(iter(by_name.values()))
-        if (problem := _unequal(source.index, slot, by_name)) is not None:
-            plan.problems.append(problem)
-    for slot, by_name in keys.items():
-        slots[slot] = _new_tensor(part, slot, by_name, found, source)
-    for slot in slots:
+    problems = [_unequal(source.index, slot, by_name) for slot, by_name in values.items()]
+    source.match.problems.extend(problem for problem in problems if problem is not None)
+    for slot in values | keys:
         lacking = (part.shapes.keys() & found.keys()) - keys.get(slot, values.get(slot, {})).keys()
-        plan.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
-    if slots:
-        plan.slots.append(SlotsPlan(source.index, plan.optimizers[source.index], part, group.settings, slots, keys))
+        source.match.missing.extend(sorted(layout.SlotName(source.index, fqn, slot).key for fqn in lacking))
+    plain = {slot: next(iter(by_name.values())) for slot, by_name in values.items() if slot not in keys}
+    new = {slot: _new_tensor(part, slot, own, found, source) for slot, own in keys.items()}
+    if plain or new:
+        optimizer = plan.optimizers[source.index]
+        plan.slots.append(SlotsPlan(source.index, optimizer, part, group.settings, plain, new))
 
 
 def _new_tensor(
@@ -209,7 +196,8 @@ def _new_tensor(
     if part.flat is not None:
         shape = () if is_scalar else tuple(part.tensor.shape)
     # One flat tensor has one dtype: the one that fits what all its parameters had.
-    return NewTensor(shape, reduce(torch.promote_types, dtypes), is_scalar)
+    dtype = reduce(torch.promote_types, dtypes)
+    return NewTensor(keys, shape, dtype, is_scalar, is_shared=is_scalar and part.flat is not None)
 
 
 def _unequal(index: int, slot: str, by_name: Mapping[str, Any]) -> str | None:
@@ -238,13 +226,15 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
 
 
-def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str, Any], sources: list[Values]) -> None:
-    values = [optimizer_state.hyperparameters(source) for source in sources]
+def _plan_group(
+    plan: OptimizerPlan, position: int, group: dict[str, Any], sources: list[Values], source: _Saved
+) -> None:
+    values = [optimizer_state.hyperparameters(saved) for saved in sources]
     for other in values[1:]:
         if differing := [k for k in values[0].keys() | other.keys() if not _equal(values[0].get(k), other.get(k))]:
-            plan.problems.append(
-                f"group {position} of optimizer {index} joins parameters that were saved in groups with different "
-                f"{', '.join(sorted(differing))}"
+            source.match.problems.append(
+                f"group {position} of optimizer {source.index} joins parameters that were saved in groups "
+                f"with different {', '.join(sorted(differing))}"
             )
             return
     if values:
@@ -257,7 +247,8 @@ def _plan_group(plan: OptimizerPlan, index: int, position: int, group: dict[str,
         winner, other = ({**saved, **kept}, saved) if plan.configured else (saved, group)
         plan.groups.append((group, winner))
         plan.overridden.extend(
-            f"{name} of group {position} of optimizer {index} is {_shown(winner[name])}, not {_shown(other[name])}"
+            f"{name} of group {position} of optimizer {source.index} is {_shown(winner[name])}, "
+            f"not {_shown(other[name])}"
             for name in differing
         )
 
@@ -281,10 +272,10 @@ def read_scalars(plan: OptimizerPlan, read: Callable[[Mapping[str, Tensor]], obj
 
     CheckpointMismatchError: parameters in one flat tensor have different values of such a scalar.
     """
-    shared = [(slots, slot, keys) for slots in plan.slots for slot, keys in slots.keys.items() if slots.is_shared(slot)]
-    scalars = {key: torch.zeros((), dtype=s.slots[slot].dtype) for s, slot, keys in shared for key in keys.values()}
+    shared = [(slots.index, slot, new) for slots in plan.slots for slot, new in slots.tensors.items() if new.is_shared]
+    scalars = {key: torch.zeros((), dtype=new.dtype) for _, _, new in shared for key in new.keys.values()}
     read(scalars)
-    problems = [_unequal(s.index, slot, {fqn: scalars[key] for fqn, key in keys.items()}) for s, slot, keys in shared]
+    problems = [_unequal(i, slot, {fqn: scalars[key] for fqn, key in new.keys.items()}) for i, slot, new in shared]
     if found := [problem for problem in problems if problem is not None]:
         raise CheckpointMismatchError("\n  ".join(["the optimizer's state does not fit:", *found[:20]]))
     return scalars
@@ -302,13 +293,19 @@ def create_slots(plan: OptimizerPlan, scalars: Mapping[str, Tensor]) -> list[tup
             del optimizer.state[tensor]
     wanted: list[tuple[str, LiveTensor]] = []
     for slots in plan.slots:
-        part = slots.part
-        live = _with_its_classes(slots)
+        part, live = slots.part, _with_its_classes(slots)
         plain = plain_slots(live)
-        state = {slot: _created(slots, slot, plain.get(slot), scalars) for slot in slots.slots}
-        for slot, keys in slots.keys.items():
-            if not slots.is_shared(slot):
-                wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in keys.items())
+        state = {k: v if part.flat is None else _like_live(plain.get(k), v) for k, v in slots.values.items()}
+        for slot, new in slots.tensors.items():
+            value = scalars[next(iter(new.keys.values()))] if new.is_shared else None
+            if value is not None and _is_number(plain.get(slot)):
+                state[slot] = _like_live(plain[slot], value.item())
+                continue
+            state[slot] = _tensor(slots, slot, plain.get(slot), new)
+            if value is not None:
+                state[slot].detach().copy_(value)
+            else:
+                wanted.extend((key, part.view(fqn, state[slot])) for fqn, key in new.keys.items())
         slots.optimizer.state[part.tensor] = _put_together(live, state)
     return wanted
 
@@ -317,7 +314,7 @@ def _with_its_classes(slots: SlotsPlan) -> Mapping[str, Any]:
     """The live state, or that of a first step where what was saved is inside of tensors of classes of their own."""
     part = slots.part
     live: Mapping[str, Any] = slots.optimizer.state.get(part.tensor, {})
-    if live or part.flat is not None or not any("." in slot for slot in slots.slots):
+    if live or part.flat is not None or not any("." in slot for slot in {**slots.values, **slots.tensors}):
         return live
     (shape,) = part.shapes.values()
     found = optimizer_state.state_of_small(slots.optimizer, part.tensor.detach().new_zeros(shape))
@@ -344,20 +341,6 @@ def load_groups(plan: OptimizerPlan) -> None:
                     live.copy_(torch.as_tensor(value, dtype=live.dtype))
             else:
                 group[name] = value
-
-
-def _created(slots: SlotsPlan, slot: str, live: Any, scalars: Mapping[str, Tensor]) -> Any:
-    wanted = slots.slots[slot]
-    if not isinstance(wanted, NewTensor):
-        return wanted if slots.part.flat is None else _like_live(live, wanted)
-    if not slots.is_shared(slot):
-        return _tensor(slots, slot, live, wanted)
-    value = scalars[next(iter(slots.keys[slot].values()))]
-    if _is_number(live):
-        return _like_live(live, value.item())
-    tensor = _tensor(slots, slot, live, wanted)
-    with torch.no_grad():
-        return tensor.copy_(value)
 
 
 def _like_live(live: Any, value: Any) -> Any:

@@ -63,10 +63,7 @@ def match(
     ``live_aliases`` and ``stored_aliases``: further name of a tied tensor to its name there.
     """
     homes = {name: name for name in stored} | dict(stored_aliases or {})
-    further: dict[str, list[str]] = {}
-    for alias, name in live_aliases.items():
-        further.setdefault(name, []).append(alias)
-    found = Match()
+    further, found = further_names(live_aliases), Match()
     for name, shape in live.items():
         source = next((homes[n] for n in (name, *further.get(name, ())) if n in homes), None)
         if source is None:
@@ -78,6 +75,14 @@ def match(
     known = {*found.sources.values(), *live, *live_aliases}
     found.unexpected.extend(name for name in stored if name not in known)
     return found
+
+
+def further_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """Name of each tied tensor to its other names; ``aliases``: those to it."""
+    further: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        further.setdefault(name, []).append(alias)
+    return further
 
 
 _KERNELS = {name: {"Adam", "AdamW"} for name in ("DeepSpeedCPUAdam", "FusedAdam")}

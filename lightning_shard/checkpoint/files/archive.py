@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.layout import damaged_if
-from lightning_shard.checkpoint.files.trainer_state import check_archive
+from lightning_shard.checkpoint.files.trainer_state import check_archive, refusal
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require
+from lightning_shard.tensors.tracing import tree_map_only
 
 require(torch.UntypedStorage, "_checkpoint_offset", tested="torch 2.11 to 2.13")
 require(torch.TypedStorage, "_pickle_storage_type", tested="torch 2.11 to 2.13")
@@ -90,21 +91,16 @@ def write_archive(path: Path, tree: Mapping[str, Any]) -> None:
     pickler.dump(dict(tree))
     with open(path, "wb") as stream:
         with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            _write_record(archive, "data.pkl", [pickled.getvalue()])
-            _write_record(archive, "byteorder", [sys.byteorder.encode()])
+            _write_record(archive, "data.pkl", pickled.getvalue())
+            _write_record(archive, "byteorder", sys.byteorder.encode())
             for key, read in enumerate(pickler.tensors):
-                _write_record(archive, f"data/{key}", _blocks(read()))
-            _write_record(archive, "version", [b"3\n"])
+                _write_record(archive, f"data/{key}", raw_bytes(read()))
+            _write_record(archive, "version", b"3\n")
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def _blocks(tensor: Tensor) -> Iterable[memoryview]:
-    data = raw_bytes(tensor)
-    return (data[start : start + _BLOCK] for start in range(0, len(data), _BLOCK))
-
-
-def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[bytes | memoryview]) -> None:
+def _write_record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:
     info = zipfile.ZipInfo(f"{_PAYLOAD}/{name}", (1980, 1, 1, 0, 0, 0))
     # Bytes of tensors begin at multiples of 64, for who maps the file. The local header has 30 bytes, the name, the
     # 20 bytes that zipfile adds for large files, and this padding, whose own header has 4.
@@ -113,8 +109,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[bytes | m
     padding = -start % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=True) as record:
-        for part in parts:
-            record.write(part)
+        record.write(data)
 
 
 def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
@@ -127,20 +122,8 @@ def read_archive(path: Path, allowed: Mapping[str, Any] | None = None) -> Any:
     file = _Archive(path)
     known = torch.serialization.safe_globals([(stand_in, name) for name, stand_in in (allowed or {}).items()])
     with known, damaged_if(partial(refusal, path)):
-        return _replace(torch.load(path, map_location="meta", weights_only=True, mmap=False), file, {})
-
-
-def refusal(path: object, error: Exception) -> str:
-    """One sentence on what ``torch.load`` refused in ``path``, with the name of the class, if it was one."""
-    named = re.search(r"GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+)|Unsupported class (\S+)", str(error))
-    if named is not None:
-        name = next(group for group in named.groups() if group)
-        return (
-            f"{path} names {name}, which no checkpoint needs; it was refused and nothing in it ran. If you wrote it "
-            "and need the class: torch.serialization.add_safe_globals"
-        )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{path} can't be read: {(lines or [type(error).__name__])[0]}"
+        tree = torch.load(path, map_location="meta", weights_only=True, mmap=False)
+        return tree_map_only(Tensor, partial(_archived, file), tree)
 
 
 class _Archive:
@@ -194,30 +177,7 @@ def _identity(info: os.stat_result) -> tuple[int, ...]:
 
 def materialize(value: Any) -> Any:
     """``value`` with a tensor in the place of every `StoredTensor`; all of them are read."""
-    if isinstance(value, StoredTensor):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: materialize(part) for key, part in value.items()}
-    return type(value)(map(materialize, value)) if type(value) in (list, tuple) else value
-
-
-# A meta tensor, kept so that its id stays its own, and what stands for it.
-_Seen = dict[int, tuple[Tensor, "ArchivedTensor"]]
-
-
-def _replace(value: Any, file: _Archive, seen: _Seen) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = (value, _archived(file, value))
-        return seen[id(value)][1]
-    if isinstance(value, dict):
-        for key, part in value.items():
-            value[key] = _replace(part, file, seen)
-    elif isinstance(value, list):
-        value[:] = [_replace(part, file, seen) for part in value]
-    elif type(value) is tuple:
-        return tuple(_replace(part, file, seen) for part in value)
-    return value
+    return tree_map_only(StoredTensor, lambda stored: stored.read(), value)
 
 
 def _archived(file: _Archive, meta: Tensor) -> ArchivedTensor:

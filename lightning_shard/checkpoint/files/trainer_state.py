@@ -6,8 +6,10 @@ would not is found when it is written, not when it is needed.
 
 import io
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +23,7 @@ from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.pickles import check_pickle
 from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.text import first_line
 
 _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
 
@@ -50,7 +53,7 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     (by the name of the class; nothing of it ran).
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
-    with damaged_if(lambda error: f"{where} was refused, nothing in it ran: {_reason(error)}"):
+    with damaged_if(partial(refusal, where)):
         check_archive(io.BytesIO(data), where)
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if _any_part(state, lambda part: isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES):
@@ -85,6 +88,17 @@ def check_archive(file: Path | BinaryIO, where: Place) -> list[zipfile.ZipInfo]:
     return records
 
 
+def refusal(path: object, error: Exception) -> str:
+    """One sentence on what ``torch.load`` refused in ``path``, with the name of the class, if it was one."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed|unsupported GLOBAL (\S+)|Unsupported class (\S+)", str(error))
+    if named is None:
+        return f"{path} can't be read: {first_line(error)}"
+    return (
+        f"{path} names {next(filter(None, named.groups()))}, which no checkpoint needs; it was refused and nothing in "
+        "it ran. If you wrote it and need the class: torch.serialization.add_safe_globals"
+    )
+
+
 def _encode(value: Any) -> tuple[bytes, str | None]:
     """The bytes of ``value`` and None, or what is wrong with it."""
     buffer = io.BytesIO()
@@ -93,15 +107,8 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
         buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # pickling runs the objects' own code, which may raise anything
-        return b"", _reason(error)
+        return b"", first_line(error)
     return buffer.getvalue(), None
-
-
-def _reason(error: Exception) -> str:
-    """The line of torch's message that says which class it is about."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    return (named or lines or [type(error).__name__])[0]
 
 
 def _offenders(value: Any, path: str) -> Iterator[str]:

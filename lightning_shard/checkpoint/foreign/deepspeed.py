@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.files.layout import (
     damaged_if,
 )
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.optimizer_state import hyperparameters
+from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 
 _MODEL, _OPTIM = "_model_states.pt", "_optim_states.pt"
@@ -171,29 +171,28 @@ def _optimizer(
 ) -> tuple[dict[str, Any], dict[SlotName, StoredTensor]]:
     """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
-    names: dict[int, list[str]] = {}
+    inside: dict[int, list[str]] = {}
     for name, place in places.items():
-        names.setdefault(numbers[place.group], []).append(name)
-    groups, tensors = [], dict[SlotName, StoredTensor]()
-    plain: dict[str, dict[str, Any]] = {}
+        inside.setdefault(numbers[place.group], []).append(name)
+    groups, state = [], dict[str, dict[str, Any]]()
     for group in bases[0]["param_groups"]:
-        values = materialize(hyperparameters(group))
-        step = values.pop("step", None)  # of optimizers that count steps by group
-        inside = [name for number in group["params"] for name in names.get(number, [])]
-        groups.append({"params": [_clean(name) for name in inside], **values})
-        for name in inside:
-            place = places[name]
-            states = [base["state"].get(numbers[place.group], {}) for base in bases]
-            slots = dict(states[0]) if step is None else {"step": step, **states[0]}
-            for slot, value in slots.items():
-                key = SlotName(0, _clean(name), slot)
+        names = [name for number in group["params"] for name in inside.get(number, [])]
+        # Some optimizers count steps by group.
+        step = {"step": group["step"]} if group.get("step") is not None else {}
+        groups.append({**{k: v for k, v in group.items() if k != "step"}, "params": names})
+        for name in names:
+            states = [base["state"].get(numbers[places[name].group], {}) for base in bases]
+            state[name] = {**step, **states[0]}
+            for slot, value in state[name].items():
                 if slot == "step":
-                    tensors[key] = _scalar(value)
+                    state[name][slot] = _scalar(value)
                 elif isinstance(value, ArchivedTensor) and len(value.shape) == 1:
-                    tensors[key] = _flat_tensor([state[slot] for state in states], place, stage)
+                    state[name][slot] = _flat_tensor([own[slot] for own in states], places[name], stage)
                 else:
-                    plain.setdefault(_clean(name), {})[slot] = materialize(value)
-    return {"class": "unknown", "groups": groups, "slots": plain}, tensors
+                    state[name][slot] = materialize(value)
+    slots = dict[SlotName, StoredTensor]()
+    clean = [_clean(name) for group in groups for name in group["params"]]
+    return described_optimizer(0, {"state": state, "param_groups": groups}, clean, "unknown", slots), slots
 
 
 def _scalar(value: Any) -> StoredTensor:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.archive import materialize, read_archive, refusal
+from lightning_shard.checkpoint.files.archive import materialize, read_archive
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.files.metadata import ForeignMetadata, StorageInfo, parse_foreign_metadata
+from lightning_shard.checkpoint.files.metadata import StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
-from lightning_shard.checkpoint.files.trainer_state import check_archive
-from lightning_shard.checkpoint.optimizer_state import hyperparameters
+from lightning_shard.checkpoint.files.trainer_state import check_archive, refusal
+from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.tensors.names import without_wrappers
 
@@ -50,26 +50,32 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
         metadata = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
     if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
         raise CheckpointError(f"{path} has other contents than Lightning's FSDPStrategy saves; it is not supported")
-    weights: dict[str, StoredTensor] = {}
-    slots: dict[layout.SlotName, StoredTensor] = {}
-    extra: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}
     for key, parts in metadata.paths.items():
         if key in metadata.items:
-            if parts[0] in _MODEL:
-                _put(extra, [without_wrappers(str(parts[1])), *parts[2:]], _item(directory, key, metadata.items[key]))
-            continue
-        boxes, read = metadata.tensors[key], partial(read_full, directory, metadata.tensors, key)
-        tensor = StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
-        if parts[0] in _MODEL and len(parts) == 2:
-            weights[without_wrappers(str(parts[1]))] = tensor
-        elif parts[0] not in _MODEL and parts[1] == "state":
-            fqn, slot = without_wrappers(str(parts[2])), ".".join(map(str, parts[3:]))
-            slots[layout.SlotName(_number(parts[0]), fqn, slot)] = tensor
+            value = _item(directory, key, metadata.items[key])
         else:
-            raise CheckpointCorruptError(f"{directory.path / layout.METADATA}: {key} is a tensor where none belongs")
-    state = {**state, layout.EXTRA_STATE: extra}
-    if optimizers := _optimizers(directory, metadata):
-        state[layout.OPTIMIZER_STATES] = optimizers
+            boxes, read = metadata.tensors[key], partial(read_full, directory, metadata.tensors, key)
+            value = StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
+            if parts[1] == "state":  # of an optimizer, whose slot may be a tensor of a class of its own
+                parts = (*parts[:3], ".".join(map(str, parts[3:])))
+        place = tree
+        for part in parts[:-1]:
+            place = place.setdefault(part, {})
+        place[parts[-1]] = value
+    module = {without_wrappers(str(name)): v for top in _MODEL for name, v in tree.pop(top, {}).items()}
+    weights = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+    extra = materialize({name: value for name, value in module.items() if name not in weights})
+    slots: dict[layout.SlotName, StoredTensor] = {}
+    optimizers = []
+    for index, (_, state_dict) in enumerate(
+        sorted(tree.items(), key=lambda item: int(item[0].removeprefix(_OPTIMIZER)))
+    ):
+        groups = [group for _, group in sorted(state_dict["param_groups"].items())]
+        names = [without_wrappers(name) for group in groups for name in group["params"]]
+        by_name = {"state": state_dict.get("state", {}), "param_groups": groups}
+        optimizers.append(described_optimizer(index, by_name, names, "unknown", slots))
+    state |= {layout.EXTRA_STATE: extra, **({layout.OPTIMIZER_STATES: optimizers} if optimizers else {})}
     facts = Facts(
         engine=_FORM,
         policy="not recorded",
@@ -86,10 +92,6 @@ def _is_known(parts: tuple[str | int, ...]) -> bool:
     return top.removeprefix(_OPTIMIZER).isdigit() and len(parts) >= 4 and parts[1] in ("state", "param_groups")
 
 
-def _number(top: str | int) -> int:
-    return int(str(top).removeprefix(_OPTIMIZER))
-
-
 def _item(directory: Directory, key: str, place: StorageInfo) -> Any:
     with directory.open(place.relative_path) as stream:
         stream.seek(place.offset)
@@ -99,29 +101,3 @@ def _item(directory: Directory, key: str, place: StorageInfo) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointCorruptError(f"{key}: {refusal(directory.path / place.relative_path, error)}") from error
-
-
-def _optimizers(directory: Directory, metadata: ForeignMetadata) -> list[dict[str, Any]]:
-    """Each optimizer's groups and slots that are no tensors, as `OptimizerStates.described` has them."""
-    tops = {str(parts[0]) for parts in metadata.paths.values() if str(parts[0]).startswith(_OPTIMIZER)}
-    described = []
-    for top in sorted(tops, key=_number):
-        groups: dict[int, dict[str, Any]] = {}
-        slots: dict[str, dict[str, Any]] = {}
-        for key, place in metadata.items.items():
-            own, kind, *parts = metadata.paths[key]
-            if own == top:
-                where = parts if kind == "param_groups" else [without_wrappers(str(parts[0])), *parts[1:]]
-                _put(groups if kind == "param_groups" else slots, where, _item(directory, key, place))
-        named = [
-            {"params": [without_wrappers(n) for n in group["params"]], **hyperparameters(group)}
-            for _, group in sorted(groups.items())
-        ]
-        described.append({"class": "unknown", "groups": named, "slots": slots})
-    return described
-
-
-def _put(tree: dict[Any, Any], path: list[Any], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value

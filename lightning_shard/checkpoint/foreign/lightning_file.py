@@ -178,7 +178,7 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
         stepped = _named(path, states, names, number)
         classes = notes.get("classes") or ["unknown"] * len(states)
         state[layout.OPTIMIZER_STATES] = [
-            _described(*part, slots) for part in zip(range(len(states)), states, stepped, classes, strict=True)
+            described_optimizer(*part, slots) for part in zip(range(len(states)), states, stepped, classes, strict=True)
         ]
     facts = Facts(
         engine=notes.get("engine", "stock Lightning"),
@@ -232,10 +232,13 @@ def _named(
     )
 
 
-def _described(
+def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
-    """One optimizer as `OptimizerStates.described` has it; its tensors are put into ``slots``."""
+    """A ``state_dict`` of optimizer ``index`` as `OptimizerStates.described` has it; tensors are put into ``slots``.
+
+    ``stepped``: FQNs of its parameters in the order of its groups.
+    """
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = dict(zip(numbers, stepped, strict=True))
     groups = [
