@@ -1,26 +1,32 @@
 """Directories of earlier format versions load bit by bit.
 
-In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie.
-``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``,
-``version_2/fsdp.ckpt`` by two under ``shard_fsdp``, each after three steps of `Saved`; the ``.expected`` file beside
-each has the full tensors and optimizer state of that run.
+In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie; up to
+version 5 averages of weights and the gradients of a step so far came in. ``version_1/plain.ckpt`` was written by one
+process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, ``version_2/fsdp.ckpt`` and ``version_5/fsdp.ckpt``
+by two under ``shard_fsdp``, each after three steps of `Saved`, the last after a batch of the fourth; the ``.expected``
+file beside each has the full tensors and optimizer state of that run, and by key what else it has.
+
+``python -m tests.checkpoint.test_versions`` writes one of the present version.
 """
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import full_tensor
-from lightning_shard.checkpoint.files.manifest import read_manifest
+from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, read_manifest
 from lightning_shard.checkpoint.load import open_checkpoint
 from tests.checkpoint.calls import load_module
+from tests.checkpoint.compare import assert_equal, stored
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
 
@@ -67,13 +73,59 @@ class Saved(pl.LightningModule):
         return torch.optim.AdamW(groups, lr=0.01)
 
 
+class Writes(pl.Callback):
+    """Saves after a batch of the fourth step, and beside it what the checkpoint is to have."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 != 7:
+            return
+        trainer.save_checkpoint(self.path)
+        model = {n: full_tensor(trainer, n) for n, _ in module.named_parameters(remove_duplicate=False)}
+        slots = {(n, slot): full_tensor(trainer, n, slot) for n in model for slot in ("step", "exp_avg", "exp_avg_sq")}
+        model["seen"] = module.seen.clone()
+        # Of frozen ones there is none.
+        found = {"model": model, "slots": {key: tensor for key, tensor in slots.items() if tensor is not None}}
+        gradients = {f"gradient.{n}": full_tensor(trainer, n, "gradient") for n in model if n != "seen"}
+        beside = {
+            key: tensor for key, tensor in gradients.items() if tensor is not None and key != "gradient.head.weight"
+        }
+        averages = {key: t for key, t in stored(self.path).items() if key.startswith("average.")}
+        if trainer.is_global_zero:
+            torch.save({**found, "beside": beside | averages}, self.path.with_suffix(".expected"))
+
+
+def _write(path: Path) -> None:
+    pl.seed_everything(0)
+    callbacks = [EMAWeightAveraging(decay=0.7), Writes(path)]
+    flags: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 4, "callbacks": callbacks}
+    quiet_trainer(strategy="shard_fsdp", **flags).fit(Saved(), batches(count=40))
+
+
+def batches(count: int = 12) -> DataLoader[Any]:
+    return DataLoader([(torch.arange(5) * (i + 1)) % 8 for i in range(count)], batch_size=2)
+
+
 def expected(name: str) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
     """FQN to parameter or buffer, and (FQN, slot) to optimizer state; tied ones under both names."""
     found = torch.load(FOLDER / f"{name}.expected", weights_only=True)
     return found["model"], found["slots"]
 
 
-@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp"])
+def test_one_of_the_present_version_is_kept() -> None:
+    assert read_manifest(FOLDER / f"version_{FORMAT_VERSION}/fsdp.ckpt").format_version == FORMAT_VERSION
+
+
+def test_averages_and_gradients_are_those_that_were_saved() -> None:
+    beside = torch.load(FOLDER / "version_5/fsdp.expected", weights_only=True)["beside"]
+    assert {key.partition(".")[0] for key in beside} == {"average", "gradient"}
+    found = {key: tensor for key, tensor in stored(FOLDER / "version_5/fsdp.ckpt").items() if key in beside}
+    assert_equal(found, beside)
+
+
+@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp", "version_5/fsdp"])
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"
     assert f"version_{read_manifest(path).format_version}" == path.parent.name
@@ -96,21 +148,36 @@ def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
 class Look(pl.Callback):
     """What is there before the first batch of a resumed fit."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        model, slots = expected("version_1/zero_2")
+        model, slots = expected(self.name)
         self.differing = [n for n, v in model.items() if n != "seen" and not torch.equal(full_tensor(trainer, n), v)]
         self.differing += [key for key, v in slots.items() if not torch.equal(full_tensor(trainer, *key).float(), v)]
         self.steps = trainer.global_step
 
 
-def _resume(strategy: str) -> tuple[int, int, list[Any]]:
-    look = Look()
-    trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[look])
-    loader = DataLoader([(torch.arange(5) * (i + 1)) % 8 for i in range(12)], batch_size=2)
-    trainer.fit(Saved(), loader, ckpt_path=FOLDER / "version_1/zero_2.ckpt")
+def _resume(strategy: str, name: str, count: int = 12, **flags: Any) -> tuple[int, int, list[Any]]:
+    look = Look(name)
+    trainer = quiet_trainer(strategy=strategy, max_steps=4, callbacks=[look], **flags)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The checkpoint was saved after 1 of the 2 batches")
+        trainer.fit(Saved(), batches(count), ckpt_path=FOLDER / f"{name}.ckpt")
     return look.steps, trainer.global_step, look.differing
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("shard_ddp", 1), ("shard_fsdp", 2)])
 def test_a_run_goes_on(strategy: str, ranks: int) -> None:
-    assert run_distributed(_resume, ranks, strategy) == [(3, 4, [])] * ranks
+    assert run_distributed(_resume, ranks, strategy, "version_1/zero_2") == [(3, 4, [])] * ranks
+
+
+def test_a_run_goes_on_in_the_middle_of_a_step() -> None:
+    arguments = ("shard_ddp", "version_5/fsdp", 40)
+    assert run_distributed(_resume, 2, *arguments, accumulate_grad_batches=2) == [(3, 4, [])] * 2
+
+
+if __name__ == "__main__":
+    target = FOLDER / f"version_{FORMAT_VERSION}/fsdp.ckpt"
+    target.parent.mkdir(exist_ok=True)
+    run_distributed(_write, 2, target)
