@@ -97,9 +97,9 @@ def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
 
     For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate together.
     """
-    if isinstance(loader, DataLoader):
-        return (_StatefulAgreeingLoader if has_state(loader) else _AgreeingLoader)(loader, what)
-    return (_StatefulAgreeing if has_state(loader) else _Agreeing)(loader, what)
+    # A state is looked for in the class.
+    bases = [_Stateful] * has_state(loader) + [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
+    return type("AgreeingLoader", tuple(bases), {})(loader, what)
 
 
 class _Agreeing(Delegating):
@@ -113,25 +113,12 @@ class _Agreeing(Delegating):
         return agreed(iter(self._inner), what=self._what)
 
 
-class _AgreeingLoader(_Agreeing, DelegatingLoader):  # type: ignore[misc]
-    pass
-
-
 class _Stateful(Delegating):
-    # Of the class, where protocols look for them.
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._inner.load_state_dict(state)
-
-
-class _StatefulAgreeing(_Stateful, _Agreeing):
-    pass
-
-
-class _StatefulAgreeingLoader(_Stateful, _AgreeingLoader):  # type: ignore[misc]
-    pass
 
 
 def _ranks(ranks: list[int]) -> str:

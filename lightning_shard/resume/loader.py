@@ -24,7 +24,7 @@ from lightning_shard.resume.shape import (
     shape_of,
     stock_type,
 )
-from lightning_shard.resume.source import Generators, IndexSource, Plan, Snapshot
+from lightning_shard.resume.source import Generators, IndexSource, Snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,14 +242,14 @@ class ResumableLoader(DelegatingLoader):
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
         run = _Run(epoch, self._shape, *generators.snapshot(), self._next_draws(resumed), seeded)
-        plan = None
         self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
             run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
         if resumed or (creates and not seeded):
             build = functools.partial(self._rest, resumed) if resumed else functools.partial(iter, self._source.full)
-            plan = Plan(build, generators, unseeded=creates and not seeded)
-        batches = self._source.iterate(inner, plan)
+            batches = self._source.iterate(inner, build, generators, unseeded=creates and not seeded)
+        else:
+            batches = iter(inner)
         if resumed:
             # The generators that are the loader's own go on from the epoch's start.
             set_rng_state(now[0])

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume.iterable import has_state
+from lightning_shard.tensors.tracing import tree_map
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
 
@@ -154,24 +155,26 @@ _ARRAY = "numpy.ndarray"
 
 def encoded(value: Any) -> Any:
     """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
-    if isinstance(value, np.ndarray):
-        data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
-        return {_ARRAY: value.dtype.str, "shape": list(value.shape), "bytes": data}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: encoded(item) for key, item in value.items()}
-    return type(value)(map(encoded, value)) if type(value) in (list, tuple) else value
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
+            return {_ARRAY: leaf.dtype.str, "shape": list(leaf.shape), "bytes": data}
+        return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+    return tree_map(plain, value)
 
 
 def decoded(value: Any) -> Any:
     """What `encoded` was given, but for numpy's scalars."""
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            data = value["bytes"].numpy().tobytes()
-            return np.frombuffer(data, dtype=np.dtype(value[_ARRAY])).reshape(value["shape"]).copy()
-        return {key: decoded(item) for key, item in value.items()}
-    return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
+
+    def array(leaf: Any) -> Any:
+        if not isinstance(leaf, dict):
+            return leaf
+        data = leaf["bytes"].numpy().tobytes()
+        return np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY])).reshape(leaf["shape"]).copy()
+
+    return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)
 
 
 class States:

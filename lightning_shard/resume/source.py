@@ -40,69 +40,54 @@ class Generators:
         self.set_states(*snapshot[1:])
 
 
-class Plan:
-    """What the next iterator over the indices gives, in place of a full epoch.
-
-    torch asks for an iterator twice when it makes one with workers, and draws the seed of the workers after that;
-    `build` gives the indices.
-
-    Args:
-        build: makes an iterator of indices.
-        generators: what it draws from.
-        unseeded: the drawing of a seed for the workers is to leave no trace, because in an uninterrupted run the
-            workers would still be there.
-    """
-
-    def __init__(self, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool) -> None:
-        self._build, self._generators = build, generators
-        self._unseeded = unseeded
-        self._latest: _Peekable | None = None
-        self._after: Snapshot | None = None
-
-    def iterator(self) -> Iterator[Any]:
-        if self._unseeded and self._latest is not None:
-            return self._latest
-        self._latest = _Peekable(self._build())
-        if self._unseeded:
-            self._latest.prime()
-            self._after = self._generators.snapshot()
-        return self._latest
-
-    def settle(self) -> bool:
-        """Draw now what was not drawn yet; whether an iterator had been asked for."""
-        if self._latest is None:
-            return False
-        self._latest.prime()
-        if self._after is not None:
-            self._generators.restore(self._after)
-        return True
-
-
 class IndexSource(Delegating):
-    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for one planned iteration."""
+    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for planned iterations."""
 
-    _own = frozenset({"full", "_states", "_plan"})
+    _own = frozenset({"full", "_states", "_planned"})
 
     def __init__(self, full: Any, states: States) -> None:
         super().__init__(full)
         self.full, self._states = full, states
-        self._plan: Plan | None = None
+        self._planned: Callable[[], Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._states.watched(iter(self.full) if self._plan is None else self._plan.iterator())
+        return self._states.watched(iter(self.full) if self._planned is None else self._planned())
 
-    def iterate(self, loader: Any, plan: Plan | None) -> Iterator[Any]:
-        """An iterator over `loader`, which has this source, by `plan`."""
-        self._plan = plan
+    def iterate(
+        self, loader: Any, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool
+    ) -> Iterator[Any]:
+        """An iterator over `loader`, which has this source, of the indices that ``build()`` draws from `generators`.
+
+        torch asks for them twice when it makes an iterator with workers, and draws the seed of the workers after that;
+        `unseeded`: this is to leave no trace, because in an uninterrupted run the workers would still be there.
+        """
+        latest: list[_Peekable] = []
+        after: list[Snapshot] = []
+
+        def planned() -> Iterator[Any]:
+            if not (unseeded and latest):
+                latest.append(_Peekable(build()))
+            if unseeded and not after:
+                latest[-1].prime()
+                after.append(generators.snapshot())
+            return latest[-1]
+
+        def settle() -> None:
+            """Draw now what was not drawn yet."""
+            latest[-1].prime()
+            for snapshot in after:
+                generators.restore(snapshot)
+
+        self._planned = planned
         try:
             batches = iter(loader)
-            if plan is not None and not plan.settle():
+            if not latest:
                 # A subclass whose __iter__ is a generator has not come to the sampler yet.
-                first = list(itertools.islice(batches, 1))
-                plan.settle()
-                batches = itertools.chain(first, batches)
+                batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+            if latest:
+                settle()
         finally:
-            self._plan = None
+            self._planned = None
         return batches
 
 
