@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,28 +285,19 @@ class ActionClock:
         """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self.waiting = Waiting()
-        self._started: dict[str, float] = {}
         self._replacements = Replacements()
-        follow_actions(self._replacements, trainer, self._begin, self._end)
+        follow_actions(self._replacements, trainer, partial(self._add, -1), partial(self._add, 1))
 
-    def _begin(self, action_name: str) -> None:
-        if (action := _action(action_name)) is not None:
-            self._started[action] = self._now(action)
-
-    def _now(self, action: str) -> float:
-        return time.perf_counter() - (self.waiting.seconds if action == DATA else 0.0)
-
-    def _end(self, action_name: str) -> None:
-        if (action := _action(action_name)) is not None and action in self._started:
-            self.seconds[action] += self._now(action) - self._started.pop(action)
+    def _add(self, sign: int, name: str) -> None:
+        # Hooks that run in a save have names that end in its own.
+        action = DATA if name.endswith(DATA) else name
+        if action in self.seconds:
+            waited = self.waiting.seconds if action == DATA else 0.0
+            self.seconds[action] += sign * (time.perf_counter() - waited)
 
     def detach(self) -> None:
         self._replacements.restore()
         self.waiting.detach()
-
-
-def _action(name: str) -> str | None:
-    return next((action for action in (CHECKPOINT, DATA) if name.endswith(action)), None)
 
 
 def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bool) -> None:

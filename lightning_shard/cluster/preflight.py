@@ -219,8 +219,10 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
             f"{shown}. They have not been started, or failed before, which their own logs say; slow imports need a "
             "longer timeout."
         ), []
-    facts = _read_facts(multi_get(store, [f"facts/{rank}" for rank in world]))
-    if different := _difference(facts):
+    told = [one.partition(b"\n") for one in multi_get(store, [f"facts/{rank}" for rank in world])]
+    read = {text: json.loads(text) for text in {text for _, _, text in told}}
+    facts = [{**read[text], "node": node.decode()} for node, _, text in told]
+    if len(read) > 1 and (different := _difference(facts)):
         return different, []
     start = time.time()
     keys = [f"answer/{rank}" for rank in world[1:]]
@@ -244,20 +246,8 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
     return "", warnings
 
 
-def _read_facts(told: Sequence[bytes]) -> list[Mapping[str, Any]]:
-    read: dict[bytes, Mapping[str, Any]] = {}
-    facts: list[Mapping[str, Any]] = []
-    for node, _, rest in (one.partition(b"\n") for one in told):
-        if rest not in read:
-            read[rest] = json.loads(rest)
-        facts.append({**read[rest], "node": node.decode()})
-    return facts
-
-
 def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
     """The first thing in which ranks differ from rank 0."""
-    if all(fact["versions"] is facts[0]["versions"] and fact["settings"] is facts[0]["settings"] for fact in facts):
-        return ""
     for kind, advice in (
         ("versions", "Install the same versions on all nodes."),
         ("settings", "All ranks need the same configuration: look for values that depend on the rank or the node."),

@@ -75,32 +75,13 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 def expand_counts(text: str) -> tuple[int, ...] | None:
     """``(4, 4, 2)`` of SLURM's ``4(x2),2``; None for what has another form."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)
+    counts = re.sub(r"(\d+)\(x(\d+)\)", lambda found: ",".join([found[1]] * int(found[2])), text).split(",")
+    return tuple(map(int, counts)) if all(map(str.isdigit, counts)) else None
 
 
-def expand_nodes(text: str) -> list[str]:
-    """``["a1", "b08", "b09"]`` of ``a1,b[08-09]``; several brackets in one name multiply."""
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            pieces = [literal] if literal else [p for r in ranges.split(",") for p in _range(r)]
-            expanded = [head + piece for head in expanded for piece in pieces]
-        names += expanded
-    return names
-
-
-def _range(text: str) -> list[str]:
-    first, dash, last = text.partition("-")
-    if not dash:
-        return [first]
-    return [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+def first_node(text: str) -> str:
+    """``b08`` of ``b[08-09],c1``; the first of each bracket."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", text).partition(",")[0]
 
 
 def parse_time_left(text: str) -> float | None:
@@ -246,10 +227,10 @@ def meeting_point(job: SlurmJob | None, launch: Launch, environ: Mapping[str, st
     """
     if job is None or launch.launcher != "slurm" or not job.uses_srun:
         return {}
-    nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST", job.node_list))
+    node = first_node(environ.get("SLURM_STEP_NODELIST", job.node_list))
     step = int(job.step) if job.step is not None and job.step.isdigit() else 0
     number = int(job.id) if job.id.isdigit() else 0
     found = {"MASTER_PORT": str(_FIRST_PORT + (number * 131 + step) % _PORTS)}
-    if nodes:
-        found["MASTER_ADDR"] = nodes[0]
+    if node:
+        found["MASTER_ADDR"] = node
     return {name: value for name, value in found.items() if name not in environ}

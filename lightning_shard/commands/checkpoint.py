@@ -45,45 +45,44 @@ def parser() -> ShardArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Do what is asked for and print what came of it; the exit code."""
     config = parser().parse_args(list(arguments))
-    print(_RUN[config.command](config[config.command]))
+    print(_RUN[config.command](**config[config.command].as_dict()))
     return 0
 
 
-def _inspect(arguments: Mapping[str, Any]) -> str:
+def _inspect(path: str) -> str:
     from lightning_shard.checkpoint.foreign.forms import open_any
     from lightning_shard.checkpoint.inspect import describe
 
-    return describe(arguments["path"], open_any(arguments["path"], optimizers="numbered"))
+    return describe(path, open_any(path, optimizers="numbered"))
 
 
-def _verify(arguments: Mapping[str, Any]) -> str:
+def _verify(path: str) -> str:
     from lightning_shard.tools import verify
 
-    checked = verify(arguments["path"])
-    return f"{arguments['path']} is whole: {len(checked)} file{'s' * (len(checked) != 1)} checked"
+    checked = verify(path)
+    return f"{path} is whole: {len(checked)} file{'s' * (len(checked) != 1)} checked"
 
 
-def _convert(arguments: Mapping[str, Any]) -> str:
+def _convert(path: str, **options: Any) -> str:
     from lightning_shard.tools import convert
 
-    options = {name: arguments[name] for name in ("path", "target", "form", "weights_only")}
-    done = convert(**options)
-    return f"{arguments['path']} ({done.source_form}) -> {done.path} ({done.form})"
+    done = convert(path, **options)
+    return f"{path} ({done.source_form}) -> {done.path} ({done.form})"
 
 
-def _export(arguments: Mapping[str, Any]) -> str:
+def _export(**options: Any) -> str:
     from lightning_shard.tools import export
 
-    options = {name: arguments[name] for name in ("path", "folder", "dtype", "module", "ema", "max_shard_size")}
-    return "\n".join(str(file) for file in export(**options))
+    return "\n".join(map(str, export(**options)))
 
 
-def _clean(arguments: Mapping[str, Any]) -> str:
+def _clean(path: str, remove: bool) -> str:
     from lightning_shard.checkpoint.files.commit import clean
 
-    found = clean(arguments["path"], remove=arguments["remove"])
-    done = "removed" if arguments["remove"] else "left behind (--remove true removes it)"
-    return "\n".join(f"{path} {done}" for path in found) or f"nothing is left behind in {arguments['path']}"
+    done = "removed" if remove else "left behind (--remove true removes it)"
+    return "\n".join(f"{found} {done}" for found in clean(path, remove=remove)) or f"nothing is left behind in {path}"
 
 
-_RUN = {"clean": _clean, "inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export}
+_RUN: Mapping[str, Any] = {
+    "clean": _clean, "inspect": _inspect, "verify": _verify, "convert": _convert, "export": _export,
+}  # fmt: skip

@@ -261,8 +261,8 @@ def slowest(ranks: Sequence[Rank]) -> Links:
     """The speeds that the slowest rank saw in all-gathers."""
     inside = [1e9 * rank.inside for rank in ranks if rank.inside]
     between = [1e9 * rank.between for rank in ranks if rank.between]
-    device = {name: max(r.reached[name] for r in ranks) for name in ("launch",) if ranks[0].reached}
-    device |= {name: min(r.reached[name] for r in ranks) for name in ranks[0].reached if name != "launch"}
+    worst = {name: max if name == "launch" else min for name in ranks[0].reached}
+    device = {name: of(rank.reached[name] for rank in ranks) for name, of in worst.items()}
     return Links(intra_node=min(inside, default=None), inter_node=min(between, default=None), device=device)
 
 

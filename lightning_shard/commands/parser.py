@@ -106,12 +106,12 @@ def _explain_value(message: str) -> str:
         return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
     if owned:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
-    if key == "trainer.precision" and tried_in(path):
-        return f"{key}: got {_shown(tried_in(path))}; strategies of lightning_shard run {ALL}."
+    tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
+    if key == "trainer.precision" and tried is not None and tried.given:
+        return f"{key}: got {_shown(tried.given)}; strategies of lightning_shard run {ALL}."
     value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
     if value:
         return f"{key}: got {_shown(value[2])}; allowed: {_readable(value[1])}"
-    tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
     if tried is None:
         return f"{key}: {text}"
     if telling:
@@ -123,11 +123,6 @@ def _explain_value(message: str) -> str:
             f"Give class_path and init_args: `lightning-shard strategies {no_class[1]}` prints them."
         )
     return f"{key}: got {_shown(tried.given)}; allowed: {_readable(tried.types)}{_how_to_give(tried.types)}"
-
-
-def tried_in(path: Sequence[_Scope]) -> str:
-    """The value that a union was given, ``""`` where there is none."""
-    return next((scope.given for scope in reversed(path) if scope.kind == "union"), "")
 
 
 def _how_to_give(types: str) -> str:

@@ -159,18 +159,17 @@ def add_hpz(reading: Reading, field: str, value: int) -> None:
 
 
 def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
-    clip, field = merged.get("gradient_clipping"), f"{prefix}gradient_clipping"
-    if clip == AUTO:
-        reading.meet(field, clip, "the Trainer's gradient_clip_val")
-    elif clip == 0:
-        reading.rest(field, clip)
-    elif clip is not None:
-        reading.ask("trainer.gradient_clip_val", clip, field, clip, CLIP_NOTE)
-    steps, field = merged.get("gradient_accumulation_steps"), f"{prefix}gradient_accumulation_steps"
-    if steps == AUTO:
-        reading.meet(field, steps, "the Trainer's accumulate_grad_batches")
-    elif steps is not None:
-        reading.ask("trainer.accumulate_grad_batches", steps, field, steps)
+    for key, name, note in (
+        ("gradient_clipping", "gradient_clip_val", CLIP_NOTE),
+        ("gradient_accumulation_steps", "accumulate_grad_batches", ""),
+    ):
+        value, field = merged.get(key), f"{prefix}{key}"
+        if value == AUTO:
+            reading.meet(field, value, f"the Trainer's {name}")
+        elif value == 0:
+            reading.rest(field, value)
+        elif value is not None:
+            reading.ask(f"trainer.{name}", value, field, value, note)
     _precision(reading, merged, prefix)
 
 

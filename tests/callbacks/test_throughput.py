@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError
-from lightning_shard.callbacks.throughput import ThroughputCallback
+from lightning_shard.callbacks.throughput import ActionClock, ThroughputCallback
 from lightning_shard.meters.throughput import RankWindow, Window, batch_size, combine, summary_table, window_line
 from tests.harness import run_distributed
 
@@ -113,6 +113,22 @@ def _with_validation() -> float:
     module = _Sleeper(step=0.005, validation=0.5)
     trainer = _fit(ThroughputCallback(4), module, limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)
     return float(trainer.callback_metrics["step_seconds"])
+
+
+def test_a_save_is_timed_whole_whatever_hooks_run_in_it() -> None:
+    clock = ActionClock(trainer := Trainer(logger=False, barebones=True, accelerator="cpu"))
+    profiler, begun = trainer.profiler, time.perf_counter()
+    with profiler.profile("save_checkpoint"):
+        time.sleep(0.05)
+        with profiler.profile("[Callback]Any.on_save_checkpoint"):
+            time.sleep(0.05)
+        time.sleep(0.05)
+    with profiler.profile("[_TrainingEpochLoop].train_dataloader_next"):
+        time.sleep(0.05)
+    whole = time.perf_counter() - begun
+    assert 0.15 <= clock.seconds["save_checkpoint"] < whole - 0.05
+    assert clock.seconds[".train_dataloader_next"] >= 0.05
+    clock.detach()
 
 
 def test_validation_is_not_a_part_of_a_step() -> None:

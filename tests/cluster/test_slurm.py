@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_shard.cluster.slurm import expand_counts, expand_nodes, parse_time_left, read_job, shows_cancelled
+from lightning_shard.cluster.slurm import expand_counts, first_node, parse_time_left, read_job, shows_cancelled
 
 # srun --nodes 2 --ntasks-per-node 2 in a batch job, on its second node.
 STEP = {
@@ -70,19 +70,20 @@ def test_counts(text: str, counts: tuple[int, ...] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "name"),
     [
-        ("a1", ["a1"]),
-        ("a1,b2", ["a1", "b2"]),
-        ("gpu[01-03]", ["gpu01", "gpu02", "gpu03"]),
-        ("gpu[1,3-4],login", ["gpu1", "gpu3", "gpu4", "login"]),
-        ("gpu[08-10].cluster", ["gpu08.cluster", "gpu09.cluster", "gpu10.cluster"]),
-        ("r[1-2]n[1,3]", ["r1n1", "r1n3", "r2n1", "r2n3"]),
-        ("", []),
+        ("a1", "a1"),
+        ("a1,b2", "a1"),
+        ("gpu[01-03]", "gpu01"),
+        ("gpu[1,3-4],login", "gpu1"),
+        ("gpu[08-10].cluster", "gpu08.cluster"),
+        ("r[1-2]n[1,3]", "r1n1"),
+        ("a-b[3],c", "a-b3"),
+        ("", ""),
     ],
 )
-def test_node_lists(text: str, names: list[str]) -> None:
-    assert expand_nodes(text) == names
+def test_the_first_node(text: str, name: str) -> None:
+    assert first_node(text) == name
 
 
 @pytest.mark.parametrize(
