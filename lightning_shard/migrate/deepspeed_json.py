@@ -166,7 +166,7 @@ def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
         value, field = merged.get(key), f"{prefix}{key}"
         if value == AUTO:
             reading.meet(field, value, f"the Trainer's {name}")
-        elif value == 0:
+        elif value == 0 and key == "gradient_clipping":
             reading.rest(field, value)
         elif value is not None:
             reading.ask(f"trainer.{name}", value, field, value, note)

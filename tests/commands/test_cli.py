@@ -506,8 +506,8 @@ def test_a_checkpoint_names_no_class_to_make(command: Callable[..., ShardCLI]) -
 
 @pytest.mark.parametrize(("devices", "seen", "refused"), [("8", 1, True), ("1", 1, False), ("auto", 1, False)])
 def test_fewer_gpus_than_devices(devices: str, seen: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     for accelerator in ("gpu", "auto"):
         given = Namespace(devices=devices, accelerator=accelerator)
         with pytest.raises(UsageError, match=r"sees 1 of .*gpus-per-node=8") if refused else nullcontext():

@@ -87,10 +87,10 @@ def test_the_device_has_no_loaded_values_while_deepspeed_makes_its_copies() -> N
 
 def test_doctor_uses_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
     monkeypatch.setattr(doctor, "connect", lambda place, seconds: dist.HashStore())
     monkeypatch.setattr(doctor, "compare", lambda *args: [])
 
