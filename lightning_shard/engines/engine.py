@@ -173,9 +173,6 @@ class Engine(Protocol):
         ``call`` is the LightningModule's ``backward``, which the user may have overridden; ``kwargs`` are of the call.
         """
 
-    def user_hooks(self) -> AbstractContextManager[Any]:
-        """Enclose the user's hooks between backward and step; ConfigurationError: they use gradients that are none."""
-
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the backward passes to come end an accumulation."""
 

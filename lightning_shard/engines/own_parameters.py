@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class StepsOwnParameters:
 
     steps_itself = False
     follows_freezing = True
-    user_hooks = nullcontext
 
     _module: nn.Module
     _run: Run

@@ -238,11 +238,6 @@ class ShardPrecision(Precision):
         return (self.loss_scale or 1.0) / float(states[0]["scale"])
 
     @override
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        with self._now.engine.user_hooks():
-            return super().post_backward(tensor, module)
-
-    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -274,8 +269,7 @@ class ShardPrecision(Precision):
         self.step_skipped = overflow or not counts
         if self._scale is not None:
             model.log("loss_scale", torch.tensor(self._scale.scale))  # a number is copied to the device, with a wait
-        with engine.user_hooks():
-            self._after_closure(model, optimizer)
+        self._after_closure(model, optimizer)
         engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
             self._update(optimizer, counts=counts)

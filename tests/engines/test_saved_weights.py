@@ -230,6 +230,7 @@ class _OfItsOwn(Manual):
         loss = self.loss(batch)
         self.manual_backward(loss, retain_graph=True)
         self.optimizers().step()
+        self.optimizers().zero_grad()
         with pytest.raises(ConfigurationError, match=r"before an optimizer step.* Run forward again"):
             self.manual_backward(loss)
 

@@ -14,7 +14,7 @@ from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 from tests.strategies.engines import ENGINES
-from tests.strategies.zero import WithoutOptimizer
+from tests.strategies.zero import Keeps, Manual, WithoutOptimizer
 
 # Refusals, on every rank alike
 
@@ -38,6 +38,24 @@ class DropsGradients(TinyLM):
         self.trainer.optimizers[0].zero_grad()
 
 
+class DropsByModule(TinyLM):
+    def on_after_backward(self) -> None:
+        self.head.zero_grad()
+
+
+class ScalesLate(Manual):
+    """Changes gradients from the tenth batch on."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step >= 9:
+            self.scale()
+
+    def scale(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 2
+
+
 class Lbfgs(TinyLM):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -56,7 +74,15 @@ REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
     (TwoOptimizers, {"stage": 0}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one in stage 0"),
     (Lbfgs, {}, {}, "returns LBFGS"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
-    (DropsGradients, {}, {}, "zero_grad was called between a backward pass and the optimizer's step"),
+    (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
+    (DropsByModule, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),
+    *((Keeps, {"stage": stage}, {}, "zero_grad was not called since the last step (of ") for stage in (1, 2, 3)),
+    (
+        ScalesLate,
+        {"stage": 1},
+        {"max_steps": 12},
+        "uses .grad of shift, but under ShardDeepSpeedStrategy(stage=1)",
+    ),
     (WithoutOptimizer, {}, {}, "the DeepSpeed configuration has no optimizer section"),
     (
         TinyLM,

@@ -57,11 +57,21 @@ class Adversaries(pl.LightningModule):
         for index, optimizer in enumerate(optimizers):
             if self.kind == "toggled":
                 self.toggle_optimizer(optimizer)
-            else:
+            elif self.kind not in ("drops", "module", "none"):
                 optimizer.zero_grad()
             self.manual_backward(self.losses(x)[index])
+            if self.kind == "drops":
+                # What the backward pass left in the other's parameters; the step is on the optimizer's own.
+                for other in optimizers:
+                    if other is not optimizer:
+                        other.zero_grad()
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
             optimizer.step()
+            if self.kind in ("drops", "module"):
+                self.zero_grad()
+            if self.kind == "none":
+                for parameter in self.parameters():
+                    parameter.grad = None
             if self.kind == "clamped":
                 for parameter in self.parameters():
                     parameter.data.clamp_(-0.2, 0.2)
@@ -117,7 +127,7 @@ def _different(names: list[str], kind: str, **more: Any) -> dict[str, list[str]]
     return {name: fqns for name, fqns in different.items() if fqns}
 
 
-@pytest.mark.parametrize("kind", sampled(["toggled", "one backward", "leaks"], 0, 2))
+@pytest.mark.parametrize("kind", sampled(["toggled", "one backward", "leaks", "module", "drops", "none"], 0, 2, 3))
 def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
 

@@ -34,6 +34,15 @@ class Manual(TinyLM):
             self.lr_schedulers().step()
 
 
+class Keeps(Manual):
+    """Leaves the gradients of a step for the next one, which torch adds to them."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        optimizer: Any = super().optimizers(use_pl_optimizer)
+        vars(optimizer)["zero_grad"] = lambda: None
+        return optimizer
+
+
 class WithoutOptimizer(TinyLM):
     def configure_optimizers(self) -> None:
         return None

@@ -1,7 +1,7 @@
 """DeepSpeed as an engine: ZeRO stages 0 to 3, with offload to the host or to files."""
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.checks import check_policy, loss_scaling_from
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
 from lightning_shard.engines.zero.config.merging import effective
+from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
 from lightning_shard.engines.zero.tensors import FlatTensors
@@ -76,12 +77,14 @@ class Zero:
         self._several: SeveralOptimizers | None = None
         self._written: Written | None = None
         self._unstepped: Unstepped | None = None
+        self._once: SteppedOnce | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._in_step = False
-        self._uses = WatchedUses(f"{self.strategy}(stage={self._stage})", lambda: self._names)
+        self._called = f"{self.strategy}(stage={self._stage})"
+        self._uses = WatchedUses(self._called, lambda: self._names)
         self._failed = False
         self._closing = ExitStack()
 
@@ -126,11 +129,11 @@ class Zero:
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
         earlier_parameters.remember(module)
-        refuse_sharded(module, f"{self.strategy}(stage={self._stage})", by_zero=self._stage < 3)
+        refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
             refuse_double(module)
             last = self._stage == 3
-            refuse_kinds(module, f"{self.strategy}(stage={self._stage})", empty=last, hooked=last)
+            refuse_kinds(module, self._called, empty=last, hooked=last)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         self._closing.callback(self._to_host)
@@ -205,8 +208,22 @@ class Zero:
             self._closing.callback(self._several.close)
         else:
             self._optimizers = [running.optimizer]
+        if running.groups:
+            self._look_at_gradients()
         self._register_masters()
         return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
+
+    def _look_at_gradients(self) -> None:
+        stepped = layout.masters(self._started.groups)
+        names = {parameter: fqn for parameter, fqn in self._names.items() if fqn in stepped}
+        if self._several is not None:
+            drop = self._several.drop
+        else:
+            self._once = SteppedOnce(stepped, lambda: self._started.pending)
+            drop, zero_grad = self._once.drop, vars(self._optimizers[0])
+            zero_grad["zero_grad"] = self._once.drop_all
+            self._closing.callback(zero_grad.pop, "zero_grad")
+        self._closing.callback(GradientUses(self._called, names, drop).watch())
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
@@ -316,11 +333,10 @@ class Zero:
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
-        by_hand = self._stage > 0 and not self._run.automatic and not self._forward_options.compile
         try:
             with (
-                explained(f"{self.strategy}(stage={self._stage})"),
-                self._uses.watched(self.gathers_in_forward or by_hand),
+                explained(self._called),
+                self._uses.watched() if self.gathers_in_forward else nullcontext(),
                 self._same_units.step(),
             ):
                 return running.run(self._started, step, *args, **kwargs)
@@ -338,20 +354,17 @@ class Zero:
         return self._running
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        if self._once is not None:
+            self._once.check()
         if overridden:
             if self._in_step:
                 running.begin_backward(self._started)
             call(loss)
             self._started.pending = True
         else:
-            with explained(f"{self.strategy}(stage={self._stage})"), self._uses.paused():
+            with explained(self._called), self._uses.paused():
                 running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
         self._note_gathered()
-
-    @contextmanager
-    def user_hooks(self) -> Generator[None, None, None]:
-        with self._uses.paused(), self._uses if self._stage > 0 else nullcontext():
-            yield
 
     def sync_gradients(self, enabled: bool) -> None:
         running.set_boundary(self._started, enabled)
@@ -376,6 +389,9 @@ class Zero:
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._take_over()
+        if self._once is not None:
+            self._once.check()
+            self._once.step()
         with self._uses.paused():
             if self._several is not None:
                 if not skip:
@@ -393,7 +409,8 @@ class Zero:
                 whole.share_state()
 
     def free_gradients(self) -> None:
-        """DeepSpeed drops them after each step."""
+        if self._stage == 0:
+            self._optimizers[0].zero_grad()
 
     def follow_freezing(self) -> nn.Module:
         raise ConfigurationError(

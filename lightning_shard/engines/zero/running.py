@@ -81,28 +81,16 @@ def start(
         replace_hooks(getattr(engine.optimizer, "parameter_offload", engine.optimizer), engine.device)
     if engine.basic_optimizer is not None:
         running.optimizer = engine.basic_optimizer
-        _leave_gradients_to_engine(running)
-        if stage > 0:
+        if stage == 0:
+            # Gradients are the parameters' own, and the user's to drop.
+            engine.zero_grad = lambda: None
+        else:
             swapping.show(engine.optimizer)
             running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
             _take_over_steps(running)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
-
-
-def _leave_gradients_to_engine(running: Running) -> None:
-    """The engine zeroes gradients after each step; the memory that they are offloaded to must stay."""
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if running.pending:
-            raise ConfigurationError(
-                "zero_grad was called between a backward pass and the optimizer's step, but DeepSpeed has reduced the "
-                "gradients by then and can't drop them. Call it after the step, or not at all."
-            )
-
-    assert running.optimizer is not None
-    running.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _take_over_steps(running: Running) -> None:
@@ -176,11 +164,11 @@ def finish_accumulation(running: Running) -> None:
 
 
 def step(running: Running, *, skip: bool) -> None:
-    """Step, or drop the gradients; without a backward pass since the last step there is nothing to do.
+    """Step, or drop the gradients; without a backward pass since the last step stages 1 to 3 have nothing to do.
 
-    All ranks call it. Gradients are zero afterwards, and forward sees the new parameters.
+    All ranks call it. Their gradients are zero afterwards, and forward sees the new parameters.
     """
-    if not running.pending:
+    if running.groups and not running.pending:
         return
     running.overflow = skip
     if running.groups:
@@ -238,8 +226,6 @@ def refresh(running: Running) -> None:
 
 def stop(running: Running) -> None:
     """Take DeepSpeed's hooks off the module and its parameters. No communication."""
-    if running.optimizer is not None:
-        vars(running.optimizer).pop("zero_grad", None)
     swapping.release(running.zero, running.engine.module.parameters())
     running.engine.destroy()
 

@@ -102,9 +102,13 @@ class SeveralOptimizers:
         running.set_boundary(self._running, False)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        self.collect()
         for fqn in self._own[id(optimizer)]:
-            self._held.pop(fqn, None)
+            self.drop(fqn)
+
+    def drop(self, fqn: str) -> None:
+        """Drop one parameter's gradient, as the user asks for."""
+        self.collect()
+        self._held.pop(fqn, None)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's reduced gradients of one optimizer, in place."""

@@ -5,12 +5,9 @@ stage 3 a released parameter has no elements: its norm is 0, and a write to it c
 gathered one is freed with it.
 """
 
-import inspect
-import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,14 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_shard.cluster.frames import package_of
 from lightning_shard.engines.refusals import not_gathered
 from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.ranks import Ranks, warn_on_first_rank
+from lightning_shard.ranks import Ranks
 
 _same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
 
@@ -121,29 +117,8 @@ _WATCHED = 8
 """Steps that are looked at: the same code runs in the others, and each operator costs host time here."""
 
 
-_GRADIENT: Any = Tensor.grad  # the descriptor
-_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
-
-
-# An assignment to a gradient, or a method of it that works in place.
-_CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)|\.\w+_\()")
-
-
-def _is_inside(frame: FrameType) -> bool:
-    """Whether it is torch's, or of a comprehension, which stands for the function that it is in."""
-    return package_of(frame) == "torch" or re.fullmatch("<(?!module).*>", frame.f_code.co_name) is not None
-
-
-def _changes_gradients(frame: FrameType) -> bool:
-    """Whether the function's source writes to a gradient; so it is taken where there is no source."""
-    try:
-        return _CHANGE.search(inspect.getsource(frame.f_code)) is not None
-    except (OSError, TypeError):
-        return True
-
-
 class WatchedUses(TorchFunctionMode):
-    """Raises where a step uses a released parameter or changes a gradient, or writes to a gathered parameter."""
+    """Raises where a step of stage 3 uses a released parameter, or writes to a gathered one."""
 
     def __init__(self, strategy: str, names: Callable[[], Mapping[Tensor, str]]) -> None:
         """``strategy`` is named in the messages, and ``names`` are those of the parameters."""
@@ -153,13 +128,12 @@ class WatchedUses(TorchFunctionMode):
         self._paused = False
         self._views = WeakTensorKeyDictionary()
         self._steps = 0
-        self._readers: set[CodeType] = set()
 
     @contextmanager
-    def watched(self, looks: bool) -> Generator[None, None, None]:
-        """Look at one of the first steps, if ``looks``: parameters are gathered in it, or it runs backward itself."""
+    def watched(self) -> Generator[None, None, None]:
+        """Look at one of the first steps."""
         self._steps += 1
-        with self if looks and self._steps <= _WATCHED else nullcontext():
+        with self if self._steps <= _WATCHED else nullcontext():
             yield
 
     @contextmanager
@@ -175,8 +149,6 @@ class WatchedUses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``; ConfigurationError: it is one of the uses that can't be."""
-        if func in _GRADIENTS and (name := self._names().get(args[0])) is not None:
-            self._look_at_gradient(name, read=func == _GRADIENTS[0])
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
         if used and func not in _VIEWS and _writes(func):
             self._refuse_write(func, used[0], next(iter(_flat(args))))
@@ -199,27 +171,6 @@ class WatchedUses(TorchFunctionMode):
                 "that is a gathered copy, which is freed with what was written. Write between steps "
                 "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
             )
-
-    def _look_at_gradient(self, name: str, *, read: bool) -> None:
-        frame, through = inspect.currentframe(), set[str]()
-        while frame is not None and (frame.f_code.co_filename == __file__ or _is_inside(frame)):
-            through.add(frame.f_code.co_name)
-            frame = frame.f_back
-        assert frame is not None, "a program begins outside of torch"
-        own = package_of(frame) in ("lightning_shard", "deepspeed") or "zero_grad" in through
-        if own or (read and frame.f_code in self._readers):
-            return
-        found = (
-            f"{frame.f_code.co_filename}:{frame.f_lineno} uses .grad of {name}, but under {self._strategy} it is None, "
-        )
-        if read and not any("clip_grad" in function for function in through) and not _changes_gradients(frame):
-            self._readers.add(frame.f_code)
-            warn_on_first_rank(f'{found}here as anywhere. full_tensor(trainer, name, "gradient") gives it.')
-            return
-        raise ConfigurationError(
-            f'{found}and what is written to it is lost. Use full_tensor(trainer, name, "gradient") and '
-            "set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
-        )
 
     def _base(self, tensor: Any) -> Tensor | None:
         """The sharded parameter that ``tensor`` is or stands for."""

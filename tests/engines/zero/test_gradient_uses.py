@@ -1,16 +1,16 @@
-"""Gradients under ZeRO are no attribute of parameters: changes are refused, and what only reads is told so."""
+"""Gradients under ZeRO are no attribute of parameters: drops are followed, changes refused, what only reads is told."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.engines.zero.written import WatchedUses
+from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
 from lightning_shard.errors import ConfigurationError
 
 
@@ -29,12 +29,20 @@ def assigns(parameter: Tensor) -> None:
     parameter.grad = torch.zeros_like(parameter)
 
 
-def drops(parameter: Tensor) -> None:
+def clips(parameter: Tensor) -> None:
+    nn.utils.clip_grad_norm_([parameter], 1.0)
+
+
+def sets_none(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def clips(parameter: Tensor) -> None:
-    nn.utils.clip_grad_norm_([parameter], 1.0)
+def deletes(parameter: Tensor) -> None:
+    del parameter.grad
+
+
+def zeroes(parameter: Tensor) -> None:
+    nn.ParameterList([parameter]).zero_grad()
 
 
 def measures(parameter: Tensor) -> Any:
@@ -45,35 +53,64 @@ def counts(parameter: Tensor) -> int:
     return sum(each.grad is not None for each in (parameter,))
 
 
-def uses_of(parameter: Tensor) -> WatchedUses:
-    return WatchedUses("zero(stage=1)", lambda: {parameter: "net.weight"})
-
-
-@pytest.mark.parametrize("change", [halves, divides, assigns, drops, clips])
-def test_a_change_is_refused(change: Callable[[Tensor], Any]) -> None:
+@pytest.fixture
+def watched() -> Iterator[tuple[nn.Parameter, list[str]]]:
+    """A parameter whose gradients are looked at, and the names of those that were dropped."""
+    dropped: list[str] = []
     parameter = nn.Parameter(torch.ones(2))
-    where = r"test_gradient_uses.py:\d+ uses .grad of net.weight"
-    with uses_of(parameter), pytest.raises(ConfigurationError, match=where):
-        change(parameter)
+    stop = GradientUses("zero(stage=1)", {parameter: "net.weight"}, dropped.append).watch()
+    yield parameter, dropped
+    stop()
+    assert "grad" not in vars(nn.Parameter)
+
+
+Watched = tuple[nn.Parameter, list[str]]
+
+
+@pytest.mark.parametrize("change", [halves, divides, assigns, clips])
+def test_a_change_is_refused(watched: Watched, change: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"test_gradient_uses.py:\d+ uses .grad of net.weight"):
+        change(watched[0])
+
+
+@pytest.mark.parametrize("drop", [sets_none, deletes, zeroes])
+def test_a_drop_is_followed(watched: Watched, drop: Callable[[Tensor], Any]) -> None:
+    drop(watched[0])
+    assert watched[1] == ["net.weight"]
 
 
 @pytest.mark.parametrize("read", [measures, counts])
-def test_what_only_reads_is_told_once(read: Callable[[Tensor], Any]) -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    with uses_of(parameter) as uses, warnings.catch_warnings(record=True) as caught:
+def test_what_only_reads_is_told_once(watched: Watched, read: Callable[[Tensor], Any]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            assert not read(parameter)
-        assert uses is not None
+            assert not read(watched[0])
     assert len(caught) == 1
     assert "uses .grad of net.weight, but under zero(stage=1) it is None" in str(caught[0].message)
 
 
-def test_other_tensors_have_gradients() -> None:
-    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    with uses_of(parameter), warnings.catch_warnings():
+def test_other_tensors_have_gradients(watched: Watched) -> None:
+    other = nn.Parameter(torch.ones(2))
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.sum().backward()
         halves(other)
-        torch.optim.SGD([parameter], lr=1.0).zero_grad()
     assert torch.equal(other.grad, torch.full((2,), 0.5))  # type: ignore[arg-type]
+    other.grad = None
+    assert other.grad is None
+    assert watched[1] == []
+
+
+def test_gradients_of_a_step_are_dropped_before_the_next() -> None:
+    pending = False
+    gradients = SteppedOnce(["a", "b"], lambda: pending)
+    gradients.check()
+    gradients.step()
+    gradients.drop("a")
+    with pytest.raises(ConfigurationError, match=r"zero_grad was not called since the last step \(of b"):
+        gradients.check()
+    gradients.drop_all()
+    gradients.check()
+    pending = True
+    with pytest.raises(ConfigurationError, match="The gradient of a was dropped"):
+        gradients.drop("a")

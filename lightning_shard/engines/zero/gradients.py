@@ -1,0 +1,142 @@
+"""What users do to ``parameter.grad`` in a fit of stages 1 to 3, where it is None and DeepSpeed has the gradients.
+
+Dropping them (``zero_grad`` of an optimizer or a module, ``parameter.grad = None``) is followed or refused, changes are
+refused, and what only reads is told so. The class of parameters has a property for it while a fit lasts, which costs
+microseconds where it is used and nothing elsewhere.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_shard.cluster.frames import package_of
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import warn_on_first_rank
+
+_GRAD: Any = Tensor.grad  # the descriptor
+
+# An assignment to a gradient, or a method of it that works in place.
+_CHANGE = re.compile(r"\.grad\b(\.data)?\s*([-+*/]?=(?!=)(?!\s*None\b)|\.\w+_\()")
+
+
+class GradientUses:
+    """Looks at the uses of gradients from `watch` on."""
+
+    def __init__(self, strategy: str, names: Mapping[Tensor, str], dropped: Callable[[str], None]) -> None:
+        """``strategy`` is named in the messages, and ``names`` has the FQNs of the parameters that are stepped.
+
+        ``dropped`` is called with the FQN of each whose gradient the user drops.
+        """
+        self._strategy, self._dropped = strategy, dropped
+        self._parameters = list(names)  # Else an id could become another's.
+        self._fqns = {id(parameter): fqn for parameter, fqn in names.items()}
+        self._readers: set[CodeType] = set()
+
+    def watch(self) -> Callable[[], None]:
+        """Look at every use until the returned function is called."""
+        nn.Parameter.grad = property(self._read, self._write, self._delete)  # type: ignore[assignment]
+        return partial(delattr, nn.Parameter, "grad")
+
+    def _read(self, parameter: Tensor) -> Tensor | None:
+        if (fqn := self._fqns.get(id(parameter))) is not None:
+            frame, through = _user()
+            if frame is not None and "zero_grad" in through:
+                self._dropped(fqn)
+            elif frame is not None and frame.f_code not in self._readers:
+                self._refuse_change(fqn, frame, through)
+        gradient: Tensor | None = _GRAD.__get__(parameter)
+        return gradient
+
+    def _write(self, parameter: Tensor, value: Tensor | None) -> None:
+        if (fqn := self._fqns.get(id(parameter))) is not None and (frame := _user()[0]) is not None:
+            if value is not None:
+                raise self._lost(fqn, frame)
+            self._dropped(fqn)
+        _GRAD.__set__(parameter, value)
+
+    def _delete(self, parameter: Tensor) -> None:
+        self._write(parameter, None)
+
+    def _refuse_change(self, fqn: str, frame: FrameType, through: set[str]) -> None:
+        if any("clip_grad" in function for function in through) or _changes_gradients(frame):
+            raise self._lost(fqn, frame)
+        self._readers.add(frame.f_code)
+        warn_on_first_rank(
+            f'{self._use(fqn, frame)}, here as anywhere. full_tensor(trainer, name, "gradient") gives it.'
+        )
+
+    def _use(self, fqn: str, frame: FrameType) -> str:
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return f"{where} uses .grad of {fqn}, but under {self._strategy} it is None"
+
+    def _lost(self, fqn: str, frame: FrameType) -> ConfigurationError:
+        return ConfigurationError(
+            f'{self._use(fqn, frame)}, and what is written to it is lost. Use full_tensor(trainer, name, "gradient") '
+            "and set_full_tensor, Trainer(gradient_clip_val) or self.clip_gradients; or shard_ddp or shard_fsdp."
+        )
+
+
+def _user() -> tuple[FrameType | None, set[str]]:
+    """The innermost frame that is not torch's, None where that is an engine's, and the functions inside of it.
+
+    A comprehension stands for the function that it is in.
+    """
+    frame, through = inspect.currentframe(), set[str]()
+    while frame is not None and (
+        frame.f_code.co_filename == __file__
+        or package_of(frame) == "torch"
+        or frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
+    ):
+        through.add(frame.f_code.co_name)
+        frame = frame.f_back
+    own = frame is None or package_of(frame) in ("lightning_shard", "deepspeed")
+    return None if own else frame, through
+
+
+def _changes_gradients(frame: FrameType) -> bool:
+    """Whether the function's source writes to a gradient; so it is taken where there is no source."""
+    try:
+        return _CHANGE.search(inspect.getsource(frame.f_code)) is not None
+    except (OSError, TypeError):
+        return True
+
+
+class SteppedOnce:
+    """Gradients of one optimizer: DeepSpeed drops them with the step, torch when ``zero_grad`` is called."""
+
+    def __init__(self, fqns: Collection[str], is_pending: Callable[[], bool]) -> None:
+        """``is_pending``: whether a backward pass ran since the last step."""
+        self._fqns, self._is_pending = fqns, is_pending
+        self._stepped: set[str] = set()
+
+    def step(self) -> None:
+        """Say that the optimizer has stepped."""
+        self._stepped = set(self._fqns)
+
+    def drop(self, fqn: str) -> None:
+        """Follow the user, who drops a gradient. ConfigurationError: it was not stepped on."""
+        if self._is_pending():
+            raise ConfigurationError(
+                f"The gradient of {fqn} was dropped (zero_grad, parameter.grad = None) between a backward pass and the "
+                "optimizer's step, but DeepSpeed has reduced it by then and can't drop it. Drop it after the step."
+            )
+        self._stepped.discard(fqn)
+
+    def drop_all(self, set_to_none: bool = True) -> None:
+        """The optimizer's ``zero_grad``; the memory that gradients are offloaded to must stay."""
+        for fqn in self._fqns:
+            self.drop(fqn)
+
+    def check(self) -> None:
+        """Refuse a backward pass or a step to which gradients of the last step belong."""
+        if self._stepped:
+            raise ConfigurationError(
+                f"zero_grad was not called since the last step (of {min(self._stepped)}, for one): torch would add to "
+                "that step's gradients, or step on them again, but DeepSpeed has dropped them. Call "
+                "optimizer.zero_grad() after each step, or use shard_ddp or shard_fsdp."
+            )
