@@ -3,27 +3,47 @@
 A GPT's masters and AdamW state, sharded by rows (FSDP2) or as flat partitions (ZeRO), or full on every rank (DDP). What
 is timed is what rank 0 does while the others wait: reading what they hold, dividing it, writing the replies. Beside it,
 torch's own planner on the same tensors, as far as it comes in a minute.
+
+    python -m examples.benchmarks.planning --ranks 1024 16384
+
+does it for a Llama of 70B by rows, with what comes after the writing (where every box lies, said in the checkpoint) and
+what each rank does with that when the checkpoint is loaded.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, WriteItem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from examples.benchmarks import report
-from lightning_shard.checkpoint.plan import LocalTensor, divide
+from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, decode_boxes
+from lightning_shard.checkpoint.files.layout import BOXES, FileEntry
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry
+from lightning_shard.checkpoint.files.tensor_files import Written, data_file, describe_boxes
+from lightning_shard.checkpoint.plan import LocalBoxes, divide, local_boxes, who_describes
 from lightning_shard.tensors.flat import boxes
 
 LAYOUTS = {"rows": "sharded by rows (FSDP2)", "flat": "flat partitions (ZeRO)", "whole": "replicas (DDP)"}
 COLUMNS = {"layout": "", "ranks": "ranks", "boxes": "boxes", "seconds": "CPU seconds", "torch_seconds": "torch's"}
+LARGE_COLUMNS = {
+    "ranks": "ranks",
+    "boxes": "boxes",
+    "planned": "rank 0 plans, CPU s",
+    "described": "rank 0 describes, CPU s",
+    "megabytes": "boxes.bin, MB",
+    "read": "each rank reads it, CPU s",
+}
 PATIENCE_SECONDS = 60.0
 
 
@@ -54,6 +74,11 @@ def gpt_tensors(layers: int, width: int) -> dict[str, tuple[int, ...]]:
             "norm_2": (width,),
         }.items():
             parameters[f"blocks.{layer}.{name}"] = shape
+    return with_slots(parameters)
+
+
+def with_slots(parameters: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Key to shape of the parameters and of AdamW's state of them."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in parameters.items():
         found[f"model.{name}"] = shape
@@ -62,28 +87,52 @@ def gpt_tensors(layers: int, width: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def held_by(rank: int, size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> tuple[LocalTensor, ...]:
+def facts_of(tensors: dict[str, tuple[int, ...]]) -> list[TensorFacts]:
+    """What all ranks know of the tensors."""
+    return [TensorFacts(key, shape, torch.float32) for key, shape in tensors.items()]
+
+
+def llama_70b() -> dict[str, tuple[int, ...]]:
+    """The same of Llama 3 70B (arXiv 2407.21783, table 3)."""
+    width, hidden, keys = 8192, 28672, 1024
+    shapes = {"q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width)}
+    shapes |= {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden), "n1": (width,), "n2": (width,)}
+    parameters = {f"layers.{layer}.{name}": shape for layer in range(80) for name, shape in shapes.items()}
+    return with_slots({**parameters, "embed": (128256, width), "output": (128256, width), "norm": (width,)})
+
+
+def rows_held_by(rank: int, size: int, tensors: dict[str, tuple[int, ...]], names: LocalBoxes) -> LocalBoxes:
+    """`held_by` of tensors of at most two dims by rows, without an object for each box; ``names``: of any rank."""
+    shapes = np.array([(*shape, 1, 1)[:2] for shape in tensors.values()])
+    sharded = np.array([len(shape) > 0 for shape in tensors.values()])
+    rows = np.where(sharded, -(-shapes[:, 0] // size), 1)
+    first = np.where(sharded, np.minimum(rank * rows, shapes[:, 0]), 0)
+    count = np.minimum(rows, shapes[:, 0] - first)
+    boxes = np.stack([np.stack([first, 0 * first], axis=1), np.stack([count, shapes[:, 1]], axis=1)], axis=1)
+    return LocalBoxes(names.names, (count > 0).astype(np.int64), boxes[count > 0])
+
+
+def held_by(rank: int, size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> LocalBoxes:
     """What one rank holds."""
-    return tuple(
-        LocalTensor(key, shape, torch.float32, tuple(cut(rank, size, layout, shape))) for key, shape in tensors.items()
-    )
+    return local_boxes(facts_of(tensors), [list(cut(rank, size, layout, shape)) for shape in tensors.values()])
 
 
-def cut(rank: int, size: int, layout: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of a rank's boxes of one tensor."""
+def cut(rank: int, size: int, layout: str, shape: tuple[int, ...]) -> Iterator[ChunkStorageMetadata]:
+    """A rank's boxes of one tensor."""
     if layout == "whole" or not shape:
-        yield (0,) * len(shape), shape
+        yield ChunkStorageMetadata(torch.Size((0,) * len(shape)), torch.Size(shape))
     elif layout == "rows":
         rows = -(-shape[0] // size)
         first = min(rank * rows, shape[0])
         if first < shape[0]:
-            yield (first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:])
+            sizes = (min(rows, shape[0] - first), *shape[1:])
+            yield ChunkStorageMetadata(torch.Size((first, *(0 for _ in shape[1:]))), torch.Size(sizes))
     else:
         elements = torch.Size(shape).numel()
         part = -(-elements // size)
         start = min(rank * part, elements)
         for box in boxes(shape, start, min(part, elements - start)):
-            yield box.offsets, box.sizes
+            yield ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 def time_of_plan(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -> tuple[float, int]:
@@ -92,9 +141,10 @@ def time_of_plan(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) ->
 
     def plan() -> int:
         held = [pickle.loads(part) for part in sent]
-        for numbers in divide(held)[0]:
+        who_describes(held)
+        for numbers in divide(facts_of(tensors), held)[0]:
             pickle.dumps(numbers)
-        return sum(len(part.boxes) for rank in held for part in rank)
+        return sum(len(part.boxes) for part in held)
 
     return timed(plan)
 
@@ -105,16 +155,14 @@ def time_of_torch(size: int, layout: str, tensors: dict[str, tuple[int, ...]]) -
     def items(rank: int) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(part.key, offsets),
+                index=MetadataIndex(key, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-                    properties=TensorProperties(dtype=part.dtype),
-                    size=torch.Size(part.shape),
+                    chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=torch.Size(shape)
                 ),
             )
-            for part in held_by(rank, size, layout, tensors)
-            for offsets, sizes in part.boxes
+            for key, shape in tensors.items()
+            for chunk in cut(rank, size, layout, shape)
         ]
 
     sent = [pickle.dumps(SavePlan(items(rank))) for rank in range(size)]
@@ -148,6 +196,51 @@ def measure(ranks: list[int], layers: int, width: int) -> list[Point]:
     return points
 
 
+def measure_large(size: int) -> report.Row:
+    """A save and a load of the 70B model by ``size`` ranks without the values: CPU seconds of rank 0 and another."""
+    tensors = llama_70b()
+    facts, names = facts_of(tensors), held_by(0, size, "rows", tensors)
+    sent = [pickle.dumps(rows_held_by(rank, size, tensors, names)) for rank in range(size)]
+    made: list[BoxesByRank] = []
+
+    def plan() -> None:
+        held = [pickle.loads(part) for part in sent]
+        who_describes(held)
+        numbers, written = divide(facts, held)
+        made.append(written)
+        for part in numbers:
+            pickle.dumps(part)
+
+    planned, _ = timed(plan)
+    (boxes,) = made
+    files = {data_file(rank): FileEntry(size=10**13, sha256="") for rank in range(size)}
+    ends = itertools.pairwise(np.cumsum([0, *boxes.counts]))
+    lengths = np.prod(boxes.boxes[:, 1], axis=1) * 4 + 1600
+    places = [np.stack([np.cumsum(part) - part, part], axis=1) for part in (lengths[a:b] for a, b in ends)]
+    written = [Written(places=p, files={name: files[name]}) for p, name in zip(places, files, strict=True)]
+    found: dict[str, bytes] = {}
+    described, _ = timed(lambda: found.update(describe_boxes(boxes, written)))
+    entries = {key: TensorEntry(shape=shape, dtype="float32") for key, shape in tensors.items()}
+    manifest = Manifest(facts=Facts(engine="", policy=""), tensors=entries, aliases={}, slots={}, files=files)
+
+    def read() -> int:
+        stored = decode_boxes(found[BOXES], manifest)
+        for key in list(stored)[::size]:
+            stored[key].check_covered(key)
+        mine = ((stored[key], chunk) for key, shape in tensors.items() for chunk in cut(1, size, "rows", shape))
+        return sum(len(list(boxes.meeting(chunk))) for boxes, chunk in mine)
+
+    seconds, _ = timed(read)
+    return {
+        "ranks": size,
+        "boxes": len(boxes.boxes),
+        "planned": planned,
+        "described": described,
+        "megabytes": len(found[BOXES]) / 1e6,
+        "read": seconds,
+    }
+
+
 def rows_of(points: list[Point]) -> list[report.Row]:
     """A row for each point."""
     return [{**asdict(point), "layout": LAYOUTS[point.layout]} for point in points]
@@ -174,3 +267,15 @@ def draw(points: list[Point], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Print the table for the large model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384], help="made up")
+    rows = [measure_large(size) for size in parser.parse_args().ranks]
+    print(report.table(rows, LARGE_COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

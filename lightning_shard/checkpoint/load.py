@@ -48,7 +48,7 @@ class OpenCheckpoint:
         return self.directory.path
 
 
-def _open(path: layout.StrPath, *, covered: bool = True) -> OpenCheckpoint:
+def _open(path: layout.StrPath, *, share: tuple[int, int] = (0, 1)) -> OpenCheckpoint:
     settle()
     directory, manifest = open_checkpoint_directory(path)
     try:
@@ -60,7 +60,7 @@ def _open(path: layout.StrPath, *, covered: bool = True) -> OpenCheckpoint:
         return OpenCheckpoint(
             directory=directory,
             manifest=manifest,
-            metadata=read_boxes(directory, manifest, covered=covered),
+            metadata=read_boxes(directory, manifest, share=share),
             trainer_state=read_trainer_state(directory, manifest),
         )
     except BaseException:
@@ -79,7 +79,7 @@ def open_checkpoint(path: layout.StrPath) -> OpenCheckpoint:
     """
     ranks = Ranks.of()
     for _ in range(_OPENINGS):
-        opened = ranks.agree(f"opening {path}", lambda: _open(path, covered=ranks.is_first))
+        opened = ranks.agree(f"opening {path}", lambda: _open(path, share=(ranks.rank, ranks.size)))
         digests = ranks.gather(opened.manifest.digest)
         if len(set(digests)) == 1:
             break  # else a save replaced it after one rank had opened it and before another did

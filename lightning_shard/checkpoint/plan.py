@@ -1,53 +1,43 @@
 """Which rank writes which boxes of which tensors, and whether the boxes make up full tensors.
 
-Every rank tells rank 0 which boxes of which tensors it has. Rank 0 gives each box to one of the ranks that have it, so
-that the bytes are evened out, and tells every rank its boxes by their numbers. Nothing here grows faster than the
-boxes of all ranks do. A plan holds as long as no rank's tensors are sharded in another way, and is kept until then.
+Every rank tells rank 0 which boxes of which tensors it has, as numbers; what a tensor is (name, shape, dtype) is told
+by one rank alone. Rank 0 gives each box to one of the ranks that have it, so that the bytes are evened out, and tells
+every rank its boxes by their numbers. A plan holds as long as no rank's tensors are sharded in another way, and is kept
+until then.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.boxes import covered_once
+from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
 from lightning_shard.checkpoint.files.layout import SlotName
 from lightning_shard.checkpoint.files.tensor_files import Values, chunks_of
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes by dim.
+Integers = NDArray[np.int64]
 
 # Of each box in a file, beside its values: the archive that torch.save makes of it.
 _OVERHEAD_BYTES = 1600
 
 
-class LocalTensor(NamedTuple):
-    """Which boxes of a tensor one rank has, in values that are small when they are sent."""
+class LocalBoxes(NamedTuple):
+    """What one rank has, in its own order."""
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[Box, ...]
-    slot: SlotName | None = None  # Of optimizer state, which it is.
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlobalPlan:
-    """What rank 0 knows of a plan."""
-
-    tensors: Mapping[str, dcp.TensorStorageMetadata]
-    writers: Sequence[Sequence[dcp.MetadataIndex]]  # By rank, the boxes that it writes, in this order.
-    slots: Mapping[str, SlotName]  # Key of each tensor of optimizer state, on whichever rank, to what it is.
-    # Places of the boxes in the last save, and the files that say them.
-    described: list[Any] = field(default_factory=list)
+    names: NDArray[np.uint64]  # Of each tensor 64 bits that stand for its facts.
+    counts: Integers  # Of each tensor the number of its boxes.
+    boxes: Integers  # Shape ``(boxes, 2, dims)``: offsets and sizes; behind a tensor's own dims 0 and 1.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +45,15 @@ class Plan:
     """A plan that all ranks have agreed on."""
 
     mine: Sequence[dcp.MetadataIndex]  # The boxes that this rank writes, in this order.
-    of_all: GlobalPlan | None  # None but on rank 0.
+    of_all: BoxesByRank | None  # None but on rank 0.
 
 
 class Plans:
     """The plan of the last save, for the next one whose tensors are sharded in the same way."""
 
     def __init__(self) -> None:
-        self._local: tuple[LocalTensor, ...] | None = None
+        self._facts: tuple[TensorFacts, ...] = ()
+        self._boxes: list[list[dcp.ChunkStorageMetadata]] = []
         self._signature: tuple[Any, ...] | None = None
         self._plan: Plan | None = None
 
@@ -78,7 +69,8 @@ class Plans:
             if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_meta):
                 what = "on the meta device and has no values" if tensor.is_meta else f"a {tensor.layout} tensor"
                 raise CheckpointError(f"{key} is {what}; only dense tensors with values can be saved")
-        self._local = tuple(_local(key, tensor, slots.get(key)) for key, tensor in tensors.items())
+        self._facts = tuple(TensorFacts(k, tuple(t.shape), t.dtype, slots.get(k)) for k, t in tensors.items())
+        self._boxes = [_boxes_of(tensor) for tensor in tensors.values()]
         self._signature, self._plan = signature, None
         return False
 
@@ -89,17 +81,23 @@ class Plans:
         return self._plan
 
     def _make(self, ranks: Ranks) -> Plan:
-        assert self._local is not None
-        local, of_all = self._local, []
+        by_rank: list[LocalBoxes] = []
+        made: list[BoxesByRank] = []
 
-        def decide(by_rank: list[tuple[LocalTensor, ...]]) -> list[list[int]]:
-            numbers, made = divide(by_rank)
-            of_all.append(made)
+        def first_of_each(found: list[LocalBoxes]) -> list[Integers]:
+            by_rank.extend(found)
+            return who_describes(found)
+
+        def decide(described: list[list[TensorFacts]]) -> list[Integers]:
+            numbers, plan = divide([facts for part in described for facts in part], by_rank)
+            made.append(plan)
             return numbers
 
-        numbers = ranks.exchange("planning the save", lambda: local, decide)
-        boxes = [dcp.MetadataIndex(part.key, offsets) for part in local for offsets, _ in part.boxes]
-        return Plan(mine=[boxes[number] for number in numbers], of_all=of_all[0] if of_all else None)
+        wanted = ranks.exchange("planning the save", lambda: local_boxes(self._facts, self._boxes), first_of_each)
+        numbers = ranks.exchange("planning the save", lambda: [self._facts[number] for number in wanted], decide)
+        own = [(facts.key, box) for facts, boxes in zip(self._facts, self._boxes, strict=True) for box in boxes]
+        mine = [dcp.MetadataIndex(own[number][0], own[number][1].offsets) for number in numbers.tolist()]
+        return Plan(mine=mine, of_all=made[0] if made else None)
 
 
 def live_values(tensors: Mapping[str, Any]) -> Values:
@@ -107,85 +105,133 @@ def live_values(tensors: Mapping[str, Any]) -> Values:
     return lambda index: find_tensor_shard(tensors[index.fqn], index).detach()
 
 
-def divide(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[list[list[int]], GlobalPlan]:
-    """Give every box to one rank; ``by_rank``: what each rank has, in its own order.
+def local_boxes(tensors: Sequence[TensorFacts], boxes: Sequence[Sequence[dcp.ChunkStorageMetadata]]) -> LocalBoxes:
+    """What one rank tells of its tensors, and of the boxes that it has of each."""
+    dims = max((len(facts.shape) for facts in tensors), default=0)
+    rows = [
+        [[*box.offsets, *[0] * (dims - len(box.offsets))], [*box.sizes, *[1] * (dims - len(box.sizes))]]
+        for part in boxes
+        for box in part
+    ]
+    return LocalBoxes(
+        names=np.array([_name(facts) for facts in tensors], dtype=np.uint64),
+        counts=np.array([len(part) for part in boxes], dtype=np.int64),
+        boxes=np.array(rows, dtype=np.int64).reshape(len(rows), 2, dims),
+    )
 
-    Returns by rank the numbers of the boxes that it writes, counted over all that it has; and the plan of all ranks.
+
+def _name(facts: TensorFacts) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
+
+
+def who_describes(by_rank: Sequence[LocalBoxes]) -> list[Integers]:
+    """By rank the numbers of its tensors that no rank before it has: those it tells rank 0 the facts of."""
+    starts = np.cumsum([0, *(len(local.names) for local in by_rank)])
+    _, first = np.unique(np.concatenate([local.names for local in by_rank]), return_index=True)
+    first.sort()
+    cuts = np.searchsorted(first, starts)
+    return [first[cuts[rank] : cuts[rank + 1]] - starts[rank] for rank in range(len(by_rank))]
+
+
+def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tuple[list[Integers], BoxesByRank]:
+    """Give every box to one rank; ``tensors``: all there are, ``by_rank``: what each rank has of them.
+
+    Returns by rank the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks.
     CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
-    tensors, owners = _collect(by_rank)
-    problems = [problem for key, boxes in owners.items() if (problem := _incomplete(tensors[key], boxes)) is not None]
+    tensors = _alike(tensors, by_rank)
+    number_of = {_name(facts): number for number, facts in enumerate(tensors)}
+    names, index = np.unique(np.concatenate([local.names for local in by_rank]), return_inverse=True)
+    numbers = np.array([number_of[name] for name in names.tolist()], dtype=np.int64)[index]
+    tensor = np.repeat(numbers, np.concatenate([local.counts for local in by_rank]))
+    owned = [len(local.boxes) for local in by_rank]
+    rank = np.repeat(np.arange(len(by_rank)), owned)
+    dims = max(local.boxes.shape[2] for local in by_rank)
+    boxes = np.concatenate([_widened(local.boxes, dims) for local in by_rank])
+    chosen = _choose(tensors, tensor, rank, boxes, len(by_rank))
+    ends = np.cumsum(owned)
+    mine = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
+    written = BoxesByRank(
+        tensors=tensors, counts=[len(part) for part in mine], tensor=tensor[chosen], boxes=boxes[chosen]
+    )
+    return mine, written
+
+
+def _alike(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> list[TensorFacts]:
+    """The tensors by key; CheckpointError where ranks have another tensor under the same key."""
+    found: dict[str, TensorFacts] = {}
+    for facts in tensors:
+        first = found.setdefault(facts.key, facts)
+        if first != facts:
+            rank = next(rank for rank, local in enumerate(by_rank) if _name(facts) in local.names)
+            raise CheckpointError(
+                f"rank {rank} has {facts.key} of shape {facts.shape} and {facts.dtype}, another rank of shape "
+                f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
+            )
+    return [found[key] for key in sorted(found)]
+
+
+def _widened(boxes: Integers, dims: int) -> Integers:
+    """The same boxes with more dims, of which each has one element."""
+    wide = np.zeros((len(boxes), 2, dims), dtype=np.int64)
+    wide[:, 1] = 1
+    wide[:, :, : boxes.shape[2]] = boxes
+    return wide
+
+
+def _choose(
+    tensors: Sequence[TensorFacts], tensor: Integers, rank: Integers, boxes: Integers, size: int
+) -> NDArray[np.bool_]:
+    """Which of all ranks' boxes are written, each different one once."""
+    order = np.argsort(tensor, kind="stable")
+    ends = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
+    chosen = np.zeros(len(tensor), dtype=bool)
+    load = np.zeros(size, dtype=np.int64)  # Bytes that each rank has to write so far.
+    shared: list[tuple[int, Integers]] = []  # Bytes of each box that several ranks have, and its rows.
+    problems: list[str] = []
+    for number, facts in enumerate(tensors):
+        rows = order[ends[number] : ends[number + 1]]
+        by_box, firsts = _same(facts.shape, boxes[rows])
+        rows = rows[by_box]
+        if problem := _incomplete(facts, boxes[rows[firsts]][:, :, : len(facts.shape)]):
+            problems.append(problem)
+            continue
+        cost = np.prod(boxes[rows[firsts], 1], axis=1) * facts.dtype.itemsize + _OVERHEAD_BYTES
+        single = np.diff(firsts, append=len(rows)) == 1  # What only one rank can write comes first.
+        chosen[rows[firsts[single]]] = True
+        np.add.at(load, rank[rows[firsts[single]]], cost[single])
+        if not single.all():
+            groups = np.split(rows, firsts[1:])
+            shared += [(int(cost[group]), groups[group]) for group in np.flatnonzero(~single)]
     if problems:
         raise CheckpointError(f"the ranks' tensors do not make up full ones: {'; '.join(problems[:5])}")
-    chosen = _spread(tensors, owners, len(by_rank))
-    numbers: list[list[int]] = []
-    writers: list[list[dcp.MetadataIndex]] = []
-    for rank, local in enumerate(by_rank):
-        boxes = ((part.key, box) for part in local for box in part.boxes)
-        mine = [(number, key, box) for number, (key, box) in enumerate(boxes) if chosen[key][box] == rank]
-        numbers.append([number for number, _, _ in mine])
-        writers.append([dcp.MetadataIndex(key, offsets) for _, key, (offsets, _) in mine])
-    metadata = {
-        key: dcp.TensorStorageMetadata(
-            properties=dcp.TensorProperties(dtype=first.dtype),
-            size=torch.Size(first.shape),
-            chunks=[
-                dcp.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                for offsets, sizes in owners[key]
-            ],
-        )
-        for key, first in tensors.items()
-    }
-    slots = {key: first.slot for key, first in tensors.items() if first.slot is not None}
-    return numbers, GlobalPlan(tensors=metadata, writers=writers, slots=slots)
-
-
-_Owners = dict[str, dict[Box, list[int]]]
-
-
-def _collect(by_rank: Sequence[Sequence[LocalTensor]]) -> tuple[dict[str, LocalTensor], _Owners]:
-    """Each tensor as the first rank describes it, and the ranks that have each of its boxes."""
-    tensors: dict[str, LocalTensor] = {}
-    owners: _Owners = {}
-    for rank, local in enumerate(by_rank):
-        for part in local:
-            first = tensors.setdefault(part.key, part)
-            if (first.shape, first.dtype) != (part.shape, part.dtype):
-                raise CheckpointError(
-                    f"rank {rank} has {part.key} of shape {part.shape} and {part.dtype}, another rank of shape "
-                    f"{first.shape} and {first.dtype}; a tensor is the same on all ranks"
-                )
-            boxes = owners.setdefault(part.key, {})
-            for box in part.boxes:
-                boxes.setdefault(box, []).append(rank)
-    return tensors, owners
-
-
-def _incomplete(tensor: LocalTensor, boxes: Mapping[Box, Sequence[int]]) -> str | None:
-    if not boxes:
-        return f"no rank has a part of {tensor.key}"
-    elements = sum(math.prod(sizes) for _, sizes in boxes)
-    if elements != math.prod(tensor.shape):
-        return f"the ranks have {elements} elements of {tensor.key} of shape {tensor.shape}"
-    begin, sizes = np.array(list(boxes), dtype=np.int64).reshape(len(boxes), 2, len(tensor.shape)).swapaxes(0, 1)
-    return None if covered_once(tensor.shape, begin, sizes) else f"{tensor.key} has boxes that overlap"
-
-
-def _spread(tensors: Mapping[str, LocalTensor], owners: _Owners, size: int) -> dict[str, dict[Box, int]]:
-    """The writer of each box: of the ranks that have it the one that has the least to write so far."""
-    load = [0] * size
-    chosen: dict[str, dict[Box, int]] = {key: {} for key in owners}
-    order = []
-    for key, boxes in owners.items():
-        for box, ranks in boxes.items():
-            order.append((len(ranks) > 1, -math.prod(box[1]) * tensors[key].dtype.itemsize, key, box, ranks))
-    # What only one rank can write comes first, then the largest: the rest evens the ranks out.
-    order.sort(key=lambda entry: entry[:2])
-    for _, negative_bytes, key, box, ranks in order:
-        writer = min(ranks, key=load.__getitem__)
-        load[writer] += _OVERHEAD_BYTES - negative_bytes
-        chosen[key][box] = writer
+    for each, rows in sorted(shared, key=lambda entry: -entry[0]):  # The largest first: the rest evens the ranks out.
+        row = rows[np.argmin(load[rank[rows]])]
+        chosen[row] = True
+        load[rank[row]] += each
     return chosen
+
+
+def _same(shape: tuple[int, ...], boxes: Integers) -> tuple[Integers, Integers]:
+    """Rows of a tensor's boxes, the same boxes beside each other in rising order; and where each box begins there."""
+    strides = np.ones(boxes.shape[2], dtype=np.int64)
+    strides[: len(shape)] = [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+    begin = boxes[:, 0] @ strides
+    end = begin + np.maximum(boxes[:, 1] - 1, 0) @ strides
+    order = np.lexsort((end, begin))
+    differs = (np.diff(begin[order]) != 0) | (np.diff(end[order]) != 0)
+    return order, np.flatnonzero(np.concatenate([np.ones(min(1, len(order)), dtype=bool), differs]))
+
+
+def _incomplete(facts: TensorFacts, boxes: Integers) -> str | None:
+    """Why different boxes, shape ``(boxes, 2, dims)``, are not all of a tensor."""
+    if not len(boxes):
+        return f"no rank has a part of {facts.key}"
+    elements = int(np.prod(boxes[:, 1], axis=1).sum())
+    if elements != math.prod(facts.shape):
+        return f"the ranks have {elements} elements of {facts.key} of shape {facts.shape}"
+    covered = covered_once(facts.shape, boxes[:, 0], boxes[:, 1])
+    return None if covered else f"{facts.key} has boxes that overlap"
 
 
 def _signature(tensor: Any) -> Any:
@@ -194,12 +240,9 @@ def _signature(tensor: Any) -> Any:
         return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh
     if isinstance(tensor, Tensor):
         return tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
-    return _local("", tensor, None)
+    return tuple(tensor.shape), tensor.dtype, _boxes_of(tensor)
 
 
-def _local(key: str, tensor: Any, slot: SlotName | None) -> LocalTensor:
-    shape = tuple(tensor.shape)
+def _boxes_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
     # A rank beyond the last row has an empty box, which only a tensor without elements needs.
-    chunks = (chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in shape)
-    boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
-    return LocalTensor(key, shape, tensor.dtype, boxes, slot)
+    return [chunk for chunk in chunks_of(tensor) if chunk.sizes.numel() > 0 or 0 in tensor.shape]

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, format_version, library_versions
+from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse_url
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
@@ -165,10 +165,7 @@ class Begun:
         plan = self.plan.of_all
         assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
-        places = [(part.places, part.files.keys()) for part in written]
-        if not plan.described or plan.described[0] != places:  # of 1,024 ranks it takes longer than to write them
-            plan.described[:] = [places, describe_boxes(plan.tensors, plan.writers, written)]
-        for name, data in plan.described[1].items():
+        for name, data in describe_boxes(plan, written).items():
             files[name] = write_file(self.temporary / name, data)
         seen = commit.sizes(self.temporary)
         for name, entry in files.items():
@@ -179,19 +176,18 @@ class Begun:
                     "directory that all machines share"
                 )
         tensors = {
-            key: TensorEntry(shape=tuple(entry.size), dtype=layout.dtype_name(entry.properties.dtype))
-            for key, entry in plan.tensors.items()
+            facts.key: TensorEntry(shape=facts.shape, dtype=layout.dtype_name(facts.dtype)) for facts in plan.tensors
         }
         if lost := sorted(key for key in self.aliases.values() if key not in tensors):
             raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
-        assert plan.slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
+        slots = {facts.key: facts.slot for facts in plan.tensors if facts.slot is not None}
+        assert slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
         manifest = Manifest(
             facts=replace(self.facts, world_size=len(written), versions=library_versions()),
             tensors=tensors,
             aliases=self.aliases,
-            slots=plan.slots,
+            slots=slots,
             files=files,
-            format_version=format_version(tensors),
         )
         write_file(self.temporary / layout.MANIFEST, manifest.to_json().encode())
         commit.publish(self.temporary, self.target, self.token)

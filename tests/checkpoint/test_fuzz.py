@@ -25,7 +25,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from lightning_shard.checkpoint.files.manifest import _digest
+from lightning_shard.checkpoint.files.boxes import decode_boxes, encode_boxes
+from lightning_shard.checkpoint.files.manifest import _digest, read_manifest
 from lightning_shard.checkpoint.foreign.export import export
 from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
@@ -131,7 +132,7 @@ def records(value: Any) -> Any:
     return value
 
 
-def signed(path: Path, version: int = 3) -> None:
+def signed(path: Path, version: int = 6) -> None:
     """Make the manifest agree with the files, as who can write the directory may."""
     fields = json.loads((path / "manifest.json").read_text())
     fields.pop("digest")
@@ -158,12 +159,17 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         (path / ".metadata").write_bytes(pickle.dumps(records(mutated(draw, tree, VALUES))))
         signed(path, version=2)
     elif kind == "boxes":
-        numbers = np.fromfile(path / "boxes.bin", dtype="<i8")
+        version = draw(st.sampled_from([5, 6]))
+        found = decode_boxes((path / "boxes.bin").read_bytes(), read_manifest(path))
+        tables = [found[key].rows.copy() for key in sorted(found)]
+        counts = np.array([len(rows) for rows in tables], dtype="<i8")
         for _ in range(draw(st.integers(1, 3))):
+            numbers = draw(st.sampled_from([*tables, counts] if version == 5 else tables)).reshape(-1)
             at = draw(st.integers(0, len(numbers) - 1))
             numbers[at] = draw(st.sampled_from([-1, 0, 1, 7, numbers[at] ^ 1, *BIG[:3], -(2**63), 2**63 - 1]))
-        numbers.tofile(path / "boxes.bin")
-        signed(path)
+        plain = b"".join(part.astype("<i8").tobytes() for part in (counts, *tables))
+        (path / "boxes.bin").write_bytes(encode_boxes(tables) if version == 6 else plain)
+        signed(path, version)
     elif kind == "state":
         state = torch.load(path / "trainer.pt", weights_only=True)
         others = [value for value in VALUES if value is not DEEP] + [torch.ones(1).expand(2**40), torch.ones(2, 2)]
@@ -173,7 +179,7 @@ def change(draw: Callable[..., Any], folder: Path) -> None:
         file = path / draw(st.sampled_from(sorted(entry.name for entry in path.iterdir())))
         file.write_bytes(mangled(draw, file.read_bytes()))
         if file.name != "manifest.json":
-            signed(path, version=2 if file.name == ".metadata" else 3)
+            signed(path, version=2 if file.name == ".metadata" else 6)
     elif kind in ("pickle", "one file"):
         file = path / "trainer.pt" if kind == "pickle" else folder / "b.ckpt"
         method = draw(st.sampled_from([zipfile.ZIP_STORED] * 4 + [zipfile.ZIP_DEFLATED]))

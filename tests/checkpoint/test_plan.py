@@ -15,50 +15,70 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from examples.benchmarks.planning import LAYOUTS, gpt_tensors, held_by
-from lightning_shard.checkpoint import save
+from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors, held_by
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.files.boxes import covered_once
+from lightning_shard.checkpoint.files import tensor_files
+from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.foreign.forms import open_any
-from lightning_shard.checkpoint.plan import Box, LocalTensor, divide
+from lightning_shard.checkpoint.plan import divide, local_boxes, who_describes
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.calls import FACTS, save_tensors
 from tests.harness import run_distributed
 
-
-def held(key: str, shape: tuple[int, ...], *boxes: Box) -> LocalTensor:
-    return LocalTensor(key, shape, torch.float32, boxes)
+Part = tuple[TensorFacts, list[ChunkStorageMetadata]]
 
 
-def whole(key: str, *shape: int) -> LocalTensor:
-    return held(key, shape, ((0,) * len(shape), shape))
+def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def held(key: str, shape: tuple[int, ...], *boxes: ChunkStorageMetadata) -> Part:
+    return TensorFacts(key, shape, torch.float32), list(boxes)
+
+
+def whole(key: str, *shape: int) -> Part:
+    return held(key, shape, box((0,) * len(shape), shape))
+
+
+def divided_among(*ranks: list[Part]) -> tuple[list[list[int]], BoxesByRank]:
+    by_rank = [local_boxes(*zip(*parts, strict=True)) for parts in ranks]
+    described = [
+        parts[number][0] for parts, wanted in zip(ranks, who_describes(by_rank), strict=True) for number in wanted
+    ]
+    assert len(set(described)) == len(described)
+    numbers, written = divide(described, by_rank)
+    return [part.tolist() for part in numbers], written
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, size: int) -> None:
     tensors = gpt_tensors(2, 64)
-    all_held = [held_by(rank, size, layout, tensors) for rank in range(size)]
-    numbers, made = divide(all_held)
-    boxes = {key: set() for key in tensors}
+    ranks = [
+        [held(key, shape, *cut(rank, size, layout, shape)) for key, shape in tensors.items()] for rank in range(size)
+    ]
+    numbers, written = divided_among(*ranks)
+    found = iter(zip(written.tensor.tolist(), written.boxes.tolist(), strict=True))
     load = [0] * size
+    seen: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
     for rank, mine in enumerate(numbers):
-        own = [(part.key, box) for part in all_held[rank] for box in part.boxes]
-        assert [(index.fqn, tuple(index.offset)) for index in made.writers[rank]] == [
-            (own[number][0], own[number][1][0]) for number in mine
-        ]
-        for key, (offsets, sizes) in (own[number] for number in mine):
-            assert offsets not in boxes[key]
-            boxes[key].add(offsets)
-            load[rank] += 4 * math.prod(sizes)
+        own = [(facts.key, chunk) for facts, boxes in ranks[rank] for chunk in boxes]
+        assert written.counts[rank] == len(mine)
+        for key, chunk in (own[number] for number in mine):
+            tensor, (offsets, sizes) = next(found)
+            ndim = len(tensors[key])
+            assert written.tensors[tensor].key == key
+            assert box(tuple(offsets[:ndim]), tuple(sizes[:ndim])) == chunk
+            assert chunk not in seen[key]
+            seen[key].append(chunk)
+            load[rank] += 4 * chunk.sizes.numel()
+    assert next(found, None) is None
     for key, shape in tensors.items():
-        entry = made.tensors[key]
-        assert tuple(entry.size) == shape
-        assert {tuple(chunk.offsets) for chunk in entry.chunks} == boxes[key]
-        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
+        assert sum(chunk.sizes.numel() for chunk in seen[key]) == math.prod(shape)
     if layout == "whole":
         # What one rank has more than another is not more than the largest tensor.
         assert max(load) - min(load) <= 4 * 50304 * 64
@@ -67,8 +87,16 @@ def test_every_box_is_written_once_and_the_ranks_have_equal_shares(layout: str, 
 def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None:
     own = whole("own", 100_000)
     shared = [whole(f"shared.{i}", 1000) for i in range(10)]
-    numbers, _ = divide([(own, *shared), tuple(shared)])
-    assert numbers == [[0], list(range(10))]
+    assert divided_among([own, *shared], shared)[0] == [[0], list(range(10))]
+
+
+def test_what_one_rank_alone_has_is_described_by_it() -> None:
+    first, second, both = whole("a", 2, 3), whole("b"), whole("c", 4, 2, 2)
+    numbers, written = divided_among([both, first], [second, both])
+    assert [facts for facts, _ in (first, second, both)] == written.tensors
+    assert sorted(len(part) for part in numbers) == [1, 2]
+    rows = {facts.key: table.tolist() for facts, table in written.tables(np.arange(9).reshape(3, 3))}
+    assert {key: row[3:] for key, (row,) in rows.items()} == {"a": [0, 0, 2, 3], "b": [], "c": [0, 0, 0, 4, 2, 2]}
 
 
 @pytest.mark.parametrize(
@@ -76,15 +104,20 @@ def test_what_only_one_rank_can_write_counts_before_the_rest_is_spread() -> None
     [
         ([whole("w", 3), whole("w", 4)], r"rank 1 has w of shape \(4,\) .* another rank of shape \(3,\)"),
         ([held("w", (3,)), held("w", (3,))], "no rank has a part of w"),
-        ([held("w", (3,), ((0,), (2,)))], r"the ranks have 2 elements of w of shape \(3,\)"),
-        ([held("w", (4,), ((0,), (2,))), held("w", (4,), ((1,), (2,)))], "w has boxes that overlap"),
+        ([held("w", (3,), box((0,), (2,)))], r"the ranks have 2 elements of w of shape \(3,\)"),
+        ([held("w", (4,), box((0,), (2,))), held("w", (4,), box((1,), (2,)))], "w has boxes that overlap"),
+        (
+            [held("w", (4, 2), box((0, 0), (2, 2))), held("w", (4, 2), box((0, 0), (4, 1)))],
+            "w has boxes that overlap",
+        ),
     ],
 )
-def test_what_makes_up_no_whole_tensors_is_refused(ranks: list[LocalTensor], said: str) -> None:
+def test_what_makes_up_no_whole_tensors_is_refused(ranks: list[Part], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        divide([(part,) for part in ranks])
+        divided_among(*([part] for part in ranks))
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 SHAPE = (4, 3, 5)
 
 
@@ -137,14 +170,22 @@ def test_where_boxes_lie_is_said_anew_only_where_they_lie_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    describe = save.describe_boxes
-    monkeypatch.setattr(save, "describe_boxes", lambda *given: made.append(1) or describe(*given))
+    encode = tensor_files.encode_boxes
+    monkeypatch.setattr(tensor_files, "encode_boxes", lambda *given: made.append(1) or encode(*given))
     saver = Saver()
     for value, tensor in enumerate([torch.zeros(3), torch.ones(3), torch.full((4,), 2.0)]):
         contents = Contents(tensors={"model.w": tensor}, trainer_state={}, facts=FACTS)
         saver.save(str(tmp_path / "a.ckpt"), lambda contents=contents: contents, background=False)
         assert open_any(tmp_path / "a.ckpt").tensors["model.w"].read().unique().tolist() == [value]
     assert len(made) == 2
+
+
+def test_many_boxes_are_described_as_numbers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "_MOST_IN_METADATA", 1)
+    tensors = {"model.a": torch.arange(3.0), "model.b": torch.arange(4.0)}
+    save_tensors(tmp_path / "a.ckpt", tensors)
+    assert not (tmp_path / "a.ckpt/.metadata").exists()
+    assert all(torch.equal(t.read(), tensors[key]) for key, t in open_any(tmp_path / "a.ckpt").tensors.items())
 
 
 def test_what_a_rank_sends_is_small() -> None:

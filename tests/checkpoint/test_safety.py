@@ -265,9 +265,9 @@ def test_a_manifest_that_is_none(path, text):
 
 
 def test_a_newer_form_asks_for_an_upgrade(path):
-    newer = dataclasses.replace(read_manifest(path), format_version=6)
+    newer = dataclasses.replace(read_manifest(path), format_version=7)
     (path / "manifest.json").write_text(newer.to_json())
-    with pytest.raises(CheckpointError, match="format version 6; this lightning_shard reads up to 5: upgrade"):
+    with pytest.raises(CheckpointError, match="format version 7; this lightning_shard reads up to 6: upgrade"):
         load_into(path, fresh())
 
 

@@ -22,18 +22,11 @@ from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 FORMAT = "lightning_shard.checkpoint"
-FORMAT_VERSION = 5
-"""Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients; see `format_version`."""
+FORMAT_VERSION = 6
+"""Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients, 5 no compressed ``boxes.bin``."""
 
 _MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")
-
-
-def format_version(keys: Collection[str]) -> int:
-    """The lowest version whose readers know what all these tensors are: older ones refuse the checkpoint."""
-    if any(key.startswith(layout.GRADIENT_PREFIXES) for key in keys):
-        return 5
-    return 4 if any(key.startswith(layout.AVERAGE_PREFIX) for key in keys) else 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-from lightning_shard.checkpoint.files.boxes import Row, StoredBoxes, data_files, decode_boxes
+from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, decode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import BOXES, METADATA, FileEntry, check_relative, damaged_if, dtype_name
 from lightning_shard.checkpoint.files.manifest import Manifest
@@ -30,10 +30,13 @@ _RECORDS = {(_DCP, name) for name in _NAMES.split()} | {("torch.distributed.chec
 _FOREIGN_RECORDS = _RECORDS | {(_DCP, "BytesStorageMetadata"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")}
 
 
-def read_boxes(directory: Directory, manifest: Manifest, *, covered: bool = True) -> dict[str, StoredBoxes]:
+def read_boxes(
+    directory: Directory, manifest: Manifest, *, share: tuple[int, int] = (0, 1)
+) -> Mapping[str, StoredBoxes]:
     """Key to where the tensor lies, of each of the manifest's: by ``boxes.bin``, in older formats by ``.metadata``.
 
-    ``covered``: see `decode_boxes`; what one rank of many looks at is enough.
+    ``share``: this rank and the number of ranks that open the checkpoint together. Each looks at its part of the
+    tensors, whether their boxes make them up.
 
     Raises CheckpointCorruptError where the file does not match its checksum, names a class that is not torch's
     metadata, or does not describe exactly the manifest's tensors in the manifest's files.
@@ -42,7 +45,10 @@ def read_boxes(directory: Directory, manifest: Manifest, *, covered: bool = True
     data = directory.read(name, manifest.files)
     with damaged_if(f"{directory.path / name} is no checkpoint metadata", directory.path / name):
         if name == BOXES:
-            return decode_boxes(data, manifest, covered=covered)
+            found = decode_boxes(data, manifest)
+            for key in sorted(found)[share[0] :: share[1]]:
+                found[key].check_covered(key)
+            return found
         tensors = _parse(data, _RECORDS, manifest.files)[1]
         described = {key: (boxes.shape, dtype_name(boxes.dtype)) for key, boxes in tensors.items()}
         listed = {key: (entry.shape, entry.dtype) for key, entry in manifest.tensors.items()}
@@ -146,14 +152,15 @@ def _parse(
             shape, dtype, rows = _described(key, value, places, numbers)
             table = np.array(rows, dtype=np.int64).reshape(len(rows), 3 + 2 * len(shape))
             tensors[key] = StoredBoxes(shape=shape, dtype=dtype, rows=table, files=names).checked(key, sizes)
+            tensors[key].check_covered(key)
     return root, tensors, items
 
 
 def _described(
     key: Any, record: Any, places: _Places, numbers: Mapping[str, int]
-) -> tuple[tuple[int, ...], torch.dtype, list[Row]]:
+) -> tuple[tuple[int, ...], torch.dtype, list[list[int]]]:
     fields = _fields(record, "TensorStorageMetadata")
-    shape, dtype, rows = _size(fields["size"]), fields["properties"].state[0], list[Row]()
+    shape, dtype, rows = _size(fields["size"]), fields["properties"].state[0], list[list[int]]()
     if type(key) is not str or not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError(f"{shown(key)} is not described as a tensor")
     for part in (_fields(part, "ChunkStorageMetadata") for part in fields["chunks"]):

@@ -17,17 +17,19 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
 import torch
 from fsspec.spec import AbstractBufferedFile
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.boxes import StoredBoxes, data_files, encode_boxes
+from lightning_shard.checkpoint.files.boxes import BoxesByRank, StoredBoxes, TensorFacts, data_files, encode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry
 from lightning_shard.checkpoint.files.metadata import StorageInfo
@@ -42,6 +44,7 @@ from lightning_shard.errors import (
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
+_MOST_IN_METADATA = 200_000  # boxes: 35 MB, for which rank 0 takes as long as for millions as numbers
 
 
 class HashedFile:
@@ -97,8 +100,8 @@ class HashedFile:
 class Written:
     """What one rank wrote."""
 
-    # Offset and length of each of its boxes in its file, in the order in which it was given them.
-    places: Sequence[tuple[int, int]]
+    # Offset and length of each of its boxes in its file, in the order in which it was given them: shape ``(boxes, 2)``.
+    places: NDArray[np.int64]
     files: Mapping[str, FileEntry]
 
 
@@ -108,14 +111,14 @@ def data_file(rank: int) -> str:
 
 def write_boxes(directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values) -> Written:
     """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
-    places: list[tuple[int, int]] = []
+    places = np.zeros((len(boxes), 2), dtype=np.int64)
     if not boxes:
         return Written(places=places, files={})
     with HashedFile(directory / data_file(rank)) as stream:
-        for index in boxes:
+        for number, index in enumerate(boxes):
             start = stream.tell()
             torch.save(_row_major(values(index)), cast(BinaryIO, stream))
-            places.append((start, stream.tell() - start))
+            places[number] = start, stream.tell() - start
     return Written(places=places, files={data_file(rank): stream.entry()})
 
 
@@ -133,28 +136,34 @@ def write_file(path: Place, data: bytes) -> FileEntry:
     return stream.entry()
 
 
-def describe_boxes(
-    tensors: Mapping[str, dcp.TensorStorageMetadata],
-    writers: Sequence[Sequence[dcp.MetadataIndex]],
-    written: Sequence[Written],
-) -> dict[str, bytes]:
-    """The contents of ``.metadata`` and ``boxes.bin``; ``writers``: by rank the boxes of ``written``, in its order."""
-    places = {
-        index: StorageInfo(data_file(rank), offset, length)
-        for rank, (boxes, part) in enumerate(zip(writers, written, strict=True))
-        for index, (offset, length) in zip(boxes, part.places, strict=True)
-    }
+def describe_boxes(boxes: BoxesByRank, written: Sequence[Written]) -> dict[str, bytes]:
+    """The contents of ``boxes.bin``, and of ``.metadata`` where it is not too large; ``written``: by rank."""
     names, _ = data_files({name: entry for part in written for name, entry in part.files.items()})
     numbers = {name: number for number, name in enumerate(names)}
+    of_rank = np.array([numbers.get(data_file(rank), -1) for rank in range(len(written))], dtype=np.int64)
+    files = np.repeat(of_rank, boxes.counts)
+    places = np.concatenate([files[:, None], np.concatenate([part.places for part in written])], axis=1)
+    if not boxes.described or not np.array_equal(boxes.described[0], places):
+        tables = list(boxes.tables(places))
+        described = {BOXES: encode_boxes(rows for _, rows in tables)}
+        if len(places) <= _MOST_IN_METADATA:
+            described[METADATA] = _metadata(tables, names)
+        boxes.described[:] = [places, described]
+    return boxes.described[1]
 
-    def row(key: str, chunk: dcp.ChunkStorageMetadata) -> list[int]:
-        place = places[dcp.MetadataIndex(key, chunk.offsets)]
-        return [numbers[place.relative_path], place.offset, place.length, *chunk.offsets, *chunk.sizes]
 
-    rows = {key: [row(key, chunk) for chunk in entry.chunks] for key, entry in tensors.items()}
-    # No path of the machine that wrote it, no random number.
-    metadata = Metadata(dict(tensors), storage_data=places, storage_meta=dcp.StorageMeta(), version=_VERSION)
-    return {METADATA: pickle.dumps(metadata), BOXES: encode_boxes(rows)}
+def _metadata(tables: Iterable[tuple[TensorFacts, NDArray[np.int64]]], names: Sequence[str]) -> bytes:
+    """``.metadata``, with no path of the machine that wrote it and no random number."""
+    tensors: dict[str, dcp.STORAGE_TYPES] = {}
+    places = {}
+    for facts, rows in tables:
+        ndim, chunks = len(facts.shape), []
+        for file, start, length, *box in rows.tolist():
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(box[:ndim]), torch.Size(box[ndim:])))
+            places[dcp.MetadataIndex(facts.key, chunks[-1].offsets)] = StorageInfo(names[file], start, length)
+        properties = dcp.TensorProperties(dtype=facts.dtype)
+        tensors[facts.key] = dcp.TensorStorageMetadata(properties, torch.Size(facts.shape), chunks)
+    return pickle.dumps(Metadata(tensors, storage_data=places, storage_meta=dcp.StorageMeta(), version=_VERSION))
 
 
 def chunks_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
@@ -167,6 +176,20 @@ def chunks_of(tensor: Any) -> list[dcp.ChunkStorageMetadata]:
     return [dcp.ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
 
 
+class _Read(NamedTuple):
+    """What one box of a target gets from one stored box."""
+
+    start: int  # First byte of the stored box in its file.
+    length: int
+    begin: Sequence[int]  # Offsets and sizes of the stored box.
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    low: Sequence[int]  # Where what both have in common begins and ends.
+    high: Sequence[int]
+    live: dcp.MetadataIndex
+    target: Any
+
+
 @torch.no_grad()
 def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], targets: Iterable[tuple[str, Any]]) -> None:
     """Fill this rank's boxes of each target from the stored tensor of the key beside it, casting.
@@ -177,28 +200,25 @@ def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], target
     Raises CheckpointCorruptError where a file has something else than is said of it, CheckpointMismatchError for a
     target of another shape.
     """
-    by_file: dict[str, list[tuple[int, str, int, list[int], list[int], dcp.MetadataIndex, Any]]] = {}
+    by_file: dict[str, list[_Read]] = {}
     for key, target in targets:
         boxes = stored[key]
         if boxes.shape != tuple(target.shape):
             raise CheckpointMismatchError(f"{key} has shape {boxes.shape} there, {tuple(target.shape)} here")
         for position, chunk in enumerate(chunks_of(target)):
             live = dcp.MetadataIndex(key, chunk.offsets, position)
-            for number, low, high in boxes.meeting(chunk):
-                file, start = boxes.rows[number, :2].tolist()
-                by_file.setdefault(boxes.files[file], []).append((start, key, number, low, high, live, target))
+            for (file, start, length, *box), low, high in boxes.meeting(chunk):
+                read = _Read(start, length, box[: len(low)], box[len(low) :], boxes.dtype, low, high, live, target)
+                by_file.setdefault(boxes.files[file], []).append(read)
     for name, reads in by_file.items():
         with directory.open(name) as stream:
-            last: tuple[str, int] | None = None
-            box = torch.empty(0)
-            for _, key, number, low, high, live, target in sorted(reads, key=lambda read: read[0]):
-                if last != (key, number):
-                    box = torch.empty(0)  # free the last box before the next is read
-                    box = _read_box(stream, directory, name, key, stored[key], number)
-                    last = key, number
-                begin = stored[key].rows[number, 3:].tolist()
-                part = find_tensor_shard(target, live).detach()
-                _narrow(part, live.offset or (), low, high).copy_(_narrow(box, begin, low, high))
+            last, stored_box = -1, torch.empty(0)
+            for read in sorted(reads, key=lambda read: read.start):
+                if read.start != last:
+                    stored_box = torch.empty(0)  # free the last box before the next is read
+                    stored_box, last = _read_box(stream, directory, name, read), read.start
+                part = _narrow(find_tensor_shard(read.target, read.live), read.live.offset or (), read.low, read.high)
+                part.detach().copy_(_narrow(stored_box, read.begin, read.low, read.high))
 
 
 def _narrow(box: Tensor, offsets: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Tensor:
@@ -235,15 +255,13 @@ class _Part(io.RawIOBase):
         return int(count)
 
 
-def _read_box(stream: BinaryIO, directory: Directory, name: str, key: str, boxes: StoredBoxes, number: int) -> Tensor:
-    path = directory.path / name
-    _, start, length, *place = boxes.rows[number].tolist()
-    shape = tuple(place[len(boxes.shape) :])
+def _read_box(stream: BinaryIO, directory: Directory, name: str, read: _Read) -> Tensor:
+    path, key = directory.path / name, read.live.fqn
     try:
-        part: Any = _Part(stream, start, length)
-        if length <= directory.at_once_bytes:
-            stream.seek(start)
-            part = io.BytesIO(stream.read(length))  # faster by far
+        part: Any = _Part(stream, read.start, read.length)
+        if read.length <= directory.at_once_bytes:
+            stream.seek(read.start)
+            part = io.BytesIO(stream.read(read.length))  # faster by far
         check_archive(part, path)
         part.seek(0)
         box = torch.load(part, map_location="cpu", weights_only=True, mmap=False)
@@ -251,8 +269,8 @@ def _read_box(stream: BinaryIO, directory: Directory, name: str, key: str, boxes
         if type(error) in (CheckpointError, CheckpointUnreachableError):
             raise  # The bytes did not come.
         raise CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
-    if not isinstance(box, Tensor) or tuple(box.shape) != shape or box.dtype != boxes.dtype:
-        raise CheckpointCorruptError(f"{path}: {key} is not a {boxes.dtype} tensor of shape {shape}")
+    if not isinstance(box, Tensor) or list(box.shape) != read.sizes or box.dtype != read.dtype:
+        raise CheckpointCorruptError(f"{path}: {key} is not a {read.dtype} tensor of shape {tuple(read.sizes)}")
     return box
 
 

@@ -175,6 +175,6 @@ def _complete(
     """On rank 0: the manifest, then all of it in place."""
     files = {name: entry for entries in written for name, entry in entries.items()}
     facts = replace(open_portable(parts, compared=False).facts, world_size=len(written), versions=library_versions())
-    manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files, format_version=3)
+    manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files)
     write_file(temporary / layout.MANIFEST, manifest.to_json().encode())
     commit.publish(temporary, target, token)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,17 +29,34 @@ def manifest(ranks: int, keys: int, shape: tuple[int, ...]) -> Manifest:
     )
 
 
-def test_many_ranks_take_no_time_for_each_of_their_boxes() -> None:
-    found = manifest(RANKS, TENSORS, (2 * RANKS, 8))
-    rows = {key: [[rank, 0, 64, 2 * rank, 0, 2, 8] for rank in range(RANKS)] for key in found.tensors}
-    data = encode_boxes(rows)
-    started = time.process_time()
+def tables(*rows: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(part, dtype=np.int64) for part in rows]
+
+
+def plain(*rows: list[list[int]]) -> bytes:
+    """The file before format 6."""
+    made = [np.array([len(part) for part in rows]), *tables(*rows)]
+    return b"".join(part.astype("<i8").tobytes() for part in made)
+
+
+def compressed(*rows: list[list[int]]) -> bytes:
+    return encode_boxes(tables(*rows))
+
+
+FORMS = pytest.mark.parametrize(("encode", "version"), [(plain, 5), (compressed, 6)], ids=["plain", "compressed"])
+
+
+@FORMS
+def test_each_rank_finds_its_boxes(encode: Callable[..., bytes], version: int) -> None:
+    found = replace(manifest(RANKS, TENSORS, (2 * RANKS, 8)), format_version=version)
+    rows = [[rank, 64 * (rank % 7), 64, 2 * rank, 0, 2, 8] for rank in range(RANKS)]
+    data = encode(*[rows] * TENSORS)
     boxes = decode_boxes(data, found)
     mine = ChunkStorageMetadata(torch.Size((7, 0)), torch.Size((3, 8)))  # the second row of rank 3's, all of rank 4's
-    met = [list(boxes[key].meeting(mine)) for key in found.tensors]
-    # 80,000 boxes: less than 8 us each, a quarter of what one as an object took.
-    assert time.process_time() - started < 0.7
-    assert met == [[(3, [7, 0], [8, 8]), (4, [8, 0], [10, 8])]] * TENSORS
+    expected = [(rows[3], [7, 0], [8, 8]), (rows[4], [8, 0], [10, 8])]
+    assert [list(boxes[key].meeting(mine)) for key in found.tensors] == [expected] * TENSORS
+    # What each rank reads of a box of each other rank: two bytes, not 56.
+    assert len(data) < 2 * RANKS * TENSORS or version == 5
 
 
 @pytest.mark.parametrize(
@@ -54,15 +73,40 @@ def test_many_ranks_take_no_time_for_each_of_their_boxes() -> None:
         ([1, 0, 64, 2**62, 0, 2**62, 8], "outside of its shape"),
     ],
 )
-def test_boxes_that_are_not_the_tensor(row: list[int], said: str) -> None:
-    rows = {"model.w000": [[0, 0, 64, 0, 0, 2, 8], row]}
+@FORMS
+def test_boxes_that_are_not_the_tensor(encode: Callable[..., bytes], version: int, row: list[int], said: str) -> None:
+    data = encode([[0, 0, 64, 0, 0, 2, 8], row])
     with pytest.raises(CheckpointCorruptError, match=said):
-        decode_boxes(encode_boxes(rows), manifest(2, 1, (4, 8)))
+        decode_boxes(data, replace(manifest(2, 1, (4, 8)), format_version=version))["model.w000"].check_covered("w")
 
 
+@FORMS
 @pytest.mark.parametrize("change", [-1, 8, 56])
-def test_a_file_that_is_longer_or_shorter(change: int) -> None:
-    data = encode_boxes({"model.w000": [[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]]})
+def test_a_file_that_is_longer_or_shorter(encode: Callable[..., bytes], version: int, change: int) -> None:
+    data = encode([[0, 0, 64, 0, 0, 2, 8], [1, 0, 64, 2, 0, 2, 8]])
     changed = data[:change] if change < 0 else data + np.zeros(change, dtype=np.uint8).tobytes()
     with pytest.raises((CheckpointCorruptError, ValueError)):
-        decode_boxes(changed, manifest(2, 1, (4, 8)))
+        decode_boxes(changed, replace(manifest(2, 1, (4, 8)), format_version=version))
+
+
+def test_a_small_file_does_not_become_a_large_table() -> None:
+    count = 10**6
+    block = zlib.compress(bytes(7 * 8 * count))
+    data = np.array([count, len(block)], dtype="<i8").tobytes() + block
+    assert len(data) < 10**5
+    with pytest.raises(CheckpointCorruptError, match="1000000 boxes, for which the files are too small"):
+        decode_boxes(data, manifest(2, 1, (4, 8)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_table_of_another_size_than_is_said(count: int) -> None:
+    block = zlib.compress(bytes(7 * 8 * 2))
+    data = np.array([count, len(block)], dtype="<i8").tobytes() + block
+    with pytest.raises(CheckpointCorruptError, match=f"the boxes of model.w000 are not {count}"):
+        decode_boxes(data, manifest(2, 1, (4, 8)))["model.w000"]
+
+
+def test_bytes_that_are_not_compressed() -> None:
+    data = np.array([1, 9], dtype="<i8").tobytes() + b"not zlib!"
+    with pytest.raises(CheckpointCorruptError, match=r"the boxes of model\.w000 can't be read"):
+        decode_boxes(data, manifest(2, 1, (4, 8)))["model.w000"]
