@@ -1,10 +1,10 @@
 """Directories of earlier format versions load bit by bit.
 
 In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie; up to
-version 5 averages of weights and the gradients of a step so far came in. ``version_1/plain.ckpt`` was written by one
-process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, ``version_2/fsdp.ckpt`` and ``version_5/fsdp.ckpt``
-by two under ``shard_fsdp``, each after three steps of `Saved`, the last after a batch of the fourth; the ``.expected``
-file beside each has the full tensors and optimizer state of that run, and by key what else it has.
+version 5 averages of weights and the gradients of a step so far came in, and ``boxes.bin`` was not compressed.
+``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, the others
+by two under ``shard_fsdp``, each after three steps of `Saved`, from version 5 on after a batch of the fourth; the
+``.expected`` file beside each has the full tensors and optimizer state of that run, and by key what else it has.
 
 ``python -m tests.checkpoint.test_versions`` writes one of the present version.
 """
@@ -118,14 +118,15 @@ def test_one_of_the_present_version_is_kept() -> None:
     assert read_manifest(FOLDER / f"version_{FORMAT_VERSION}/fsdp.ckpt").format_version == FORMAT_VERSION
 
 
-def test_averages_and_gradients_are_those_that_were_saved() -> None:
-    beside = torch.load(FOLDER / "version_5/fsdp.expected", weights_only=True)["beside"]
+@pytest.mark.parametrize("version", [5, 6])
+def test_averages_and_gradients_are_those_that_were_saved(version: int) -> None:
+    beside = torch.load(FOLDER / f"version_{version}/fsdp.expected", weights_only=True)["beside"]
     assert {key.partition(".")[0] for key in beside} == {"average", "gradient"}
-    found = {key: tensor for key, tensor in stored(FOLDER / "version_5/fsdp.ckpt").items() if key in beside}
+    found = {key: tensor for key, tensor in stored(FOLDER / f"version_{version}/fsdp.ckpt").items() if key in beside}
     assert_equal(found, beside)
 
 
-@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp", "version_5/fsdp"])
+@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp", "version_5/fsdp", "version_6/fsdp"])
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"
     assert f"version_{read_manifest(path).format_version}" == path.parent.name
