@@ -2,9 +2,9 @@
 
 In version 1 no map says what the keys of optimizer state are, in version 2 no ``boxes.bin`` where tensors lie; up to
 version 5 averages of weights and the gradients of a step so far came in, and ``boxes.bin`` was not compressed.
-``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, the others
-by two under ``shard_fsdp``, each after three steps of `Saved`, from version 5 on after a batch of the fourth; the
-``.expected`` file beside each has the full tensors and optimizer state of that run, and by key what else it has.
+``version_1/plain.ckpt`` was written by one process, ``zero_2.ckpt`` by two under ``shard_deepspeed_stage_2``, the
+others by two under ``shard_fsdp``, each after three steps of `Saved`, from version 5 on after a batch of the fourth.
+The ``.expected`` file beside each has the full tensors and optimizer state of that run, and by key what else it has.
 
 ``python -m tests.checkpoint.test_versions`` writes one of the present version.
 """
@@ -126,7 +126,9 @@ def test_averages_and_gradients_are_those_that_were_saved(version: int) -> None:
     assert_equal(found, beside)
 
 
-@pytest.mark.parametrize("name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp", "version_5/fsdp", "version_6/fsdp"])
+@pytest.mark.parametrize(
+    "name", ["version_1/plain", "version_1/zero_2", "version_2/fsdp", "version_5/fsdp", "version_6/fsdp"]
+)
 def test_module_and_optimizer_are_those_that_were_saved(name: str) -> None:
     path = FOLDER / f"{name}.ckpt"
     assert f"version_{read_manifest(path).format_version}" == path.parent.name
