@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_shard._lightning import progress, results
 from lightning_shard._lightning.callbacks import thaw_again, thawed
@@ -26,6 +27,7 @@ from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, se
 from lightning_shard.resume.wrap import order_warning
 from lightning_shard.run import accumulation
 from lightning_shard.run.checkpoints import RUN_STATE, Checkpoints
+from lightning_shard.tensors.tracing import tree_map_only
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -176,7 +178,21 @@ def _collect(
         **rewound,
     }
     states = Ranks.of().collect("collecting the state of the ranks", lambda: own) or [own]
-    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states}
+    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": _each_once(states)}
+
+
+def _each_once(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with one tensor where ranks' generators and loaders have equal ones, which a file then has once.
+
+    Most ranks draw alike from the same seed: of 17 kB a rank one or two are its own.
+    """
+    known: dict[tuple[torch.dtype, bytes], Tensor] = {}
+
+    def first(tensor: Tensor) -> Tensor:
+        return known.setdefault((tensor.dtype, tensor.numpy().tobytes()), tensor)
+
+    alike = ("rng", "loaders")
+    return [state | {name: tree_map_only(Tensor, first, state[name]) for name in alike} for state in states]
 
 
 def _restore(replacements: Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
