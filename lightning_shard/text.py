@@ -36,48 +36,44 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-_NUMBER = r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*"
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_SIZE = r"([kKMGTP]i?)?(B|b)"
+
+
+def _parse(text: str, unit: str, what: str, wanted: str, never: str) -> tuple[Fraction, str]:
+    """The number of ``text`` times its unit's factor, above 0, and what stands behind that (B or b)."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*{unit}", text)
+    if found is None or (found[2] or "") not in _UNITS:
+        raise ConfigurationError(f"{text!r} is no {what}. Write {wanted}.")
+    number = Fraction(found[1]) * _UNITS[found[2] or ""]
+    if number <= 0:
+        raise ConfigurationError(f"{text!r} is no {what} that {never}: it must be greater than 0.")
+    return number, found[3]
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size with its unit: "80GB" is 80,000,000,000, "80GiB" is 85,899,345,920; other forms are refused."""
-    found = re.fullmatch(_NUMBER + r"([kKMGTP]i?)?(B|b)", text)
-    if found is None or (found[2] or "") not in {**_DECIMAL, **_BINARY}:
-        raise ConfigurationError(
-            f"{text!r} is no size. Write a number and a unit: 80GB (10**9 bytes each), 80GiB (2**30), 512MiB, 1024B."
-        )
-    if found[3] == "b":
+    wanted = "a number and a unit: 80GB (10**9 bytes each), 80GiB (2**30), 512MiB, 1024B"
+    size, unit = _parse(text, _SIZE, "size", wanted, "holds anything")
+    if unit == "b":
         raise ConfigurationError(f"{text!r} is in bits (b), but a size of memory is in bytes: write {text[:-1]}B.")
-    size = Fraction(found[1]) * {**_DECIMAL, **_BINARY}[found[2] or ""]
-    if size.denominator != 1 or size <= 0:
+    if size.denominator != 1:
         raise ConfigurationError(f"{text!r} is {float(size):g} bytes, but a size is a whole number of at least 1.")
     return int(size)
 
 
 def parse_speed(text: str) -> float:
     """Bytes per second of a link: "400Gb/s" and "400Gbps" are bits, 50e9 bytes/s; "50GB/s" is bytes."""
-    found = re.fullmatch(_NUMBER + r"([kKMGTP]i?)?(B|b)(?:/s|ps)", text)
-    if found is None or (found[2] or "") not in {**_DECIMAL, **_BINARY}:
-        raise ConfigurationError(
-            f"{text!r} is no speed. Write a number and a unit: 400Gb/s (bits per second), 50GB/s (bytes per second)."
-        )
-    speed = Fraction(found[1]) * {**_DECIMAL, **_BINARY}[found[2] or ""] / (8 if found[3] == "b" else 1)
-    if speed <= 0:
-        raise ConfigurationError(f"{text!r} is no speed that anything crosses: it must be greater than 0.")
-    return float(speed)
+    wanted = "a number and a unit: 400Gb/s (bits per second), 50GB/s (bytes per second)"
+    speed, unit = _parse(text, _SIZE + "(?:/s|ps)", "speed", wanted, "anything crosses")
+    return float(speed / (8 if unit == "b" else 1))
 
 
 def parse_flops(text: str) -> float:
     """Floating point operations per second: "989TFLOPS", "9.89e14"."""
-    found = re.fullmatch(_NUMBER + r"([kKMGTP])?(?:(?i:flops?)(?:/s)?)?", text)
-    if found is None:
-        raise ConfigurationError(f"{text!r} is no peak. Write operations per second: 989TFLOPS, 9.89e14.")
-    peak = Fraction(found[1]) * _DECIMAL[found[2] or ""]
-    if peak <= 0:
-        raise ConfigurationError(f"{text!r} is no peak that anything reaches: it must be greater than 0.")
-    return float(peak)
+    wanted = "operations per second: 989TFLOPS, 9.89e14"
+    return float(_parse(text, "([kKMGTP])?((?i:flops?)(?:/s)?)?", "peak", wanted, "anything reaches")[0])
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:
