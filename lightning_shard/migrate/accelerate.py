@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, read_file, satisfied, setting, shown
+from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, read_file, shown
 
 REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 
@@ -25,8 +25,7 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
         reading.problems.append(f"{text}LOCAL_MACHINE")
         return
     engine = _engine(reading, content)
-    reading.read_fields("", tables.TOP, content)
-    _processes(reading, content)
+    _processes(reading, content, reading.read_fields("", tables.TOP, content))
     _launch(reading, content)
     sections = {name: _section(reading, content, name) for name in _SECTIONS}
     _check_sections(reading, str(content.get("distributed_type", "NO")).upper(), sections)
@@ -85,10 +84,8 @@ def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
     return engine
 
 
-def _processes(reading: Reading, content: Mapping[str, Any]) -> None:
-    machines = reading.read_field("num_machines", Field(kind="int"), content.get("num_machines")) or 1
-    processes = reading.read_field("num_processes", Field(kind="int"), content.get("num_processes"))
-    on_cpu = reading.read_field("use_cpu", Field(kind="bool"), content.get("use_cpu"))
+def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    machines, processes, on_cpu = read["num_machines"] or 1, read["num_processes"], read["use_cpu"]
     kind = str(content.get("distributed_type")).upper()
     if kind == "NO" and processes is None:
         processes = 1
@@ -223,18 +220,20 @@ def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
-    reading.read_fields("fsdp_config", tables.FSDP, content)
+    read = reading.read_fields("fsdp_config", tables.FSDP_2 if version == "2" else tables.FSDP, content)
     _sharding(reading, content, version)
-    _wrapping(reading, content)
-    _loading(reading, content, version)
+    _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
+    loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
+    if read[loading] and read[sync] is False:
+        reading.problems.append(
+            f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
+            "it too"
+        )
 
 
 def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> None:
     fields = [f for f in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if content.get(f) is not None]
     if version == "2":
-        described = setting("shard", "bool", words={True: "parameters", False: "gradients"})
-        field = "fsdp_reshard_after_forward"
-        reading.read_field(f"fsdp_config.{field}", described, content.get(field))
         if "fsdp_sharding_strategy" in fields:
             reading.problems.append(
                 f"fsdp_config.fsdp_sharding_strategy is {shown(content['fsdp_sharding_strategy'])}, but fsdp_version "
@@ -275,10 +274,8 @@ def add_fsdp_strategy(reading: Reading, field: str, given: Any, strategy: str, n
         reading.ask("mesh", {"replicate": "auto", "shard": "auto"}, field, given, inside)
 
 
-def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
+def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: Any) -> None:
     names_field, size_field = "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"
-    names = reading.read_field(f"fsdp_config.{names_field}", Field(kind="names"), content.get(names_field) or None)
-    size = reading.read_field(f"fsdp_config.{size_field}", Field(kind="count"), content.get(size_field))
     given = content.get("fsdp_auto_wrap_policy")
     path = "fsdp_config.fsdp_auto_wrap_policy"
     problems = len(reading.problems)
@@ -298,36 +295,14 @@ def _wrapping(reading: Reading, content: Mapping[str, Any]) -> None:
             reading.meet(f"fsdp_config.{field}", value, f"Accelerate does not read it with {shown(given)} either")
 
 
-def _loading(reading: Reading, content: Mapping[str, Any], version: str) -> None:
-    loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
-    meta = "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone"
-    loads = reading.read_field(f"fsdp_config.{loading}", satisfied(meta, "bool", False), content.get(loading))
-    broadcast = satisfied("rank 0's values go to all ranks always", "bool")
-    synced = reading.read_field(f"fsdp_config.{sync}", broadcast, content.get(sync))
-    if loads and synced is False:
-        reading.problems.append(
-            f"fsdp_config.{loading} is true with {sync} false, but the others then have no values; Accelerate refuses "
-            "it too"
-        )
-    prefetch = "fsdp_forward_prefetch"
-    wanted = setting("forward_prefetch", "bool", False, words={True: 1})
-    if version == "2":
-        wanted = satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False)
-    reading.read_field(f"fsdp_config.{prefetch}", wanted, content.get(prefetch))
-
-
 def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Add the mesh that a ``parallelism_config`` asks for; ``content``: of the file."""
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
     known = {key for name in tables.PARALLELISM for key in (name, prefix + name)}
     reading.check_keys("parallelism_config", section, known, "parallelism_config")
-    sizes: dict[str, int] = {}
-    for name, described in tables.PARALLELISM.items():
-        described = Field(kind="int") if name.startswith("dp_") else described
-        value = reading.read_field(f"parallelism_config.{name}", described, plain.get(name))
-        if name.endswith("_size") and value is not None:
-            sizes[name] = value
+    read = reading.read_fields("parallelism_config", tables.PARALLELISM, plain)
+    sizes: dict[str, int] = {name: v for name, v in read.items() if name.endswith("_size") and v is not None}
     if not sizes:
         return
     replicate, shard, product = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1), prod(sizes.values())

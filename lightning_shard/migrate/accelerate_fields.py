@@ -19,13 +19,15 @@ _TPU = satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "", []
 TOP: Mapping[str, Field] = {
     **dict.fromkeys(
         (
-            "compute_environment", "distributed_type", "mixed_precision", "fp16", "num_processes", "num_machines",
-            "machine_rank", "gpu_ids", "use_cpu", "main_process_ip", "main_process_port", "fsdp_config",
-            "deepspeed_config", "parallelism_config", "dynamo_config", "dynamo_backend", "megatron_lm_config",
-            "fp8_config", "tp_config", "mpirun_config", "ipex_config",
+            "compute_environment", "distributed_type", "mixed_precision", "fp16", "machine_rank", "gpu_ids",
+            "main_process_ip", "main_process_port", "fsdp_config", "deepspeed_config", "parallelism_config",
+            "dynamo_config", "dynamo_backend", "megatron_lm_config", "fp8_config", "tp_config", "mpirun_config",
+            "ipex_config",
         ),
         READ_ELSEWHERE,
     ),
+    **dict.fromkeys(("num_machines", "num_processes"), Field(kind="int")),
+    "use_cpu": Field(kind="bool"),
     "rdzv_backend": satisfied(
         "the launcher's; see the first lines of the file that is written", "str", "static", ""
     ),
@@ -65,11 +67,17 @@ FSDP: Mapping[str, Field] = {
     **dict.fromkeys(
         (
             "fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy",
-            "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params", "fsdp_cpu_ram_efficient_loading",
-            "fsdp_sync_module_states", "fsdp_forward_prefetch",
         ),
         READ_ELSEWHERE,
     ),
+    "fsdp_transformer_layer_cls_to_wrap": Field(kind="names", idle=("",)),
+    "fsdp_min_num_params": Field(kind="count"),
+    "fsdp_cpu_ram_efficient_loading": satisfied(
+        "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
+        "bool", False,
+    ),
+    "fsdp_sync_module_states": satisfied("rank 0's values go to all ranks always", "bool"),
+    "fsdp_forward_prefetch": setting("forward_prefetch", "bool", False, words={True: 1}),
     "fsdp_offload_params": setting("cpu_offload", "bool", False),
     "fsdp_backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2, "NO_PREFETCH": 3, 3: 3}),
     "fsdp_state_dict_type": setting(
@@ -89,6 +97,12 @@ FSDP: Mapping[str, Field] = {
         "modules are ignored by their class, not by a pattern of names", "ignored_modules: [ClassName]"
     ),
 }  # fmt: skip
+
+FSDP_2: Mapping[str, Field] = {
+    **FSDP,
+    "fsdp_reshard_after_forward": setting("shard", "bool", words={True: "parameters", False: "gradients"}),
+    "fsdp_forward_prefetch": satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False),
+}
 
 OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 """Spelling of older files to the one above; keys without their ``fsdp_`` are read too, as Accelerate does."""
@@ -130,7 +144,7 @@ _AXIS = unsupported(_AXES, "torch's parallelize_module in configure_model; torch
 _AXIS_OPTION = unsupported(_AXES, "", "any", "torch", "deepspeed", "allgather")
 
 PARALLELISM: Mapping[str, Field] = {
-    **dict.fromkeys(("dp_replicate_size", "dp_shard_size"), READ_ELSEWHERE),
+    **dict.fromkeys(("dp_replicate_size", "dp_shard_size"), Field(kind="int")),
     **dict.fromkeys(("tp_size", "cp_size", "sp_size"), _AXIS),
     **dict.fromkeys(
         (

@@ -98,11 +98,13 @@ class Reading:
         """The value of a setting, or ``default`` where nobody asks for it."""
         return next((asked.value for asked in reversed(self.asked) if asked.name == name), default)
 
-    def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> None:
-        """Add what the fields of a table ask for, without those that are read elsewhere."""
-        for name, described in table.items():
-            if described != READ_ELSEWHERE:
-                self.read_field(f"{path}.{name}" if path else name, described, content.get(name))
+    def read_fields(self, path: str, table: Mapping[str, Field], content: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what the fields of a table ask for, but those that are read elsewhere; returns what their values mean."""
+        return {
+            name: self.read_field(f"{path}.{name}" if path else name, described, content.get(name))
+            for name, described in table.items()
+            if described != READ_ELSEWHERE
+        }
 
     def read_field(self, path: str, described: Field, value: Any) -> Any:
         """Add what one field asks for, and return what its value means; None: nothing, or a problem."""
