@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
     """Question to answer: given, typed or usual."""
-    from lightning_shard.migrate.neutral import read_file
+    from lightning_shard.engines.zero.config.reading import read_file
 
     answers: dict[str, Any] = {}
     for answer in given:

@@ -5,9 +5,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from lightning_shard.engines.zero.config.reading import read_file
 from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, read_file, shown
+from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, shown
 
 REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
+from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.migrate import lightning_fields as tables
 from lightning_shard.migrate.accelerate import add_fsdp_strategy
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed, scale_of
-from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Field, Reading, content_of, shown
+from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Field, Reading, shown
 
 
 def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: str, *, named: bool) -> None:
@@ -143,7 +144,7 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
             reading.problems.append(
                 f"{fields} beside config, where Lightning does not read them: remove them, or config"
             )
-        read_deepspeed(reading, content_of(config, field("config")), "config: ", clips=False)
+        read_deepspeed(reading, read_config(config, field("config")), "config: ", clips=False)
         return
     stage = given.get("stage", 2)
     if given.get("zero_optimization") is False:

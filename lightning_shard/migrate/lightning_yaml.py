@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.migrate import lightning_fields as stock
-from lightning_shard.migrate import neutral
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
@@ -224,7 +224,7 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     flat = _flat(arguments, {name.partition(".")[0] for name in known if "." in name})
     reading.check_keys(path, flat, known, "the strategy")
     if flat.get("config") is not None:
-        read_deepspeed(reading, neutral.content_of(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
+        read_deepspeed(reading, read_config(flat["config"], f"{path}.config"), "config: ", stage=2, clips=False)
     reading.read_fields(path, known, flat)
     if "mesh.replicate" in flat or "mesh.shard" in flat:
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}

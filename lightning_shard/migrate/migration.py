@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from lightning_shard.engines.zero.config.reading import AUTO
+from lightning_shard.engines.zero.config.reading import AUTO, read_file
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import read_accelerate
@@ -16,7 +16,7 @@ from lightning_shard.migrate.counterparts import CLASSES, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
-from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, read_file, shown
+from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, shown
 from lightning_shard.migrate.training_arguments import read_training_arguments
 from lightning_shard.text import columns
 

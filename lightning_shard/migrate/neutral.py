@@ -1,16 +1,11 @@
 """What the fields of all sources ask for, in neutral terms: the form between every source and every engine."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-import yaml
 
 from lightning_shard import text
 from lightning_shard.engines.zero.config.reading import READERS
-from lightning_shard.errors import ConfigurationError
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 
@@ -226,45 +221,3 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     "names": _names,
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The content of a YAML or JSON file; a key that is there twice is refused as well as what is no mapping."""
-    if not path.is_file():
-        raise ConfigurationError(f"{path}: there is no such file (from {Path.cwd()}).")
-    try:
-        read = path.read_text(encoding="utf-8")
-        content = (
-            json.loads(read, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(read, Loader=_Loader)
-        )
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} can't be read as {path.suffix.lstrip('.') or 'YAML'}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} holds a {type(content).__name__}, but must hold a mapping of keys.")
-    return content
-
-
-def content_of(config: Any, field: str) -> dict[str, Any]:
-    """The content of a configuration that a field gives as a mapping, or as the path of its file."""
-    if isinstance(config, str):
-        return read_file(Path(config))
-    if not isinstance(config, Mapping):
-        raise ConfigurationError(f"{field} is {shown(config)!r}, but must be a path or a mapping.")
-    return dict(config)
-
-
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if twice:
-        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")
-    # JSON has no comments, and people write them as keys.
-    return {key: value for key, value in pairs if not str(key).startswith("_comment")}
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, which refuses a key that is there twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
-        return _unique(list(super().construct_mapping(node, deep=True).items()))

@@ -7,9 +7,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.migrate.accelerate import REDUCED, read_fsdp, read_mesh
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, content_of, setting, shown
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, setting, shown
 from lightning_shard.migrate.neutral import satisfied as met
 
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
@@ -52,9 +53,9 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     if deepspeed and options:
         reading.problems.append("fsdp and deepspeed are both given, where the Trainer takes one: remove the other")
     elif deepspeed:
-        read_deepspeed(reading, content_of(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
+        read_deepspeed(reading, read_config(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
     elif options:
-        _fsdp(reading, options, content_of(content.get("fsdp_config") or {}, "fsdp_config"))
+        _fsdp(reading, options, read_config(content.get("fsdp_config") or {}, "fsdp_config"))
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"], {})
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_ZERO, Section, known_keys
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import nearest
@@ -36,39 +38,53 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     config[key] = value
 
 
-def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The content of ``config`` as it stands; a copy.
+def read_config(config: str | Mapping[str, Any] | None, field: str = "config") -> dict[str, Any]:
+    """The content of a configuration, given as it is or as the path of its file, as it stands; a copy.
 
-    ConfigurationError: a file that is missing, is not JSON, has a key twice or is not a mapping.
+    ConfigurationError: a file that is missing, is not JSON or YAML, has a key twice or is not a mapping.
     """
     if config is None:
         return {}
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
-    rule = "Give the path of a DeepSpeed JSON file, or its content as a mapping"
     if not isinstance(config, str):
-        raise ConfigurationError(f"config is {config!r}, of type {type(config).__name__}. {rule}.")
-    path = Path(config)
-    if not path.is_file():
-        raise ConfigurationError(f"config is {config!r}, but there is no such file (from {Path.cwd()}). {rule}.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"config is {config!r}, which is not JSON: {error}. Correct the file.") from error
-    if not isinstance(content, dict):
         raise ConfigurationError(
-            f"config is {config!r}, which holds a {type(content).__name__}, but must hold a mapping of keys."
+            f"{field} is {config!r}, of type {type(config).__name__}. Give the path of a DeepSpeed JSON file, or its "
+            "content as a mapping."
         )
+    return read_file(Path(config), f"{field} {config!r}")
+
+
+def read_file(path: Path, name: str = "") -> dict[str, Any]:
+    """The content of a YAML or JSON file, which errors call ``name``; a key that is there twice is refused."""
+    name = name or str(path)
+    if not path.is_file():
+        raise ConfigurationError(f"{name}: there is no such file (from {Path.cwd()}).")
+    text, is_json = path.read_bytes(), path.suffix == ".json"
+    try:
+        content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{name} can't be read as {'JSON' if is_json else 'YAML'}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{name} holds a {type(content).__name__}, but must hold a mapping of keys.")
     return content
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = sorted({key for key in names if names.count(key) > 1})
-        raise ConfigurationError(f"config has the key {', '.join(map(repr, twice))} twice. Remove one of the two.")
-    return content
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+    if twice:
+        raise yaml.YAMLError(f"the key {', '.join(map(repr, twice))} is there twice; remove one")
+    # JSON has no comments, and people write them as keys.
+    return {key: value for key, value in pairs if not str(key).startswith("_comment")}
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which refuses a key that is there twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+        return _unique(list(super().construct_mapping(node, deep=True).items()))
 
 
 def canonical(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -178,11 +178,11 @@ def test_axes_of_size_1_are_no_axes(key: str, value: Any) -> None:
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.json"
-    assert f"config is {str(missing)!r}, but there is no such file" in refusal(str(missing))
+    assert f"config {str(missing)!r}: there is no such file" in refusal(str(missing))
     for content, text in (
-        ("{fp16: 1}", "which is not JSON: Expecting property name"),
-        ("[1]", "which holds a list, but must hold a mapping"),
-        ('{"fp16": {}, "fp16": {}}', "config has the key 'fp16' twice. Remove one"),
+        ("{fp16: 1}", "can't be read as JSON: Expecting property name"),
+        ("[1]", " holds a list, but must hold a mapping"),
+        ('{"fp16": {}, "fp16": {}}', "can't be read as JSON: the key 'fp16' is there twice; remove one"),
     ):
         path = tmp_path / "ds.json"
         path.write_text(content)
