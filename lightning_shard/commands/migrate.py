@@ -99,16 +99,17 @@ def migrate(
     name = None if to is None else registry.find(to.lower()).name
     # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.
     with contextlib.redirect_stdout(sys.stderr):
-        found = read_and_migrate([Path(file) for file in files], known(), name)
-        if found.lost and not lossy:
-            raise ConfigurationError(refusal(found.lost))
-        check(found.content)
+        content, target = read_and_migrate([Path(file) for file in files], known(), name)
+        lost = target.reading.lost
+        if lost and not lossy:
+            raise ConfigurationError(refusal(lost))
+        check(content)
     line = shlex.join(["lightning-shard", *(command or ["migrate", *map(str, files)])])
     return Migrated(
-        content=found.content,
-        yaml=document(found.content, command=line, launch=found.launch, lost=found.lost),
-        table=table(found.rows, found.idle, found.lost),
-        lost=[lost.field for lost in found.lost],
+        content=content,
+        yaml=document(content, line, target.reading),
+        table=table(target),
+        lost=[field.field for field in lost],
     )
 
 

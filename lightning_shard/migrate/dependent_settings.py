@@ -20,12 +20,9 @@ class Target:
     reading: Reading
     trainer: dict[str, Any] = field(default_factory=dict)  # Settings of the Trainer's.
     top: dict[str, Any] = field(default_factory=dict)  # Keys beside ``trainer``.
-    fixed: frozenset[str] = field(init=False)  # Arguments of a name that the user gave.
+    fixed: frozenset[str]  # Arguments of a name that the user gave.
     rows: list[Became] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.fixed = frozenset(self.arguments)
 
     @property
     def stage(self) -> int:

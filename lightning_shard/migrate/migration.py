@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +20,10 @@ from lightning_shard.migrate.training_arguments import read_training_arguments
 from lightning_shard.text import columns
 
 
-@dataclass(frozen=True, kw_only=True)
-class Migration:
-    content: dict[str, Any]  # What ``lightning-shard fit --config`` reads.
-    rows: list[Became]  # What became what.
-    idle: list[str]  # Fields that ask for nothing.
-    lost: list[Became]  # Fields without a counterpart.
-    launch: dict[str, str]  # Variables that the launcher was told in the source.
-
-
-def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migration:
+def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple[dict[str, Any], Target]:
     """Read the files, and put them together for the strategy name ``to``, or for the source's own engine.
+
+    Returns what ``lightning-shard fit --config`` reads, and what became of the fields.
 
     Several Lightning YAMLs are laid over one another, as with ``--config``; an Accelerate config file or a DeepSpeed
     file among them says the strategy.
@@ -51,13 +43,7 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> Migra
         target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
     if target.problems:
         raise ConfigurationError(mistakes(target.problems))
-    return Migration(
-        content=_content(reading, target, _name(target, known)),
-        rows=target.rows,
-        idle=reading.idle,
-        lost=reading.lost,
-        launch=reading.launch,
-    )
+    return _content(reading, target, _name(target, known)), target
 
 
 def _read(paths: Sequence[Path], known: Known) -> Reading:
@@ -149,7 +135,8 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
     """
     # One by one: two groups of a preset may be one and the same mapping.
     arguments = {name: copy.deepcopy(value) for name, value in (preset or {}).items()}
-    target = Target(engine=engine, arguments=arguments, told=preset is not None, reading=reading)
+    told, fixed = preset is not None, frozenset(arguments)
+    target = Target(engine=engine, arguments=arguments, told=told, fixed=fixed, reading=reading)
     for asked in _once(reading, target.problems):
         if asked.name in dependent_settings.SPECIAL:
             dependent_settings.SPECIAL[asked.name](target, asked)
@@ -230,15 +217,16 @@ _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 _WIDEST = 44
 
 
-def table(rows: Sequence[Became], idle: Sequence[str], lost: Sequence[Became]) -> str:
+def table(target: Target) -> str:
     """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
     lines = [("source", "", "->", "target", "", "note")]
-    for row in rows:
+    for row in target.rows:
         value = shown(row.value) if row.target else ""
         lines.append((row.field, shown(row.given), "->", row.target or "(no setting)", value, row.note))
-    lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in lost]
+    lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in target.reading.lost]
     # Values may be long; two fields that differ in their last letters are not to look the same.
     cut = [[*line[:1], _cut(line[1]), *line[2:4], _cut(line[4]), line[5]] for line in lines]
+    idle = target.reading.idle
     return "\n".join([columns(cut), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
 
 
@@ -268,12 +256,12 @@ def mistakes(problems: Sequence[str]) -> str:
     return f"{len(unique)} things are wrong:" + "".join(f"\n  - {problem}." for problem in unique)
 
 
-def document(content: Mapping[str, Any], *, command: str, launch: Mapping[str, str], lost: Sequence[Became]) -> str:
+def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:
     """The written file: what ``fit --config`` reads, below the command, the launcher's variables and lost fields."""
     lines = [f"# Written by `{command}`."]
-    if launch:
-        variables = " ".join(f"{name}={value}" for name, value in launch.items())
+    if reading.launch:
+        variables = " ".join(f"{name}={value}" for name, value in reading.launch.items())
         lines.append(f"# Start on each machine, with its own NODE_RANK: {variables} lightning-shard fit --config FILE")
         lines.append("# (srun and torchrun set these variables themselves.)")
-    lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in lost]
+    lines += [f"# Not carried over: {item.field}: {shown(item.given)} ({_why(item)})" for item in reading.lost]
     return "\n".join(lines) + "\n" + yaml.safe_dump(dict(content), sort_keys=False, width=100)
