@@ -300,7 +300,7 @@ def shard(
     else:
         for module in ignored_modules:
             casting.compute_in(module, torch.float32)
-    transforms.apply()
+    transforms()
 
     def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
         apply(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class StepsOwnParameters:
     @property
     def tensors(self) -> ModuleTensors:
         return ModuleTensors(
-            self._module,
-            self._optimizers,
+            module=self._module,
+            stepping=self._optimizers,
             device=self._run.device,
             wrapper=self._wrapped,
             whole=self._whole,
@@ -102,45 +103,31 @@ class StepsOwnParameters:
         self._closing.close()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleTensors:
     """See `lightning_shard.engines.engine.EngineTensors`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
-        *,
-        device: torch.device,
-        wrapper: nn.Module | None = None,
-        masters: Mapping[str, LiveTensor] | None = None,
-        whole: Mapping[int, WholeSteps] | None = None,
-        at_boundary: bool = True,
-    ) -> None:
-        """Look at the tensors of ``module``, with torch's DDP around it as ``wrapper``.
-
-        ``masters``: FQN to what stands for the module's own tensor. ``whole``: by the ``id`` of their optimizer, those
-        that step full parameters. ``at_boundary``: gradients are reduced once a step, not each micro-batch's.
-        """
-        self._module = module
-        self._optimizers = optimizers
-        self._device = device
-        self._wrapper = wrapper
-        self._masters = masters or {}
-        self._whole = whole or {}
-        self._at_boundary = at_boundary
+    module: nn.Module
+    stepping: Sequence[Optimizer]
+    device: torch.device
+    wrapper: nn.Module | None = None  # torch's DDP around the module.
+    live: Mapping[str, LiveTensor] = field(default_factory=dict)  # FQN to what stands for the module's own tensor.
+    # By the ``id`` of their optimizer, those that step full parameters.
+    whole: Mapping[int, WholeSteps] = field(default_factory=dict)
+    at_boundary: bool = True  # Whether gradients are reduced once a step, and not each micro-batch's.
 
     def masters(self) -> Mapping[str, LiveTensor]:
-        return self._masters
+        return self.live
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        return [self._whole[id(o)].owned() if id(o) in self._whole else o for o in self._optimizers]
+        return [self.whole[id(o)].owned() if id(o) in self.whole else o for o in self.stepping]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        if id(optimizer) in self._whole:
-            return self._whole[id(optimizer)].stepped()
-        if not self._masters:
+        if id(optimizer) in self.whole:
+            return self.whole[id(optimizer)].stepped()
+        if not self.live:
             return None
-        names: dict[Tensor, str] = {p: fqn for fqn, p in self._module.named_parameters()}
+        names: dict[Tensor, str] = {p: fqn for fqn, p in self.module.named_parameters()}
         return [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
@@ -150,7 +137,7 @@ class ModuleTensors:
         return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names = {module: fqn for fqn, module in self._module.named_modules()}
+        names = {module: fqn for fqn, module in self.module.named_modules()}
         found: dict[str, Accumulated] = {}
 
         def fqn_of(owner: nn.Module, name: str) -> str:
@@ -158,19 +145,19 @@ class ModuleTensors:
 
         units = [module for module in names if isinstance(module, FSDPModule)]
         for unit in units:
-            waiting = accumulated_gradients(unit, lambda *at: fqn_of(*at) in begin, reduced=not self._at_boundary)
+            waiting = accumulated_gradients(unit, lambda *at: fqn_of(*at) in begin, reduced=not self.at_boundary)
             for owner, name, gradient, reduced in waiting:
                 found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
-        for fqn, parameter in self._module.named_parameters():
+        for fqn, parameter in self.module.named_parameters():
             if fqn in begin and fqn not in found and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None and fqn not in found:
                 # What FSDP ignores is averaged once, at the end of a step.
-                found[fqn] = Accumulated(parameter.grad, reduced=not self._at_boundary and not units)
+                found[fqn] = Accumulated(parameter.grad, reduced=not self.at_boundary and not units)
         return found
 
     def resident(self) -> Iterable[Resident]:
-        return module_tensors(self._module, self._optimizers, device=self._device, wrapper=self._wrapper)
+        return module_tensors(self.module, self.stepping, device=self.device, wrapper=self.wrapper)
 
     def unsharded(self) -> Iterable[Resident]:
-        return unsharded(self._module)
+        return unsharded(self.module)

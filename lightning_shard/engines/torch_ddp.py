@@ -86,7 +86,7 @@ class TorchDDP(StepsOwnParameters):
         # Where Lightning's DDP leaves it.
         self._closing.callback(module.cpu)
         prepare_replica(module, device=run.device, seed=run.seed)
-        for undo in transforms.apply():
+        for undo in transforms():
             self._closing.callback(undo)
         self._upcast = cast_trainable_parameters(module, run.policy.master)
         if run.fitting:

@@ -69,31 +69,23 @@ class ForwardOptions:
         return self.activation_checkpointing is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transforms:
-    """The modules whose forward is to be changed, all of them found."""
+def find_transforms(
+    root: nn.Module, units: list[Unit], options: ForwardOptions
+) -> Callable[[], list[Callable[[], None]]]:
+    """What changes the modules that ``options`` mean, all of them found; WrappingError: there are none.
 
-    checkpointed: list[nn.Module]
-    compiled: list[nn.Module]
-    spec: Checkpointing
-
-    def apply(self) -> list[Callable[[], None]]:
-        """Change them; returns functions that take it back, to be called from the last to the first."""
-        undo = [checkpoint_forward(module, self.spec) for module in self.checkpointed]
-        # Outside of it, so that the compiler sees what is recomputed.
-        return undo + [compile_forward(module) for module in self.compiled]
-
-
-def find_transforms(root: nn.Module, units: list[Unit], options: ForwardOptions) -> Transforms:
-    """Look up the modules that ``options`` mean; WrappingError: there are none."""
+    It returns functions that take the changes back, to be called from the last to the first.
+    """
     spec = options.activation_checkpointing
+    checkpointed = checkpointed_modules(root, units, spec)
     compiled = [m for unit in units for m in unit.modules] if options.compile else []
     if options.compile and not compiled:
         raise WrappingError(
             "compile goes by shard units, but the model has none below its root. Set units where the strategy has "
             "them, or call torch.compile in configure_model."
         )
-    return Transforms(checkpointed=checkpointed_modules(root, units, spec), compiled=compiled, spec=spec)
+    # Outside of it, so that the compiler sees what is recomputed.
+    return lambda: [*(checkpoint_forward(m, spec) for m in checkpointed), *(compile_forward(m) for m in compiled)]
 
 
 def compile_forward(module: nn.Module) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.zero import process
 from lightning_shard.engines.zero.config import fields
 from lightning_shard.engines.zero.config.checks import check_fields
-from lightning_shard.engines.zero.config.merging import effective
+from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.engines.zero.engine import Zero
 from lightning_shard.errors import ConfigurationError
@@ -70,7 +70,7 @@ class ShardDeepSpeedStrategy(ShardStrategy):
         )
         settings = CommonSettings(mesh=mesh or MeshConfig(), **common)
         check_fields(self._fields, settings.aligned)
-        stage_number = effective(self._fields).stage
+        stage_number = effective(merge(self._fields, [])).stage
         if settings.compile and stage_number == 3:
             raise ConfigurationError(
                 "compile is true with stage 3, but there DeepSpeed gathers parameters in hooks inside of each block, "

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import transforms
 from lightning_shard.engines.resident import module_tensors
-from lightning_shard.engines.transforms import Checkpointing, Transforms, checkpoint_forward, is_kept
+from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, compile_forward, is_kept
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.run.compiling import Compiled, complaint
@@ -214,10 +214,10 @@ def test_each_class_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     blocks = [kind() for kind in (Block, Other, Third) for _ in range(3)]
     signature = inspect.signature(blocks[0].forward)
-    undo = Transforms(checkpointed=[], compiled=blocks[:1], spec=None).apply()
+    undo = [compile_forward(blocks[0])]
     assert inspect.signature(blocks[0].forward) == signature
     undo.pop()()
-    undo = Transforms(checkpointed=blocks, compiled=blocks, spec="units").apply()
+    undo = [*(checkpoint_forward(block, "units") for block in blocks), *map(compile_forward, blocks)]
 
     def run(batch: int, time: int) -> None:
         x = torch.randn(batch, time, WIDTH, requires_grad=True)

@@ -24,9 +24,9 @@ from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
 from lightning_shard.engines.zero import layout, offload, partition, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_policy, loss_scaling_from
+from lightning_shard.engines.zero.config.checks import check_policy, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
-from lightning_shard.engines.zero.config.merging import effective
+from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
@@ -34,7 +34,7 @@ from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.engines.zero.written import WatchedUses, Written
-from lightning_shard.errors import ConfigurationError, PrecisionError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD, MeshConfig, resolve_mesh
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
@@ -69,7 +69,7 @@ class Zero:
         self._forward_options = forward
         self._mesh = mesh
         self._connection = connection
-        self._effective = effective(fields)
+        self._effective = effective(merge(fields, []))
         self._stage = self._effective.stage
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
@@ -96,17 +96,12 @@ class Zero:
                 "replicated over nodes, was removed, and hpZ (zero_plus_plus.hpz_partition_size) replicates parameters "
                 "alone. Use shard_fsdp_hybrid, or remove replicate."
             )
-        check_policy(self._fields, run.policy, run.aligned)
-        if self._stage == 0 and run.policy.compute != torch.float32:
-            raise PrecisionError(
-                f"precision is {run.precision!r} with DeepSpeed stage 0, which sums and reduces gradients in 16 bits "
-                "there. Use shard_ddp, which replicates everything as well and runs every precision, or '32-true'."
-            )
+        check_policy(self._effective, run)
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         communicated = self._effective.communication_data_type
         policy = base if communicated is None else replace(base, reduce=DTYPES[communicated])
-        loss_scale = loss_scaling_from(self._fields.config)
+        loss_scale = loss_scaling_of(merge(self._fields, []).get("fp16", {}))
         if policy.loss_scale is None or loss_scale is None or loss_scale_given:
             return policy
         return replace(policy, loss_scale=loss_scale)
@@ -143,7 +138,7 @@ class Zero:
         if policy.compute != torch.float32:
             # First, so that what checkpointing runs again in backward has the casts in it.
             self._closing.callback(install_casts(module, policy.compute, output=policy.output, float8=policy.float8))
-        for undo in transforms.apply():
+        for undo in transforms():
             self._closing.callback(undo)
         self._values = Values(module)
         self._closing.callback(self._values.unround)
@@ -305,16 +300,16 @@ class Zero:
     def tensors(self) -> EngineTensors:
         if self._running is not None and self._running.groups:
             return FlatTensors(
-                self._module,
-                self._running,
-                self._values,
-                self._parameters,
+                module=self._module,
+                running=self._running,
+                values=self._values,
+                parameters=self._parameters,
                 whole=self._whole,
                 several=self._several,
                 device=self._run.device,
             )
         live = self._values.tensors(self._running)
-        return ModuleTensors(self._module, self._optimizers, device=self._run.device, masters=live)
+        return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._run.automatic:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,18 +38,17 @@ def require_tested_version() -> None:
 class Connection:
     """What DeepSpeed may change in the process, as it was before."""
 
-    functions: tuple[Callable[[], None], ...]
-    others: tuple[Callable[[], None], ...]
+    functions: Mapping[str, Any]  # Those of ``torch.nn.functional``.
+    others: ExitStack
 
     def restore_functions(self) -> None:
         """Restore ``torch.nn.functional``: what DeepSpeed's ``zero.Init`` leaves there rounds otherwise."""
-        for restore in self.functions:
-            restore()
+        vars(functional).update(self.functions)
 
     def undo(self) -> None:
         """Give the process back as it was."""
-        for restore in (*self.functions, *self.others):
-            restore()
+        self.restore_functions()
+        self.others.close()
 
 
 def connect(device: torch.device, *, backend: str, local_rank: int, local_size: int, timeout: timedelta) -> Connection:
@@ -61,24 +61,22 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     """
     import deepspeed
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.utils import groups, logger
 
     _require_private_names()
-    level = logger.level
-    connection = Connection(
-        functions=(_restoring(functional, "linear"), _restoring(functional, "embedding")),
-        others=(
-            _restoring_environment("LOCAL_SIZE"),
-            _restoring_environment("LOCAL_RANK"),
-            _restoring_modules_in_forward(),
-            _forget_releases,
-            lambda: logger.setLevel(level),
-            _restoring(deepspeed.DeepSpeedEngine, "_broadcast_model"),
-            lambda: vars(comm.cdb).pop("new_group", None),
-        ),
-    )
+    functions, others = {name: getattr(functional, name) for name in ("linear", "embedding")}, ExitStack()
+    others.callback(logger.setLevel, logger.level)
+    others.callback(os.environ.update, {name: os.environ[name] for name in _VARIABLES if name in os.environ})
+    for name in _VARIABLES:
+        others.callback(os.environ.pop, name, None)
+    others.callback(_forget_modules, len(parameter_offload.FWD_MODULE_STACK))
+    others.callback(_forget_releases)
+    engine: Any = deepspeed.DeepSpeedEngine
+    others.callback(setattr, engine, "_broadcast_model", engine._broadcast_model)
+    others.callback(lambda: vars(comm.cdb).pop("new_group", None))
     # `prepare_replica` made the ranks equal; this fails for parameters without a dimension.
-    deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
+    engine._broadcast_model = lambda engine: None
     # DeepSpeed tells of every buffer that it makes.
     logger.setLevel(logging.WARNING)
     os.environ["LOCAL_SIZE"] = str(local_size)
@@ -91,7 +89,10 @@ def connect(device: torch.device, *, backend: str, local_rank: int, local_size: 
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     _connected["group"] = dist.group.WORLD
     comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
-    return connection
+    return Connection(functions, others)
+
+
+_VARIABLES = ("LOCAL_SIZE", "LOCAL_RANK")
 
 
 def _require_private_names() -> None:
@@ -103,24 +104,19 @@ def _require_private_names() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import groups
 
-    tested = ", ".join(TESTED)
-    require(
-        deepspeed.DeepSpeedEngine,
-        "_backward_prologue _backward_prologue_per_tensor _broadcast_model _running_engine_backward",
-        tested=tested,
-    )
-    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
-    require(OpBuilder, "_loaded_ops", tested=tested)
-    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
-    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies", tested=tested)
-    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer", tested=tested)
-    require(
-        DeepSpeedZeroOptimizer_Stage3,
-        "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters _prepare_sub_group"
-        " _reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup",
-        tested=tested,
-    )
-    require(groups, "_release_process_group_references", tested=tested)
+    for owner, names in {
+        deepspeed.DeepSpeedEngine: "_backward_prologue _backward_prologue_per_tensor _broadcast_model"
+        " _running_engine_backward",
+        deepspeed.zero.Init: "_convert_to_deepspeed_param _enable_mem_efficient_linear",
+        OpBuilder: "_loaded_ops",
+        OptimizerSwapper: "_get_param_swap_info _io_aligned_numel",
+        DeepSpeedZeroOptimizer: "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer"
+        " _wait_for_offload_copies",
+        DeepSpeedZeroOptimizer_Stage3: "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters"
+        " _prepare_sub_group _reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup",
+        groups: "_release_process_group_references",
+    }.items():
+        require(owner, names, tested=", ".join(TESTED))
 
 
 _connected: dict[str, object] = {}
@@ -166,29 +162,11 @@ def _cpu_accelerator() -> Any:
     return CPU()
 
 
-def _restoring(owner: object, name: str) -> Callable[[], None]:
-    value = getattr(owner, name)
-    return lambda: setattr(owner, name, value)
-
-
-def _restoring_environment(name: str) -> Callable[[], None]:
-    value = os.environ.get(name)
-
-    def restore() -> None:
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-    return restore
-
-
-def _restoring_modules_in_forward() -> Callable[[], None]:
+def _forget_modules(length: int) -> None:
+    """Take modules off DeepSpeed's stack: stage 3 puts there each that it was given, and never takes it out again."""
     from deepspeed.runtime.zero import parameter_offload
 
-    # Stage 3 puts every module that it was given there and never takes it out again.
-    length = len(parameter_offload.FWD_MODULE_STACK)
-    return lambda: parameter_offload.FWD_MODULE_STACK.__delitem__(slice(length, None))
+    del parameter_offload.FWD_MODULE_STACK[length:]
 
 
 def _forget_releases() -> None:

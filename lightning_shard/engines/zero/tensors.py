@@ -1,6 +1,7 @@
 """The live tensors of a run whose optimizer steps flat partitions, stages 1 to 3 in a fit, and those of its engine."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,75 +17,62 @@ from lightning_shard.engines.zero.values import Values
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, LiveTensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FlatTensors:
     """See `lightning_shard.engines.engine.EngineTensors`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        running: Running,
-        values: Values,
-        parameters: Sequence[Tensor],
-        *,
-        whole: WholeSteps | None,
-        several: SeveralOptimizers | None,
-        device: torch.device,
-    ) -> None:
-        """``parameters`` are the module's, listed while no forward ran.
-
-        Stage 3 gathers what is read off a module in the middle of its forward, and takes it for a parameter that the
-        module needs from then on.
-        """
-        self._several = several
-        self._module = module
-        self._running = running
-        self._values = values
-        self._parameters = parameters
-        self._whole = whole
-        self._device = device
+    module: nn.Module
+    running: Running
+    values: Values
+    # The module's, listed while no forward ran: stage 3 gathers what is read off a module in the middle of its forward,
+    # and takes it for a parameter that the module needs from then on.
+    parameters: Sequence[Tensor]
+    whole: WholeSteps | None
+    several: SeveralOptimizers | None
+    device: torch.device
 
     @property
     def zero(self) -> Any:
         """DeepSpeed's optimizer around the user's."""
-        return self._running.zero
+        return self.running.zero
 
     def masters(self) -> Mapping[str, LiveTensor]:
-        return self._values.tensors(self._running)
+        return self.values.tensors(self.running)
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        assert self._running.optimizer is not None
-        if self._several is not None:
-            return [whole.owned() for whole in self._several.all()]
-        if self._whole is not None:
-            return [self._whole.owned()]
-        return [FlatOptimizer(optimizer=self._running.optimizer, groups=self._running.groups)]
+        assert self.running.optimizer is not None
+        if self.several is not None:
+            return [whole.owned() for whole in self.several.all()]
+        if self.whole is not None:
+            return [self.whole.owned()]
+        return [FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)]
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        if self._several is not None:
-            return self._several.whole(optimizer).stepped()
-        if self._whole is not None:
-            return self._whole.stepped()
-        return [(m.fqn, group.flat) for group in self._running.groups for m in group.members if m.stepped]
+        if self.several is not None:
+            return self.several.whole(optimizer).stepped()
+        if self.whole is not None:
+            return self.whole.stepped()
+        return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
-        if self._several is not None:
-            return self._several.gradient(fqn)
-        if not self._running.pending:
+        if self.several is not None:
+            return self.several.gradient(fqn)
+        if not self.running.pending:
             return None
-        return layout.gradient_of(self.zero, self._running.groups, fqn)
+        return layout.gradient_of(self.zero, self.running.groups, fqn)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        if self._several is not None:
-            return self._several.gradients(optimizer)
-        return layout.reduced_gradients(self.zero) if self._running.pending else []
+        if self.several is not None:
+            return self.several.gradients(optimizer)
+        return layout.reduced_gradients(self.zero) if self.running.pending else []
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names: dict[Tensor, str] = {p: n for n, p in self._module.named_parameters() if p.requires_grad}
-        return dict(layout.accumulated(self.zero, self._running.groups, names, begin))
+        names: dict[Tensor, str] = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        return dict(layout.accumulated(self.zero, self.running.groups, names, begin))
 
     def resident(self) -> Iterator[Resident]:
         """Those in files are the ones mapped between steps."""
-        zero, parameters, device = self.zero, self._parameters, self._device
+        zero, parameters, device = self.zero, self.parameters, self.device
         stage_3 = layout.kind(zero) == layout.STAGE_3
         for parameter in parameters:
             yield from _parameter(parameter, device=device, offloaded=stage_3 and zero.offload_param)
@@ -94,7 +82,7 @@ class FlatTensors:
             id(flat): "nvme" if swapping.is_swapped(zero, index) else stepping for index, flat in enumerate(flats)
         }
         yield from (Resident("masters", memories[id(flat)], flat) for flat in flats)
-        yield from (Resident("masters", "host", part.data) for part in self._values.kept.values())
+        yield from (Resident("masters", "host", part.data) for part in self.values.kept.values())
         yield from (Resident("gradients", "device", p.grad) for p in parameters if p.grad is not None)
         # Full, sharded, or a buffer that accumulates shards: by the kind of DeepSpeed's optimizer.
         buffered = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
@@ -102,11 +90,11 @@ class FlatTensors:
             yield Resident("gradients", stepping, tensor)
         yield from (Resident("gradients", stepping, flat.grad) for flat in flats if flat.grad is not None)
         yield from optimizer_tensors([zero.optimizer], lambda stepped, _: memories.get(id(stepped), stepping))
-        yield from buffers(self._module, device=device)
+        yield from buffers(self.module, device=device)
         yield from _staging(zero, parameters, device=device)
 
     def unsharded(self) -> Iterable[Resident]:
-        return gathered(self._parameters)
+        return gathered(self.parameters)
 
 
 def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:

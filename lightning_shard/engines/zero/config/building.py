@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_shard.engines.zero.config.checks import CONTRACT, RULE, check_policy
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
-from lightning_shard.engines.zero.config.merging import ZERO, merge, raise_problems
+from lightning_shard.engines.zero.config.merging import ZERO, effective, merge, raise_problems
 from lightning_shard.engines.zero.config.reading import AUTO, get, put
 from lightning_shard.engines.zero.config.sections import differ, resolve_sections
 from lightning_shard.errors import ConfigurationError
@@ -32,7 +32,7 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]
     problems: list[str] = []
     config = merge(fields, problems)
     raise_problems(problems, RULE)
-    check_policy(fields, facts.policy, facts.aligned)
+    check_policy(effective(config), facts)
     _batch(config, facts, problems)
     _clipping(config, facts, problems)
     _precision(config, facts, problems)
@@ -105,8 +105,7 @@ def _clipping(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> N
 
 def _precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
     """The sections ``fp16``, ``bf16`` and ``data_types``, and the dtype of the network, by the policy."""
-    policy, stage = facts.policy, get(config, f"{ZERO}.stage")
-    compute = short(policy.compute)
+    policy, compute = facts.policy, short(facts.policy.compute)
     for section in ("fp16", "bf16"):
         given = get(config, f"{section}.enabled")
         if given not in (None, AUTO) and given != (compute == section):
@@ -122,23 +121,20 @@ def _precision(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> 
                 f"{path} is {str(given).lower()}, but the Trainer's precision keeps masters in {short(policy.master)}:"
                 f" 16-bit masters are precision {wanted!r}"
             )
-    # Under stage 0 a low-memory module is cast beforehand, and DeepSpeed must not know of it.
-    flagged = compute != "fp32" and not (low and stage == 0)
     bf16 = config.pop("bf16", {})
     config.pop("fp16", None)
-    if flagged and compute == "fp16":
+    if compute == "fp16":
         # The scale is this package's: 1.0 is static, and multiplies by nothing.
         config["fp16"] = {"enabled": True, "loss_scale": 1.0, "fp16_master_weights_and_grads": low}
-    elif flagged:
+    elif compute == "bf16":
         # A step with inf or NaN is skipped on no engine unless a loss scale is there to be lowered.
         config["bf16"] = {"check_grad_overflow": False, "bf16_optimizer_states": low, **bf16}
         config["bf16"].update(enabled=True, bf16_master_weights_and_grads=low)
-    _data_types(config, facts, compute if flagged else "fp32", problems)
+    _data_types(config, facts, problems)
 
 
-def _data_types(config: dict[str, Any], facts: RunFacts, model: str, problems: list[str]) -> None:
-    """``model`` is the dtype that DeepSpeed takes the module for."""
-    types = config.setdefault("data_types", {})
+def _data_types(config: dict[str, Any], facts: RunFacts, problems: list[str]) -> None:
+    model, types = short(facts.policy.compute), config.setdefault("data_types", {})
     given = _dtype_name(types.get("param_dtype"))
     if given not in (None, model):
         problems.append(f"data_types.param_dtype is {given!r}, but the Trainer's precision computes in {model}")

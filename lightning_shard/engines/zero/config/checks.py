@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.keys import Section, known_keys
-from lightning_shard.engines.zero.config.merging import ZERO, effective_of, merge, raise_problems
-from lightning_shard.engines.zero.config.reading import AUTO, canonical, get, read_config
+from lightning_shard.engines.zero.config.merging import ZERO, Effective, effective, merge, raise_problems
+from lightning_shard.engines.zero.config.reading import AUTO, get
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
-from lightning_shard.precision.policy import PrecisionPolicy, short
+from lightning_shard.precision.policy import short
 
 SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
@@ -36,11 +37,6 @@ def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
         if aligned:
             _check_contract(merged, problems)
     raise_problems(problems, RULE)
-
-
-def loss_scaling_from(config: str | dict[str, Any] | None) -> LossScaling | None:
-    """The loss scale that ``config`` asks for in its ``fp16`` section, as `loss_scaling_of`; None: the default one."""
-    return loss_scaling_of(canonical(read_config(config), []).get("fp16", {}))
 
 
 def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
@@ -100,7 +96,7 @@ def _check_by_models(content: dict[str, Any], section: Section, path: str, probl
 
 
 def _check_stage(merged: dict[str, Any], problems: list[str]) -> None:
-    asked = effective_of(merged)
+    asked = effective(merged)
     stage, zero = asked.stage, merged[ZERO]
     if asked.parameter_device != "none" and stage < 3:
         problems.append(
@@ -215,16 +211,17 @@ def _check_contract(merged: dict[str, Any], problems: list[str]) -> None:
         problems.append(f"{path} is {value!r} under aligned, but the contract is: {rule}. {fix}")
 
 
-def check_policy(fields: DeepSpeedFields, policy: PrecisionPolicy, aligned: bool) -> None:
-    """Refuse a precision that DeepSpeed can't do with these fields, before training (PrecisionError)."""
-    asked = effective_of(merge(fields, []))
-    if asked.stage == 0 and aligned and policy.compute != policy.master:
+def check_policy(asked: Effective, run: PlannedRun) -> None:
+    """Refuse a precision that DeepSpeed can't do with these settings, before training (PrecisionError)."""
+    policy = run.policy
+    if asked.stage == 0 and short(policy.compute) != "fp32":
         raise PrecisionError(
-            f"compute is {short(policy.compute)} with DeepSpeed stage 0 under aligned, but there DeepSpeed sums "
-            "gradients in the compute dtype. Use shard_ddp_aligned, which is the same without that, or '32-true'."
+            f"precision is {run.precision!r} with DeepSpeed stage 0, which sums and reduces gradients in 16 bits "
+            f"there. Use shard_ddp{'_aligned' if run.aligned else ''}, which replicates everything as well and runs "
+            "every precision, or '32-true'."
         )
     low_fp16 = policy.is_low_memory and short(policy.master) == "fp16"
-    if low_fp16 and asked.stage > 0 and asked.optimizer_device == "none":
+    if low_fp16 and asked.optimizer_device == "none":
         raise PrecisionError(
             f"masters are fp16 with DeepSpeed stage {asked.stage}, but DeepSpeed keeps fp16 masters only with the "
             "optimizer offloaded, under DeepSpeedCPUAdam. Use shard_deepspeed_stage_2_offload or "

@@ -140,32 +140,16 @@ class ZeroPlusPlus:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFields:
-    """All that a user sets; ``ShardDeepSpeedStrategy`` makes it from its arguments."""
+    """All that a user sets; see ``ShardDeepSpeedStrategy``, which makes it from its arguments."""
 
     stage: Literal[0, 1, 2, 3] | None = None
-    """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. None: what ``config`` says,
-    and else 2."""
-
     offload_optimizer: OptimizerOffload | None = None
-    """Optimizer state on the host or on NVMe."""
-
     offload_parameters: ParameterOffload | None = None
-    """Parameters on the host or on NVMe; stage 3 only."""
-
     buckets: ZeroBuckets = field(default_factory=ZeroBuckets)
-    """Sizes and forms of the collectives."""
-
     stage3: Stage3Options = field(default_factory=Stage3Options)
-    """Gathering of parameters in stage 3."""
-
     zero_plus_plus: ZeroPlusPlus = field(default_factory=ZeroPlusPlus)
-    """ZeRO++: less traffic in stage 3."""
-
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
-    """Dtype in which gradients cross the network. None: the precision policy's."""
-
     config: str | dict[str, Any] | None = None
-    """A DeepSpeed configuration: the path of a JSON file, or its content. The other fields are merged into it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,13 +81,8 @@ def merge(fields: DeepSpeedFields, problems: list[str]) -> dict[str, Any]:
     return merged
 
 
-def effective(fields: DeepSpeedFields) -> Effective:
-    """What the fields ask for; they have passed `check_fields`."""
-    return effective_of(merge(fields, []))
-
-
-def effective_of(merged: dict[str, Any]) -> Effective:
-    """The same of what `merge` gave."""
+def effective(merged: dict[str, Any]) -> Effective:
+    """What the result of `merge` asks for, where it had no problems."""
     dtype = get(merged, "communication_data_type")
     return Effective(
         stage=get(merged, f"{ZERO}.stage"),

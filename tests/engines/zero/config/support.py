@@ -13,9 +13,11 @@ from deepspeed.runtime import config as library
 
 from lightning_shard.engines.engine import TrainerFacts
 from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
-from lightning_shard.engines.zero.config.checks import check_fields
+from lightning_shard.engines.zero.config.checks import check_fields, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, RunFacts
+from lightning_shard.engines.zero.config.merging import merge
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.precision.loss_scale import LossScaling
 from lightning_shard.precision.policy import policy_from
 
 FILES = Path(__file__).parent / "files"
@@ -54,6 +56,11 @@ def refusal(config: Mapping[str, Any] | str, *, aligned: bool = False, **typed: 
     with pytest.raises(ConfigurationError) as caught:
         check_fields(DeepSpeedFields(config=config, **typed), aligned)
     return str(caught.value)
+
+
+def loss_scaling(config: Any) -> LossScaling | None:
+    """The loss scale that a configuration asks for."""
+    return loss_scaling_of(merge(DeepSpeedFields(config=config), []).get("fp16", {}))
 
 
 def contradiction(config: Mapping[str, Any], facts: RunFacts) -> str:

@@ -11,12 +11,13 @@ from deepspeed.runtime import config as library
 
 from lightning_shard.engines.zero.config import merging
 from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import CONTRACT, check_fields, check_policy, loss_scaling_from
+from lightning_shard.engines.zero.config.checks import CONTRACT, check_fields, check_policy
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, OptimizerOffload
+from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.loss_scale import LossScaling
-from lightning_shard.precision.policy import PRECISIONS, policy_from, short
-from tests.engines.zero.config.support import ZERO, accepted, contradiction, refusal, run_facts
+from lightning_shard.precision.policy import PRECISIONS, short
+from tests.engines.zero.config.support import ZERO, accepted, contradiction, loss_scaling, refusal, run_facts
 
 
 @pytest.mark.parametrize("path", sorted(CONTRACT))
@@ -69,23 +70,20 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
     check_fields(fields, aligned)
     facts = run_facts(precision, aligned=aligned)
     policy = facts.policy
-    if (stage == 0 and aligned and precision != "32-true") or (
-        precision == "16-true" and not aligned and stage and not offload
-    ):
-        named = "shard_ddp_aligned" if aligned else "shard_deepspeed_stage_2_offload"
+    if (stage == 0 and precision != "32-true") or (precision == "16-true" and not aligned and not offload):
+        named = ("shard_ddp_aligned" if aligned else "shard_ddp,") if stage == 0 else "shard_deepspeed_stage_2_offload"
         with pytest.raises(PrecisionError, match=named):
             deepspeed_config(fields, facts)
         return
     taken = accepted(deepspeed_config(fields, facts))
-    cast_beforehand = stage == 0 and policy.is_low_memory
-    assert taken.float16_config.enabled == (policy.compute == torch.float16 and not cast_beforehand)
-    assert taken.bfloat16_config.enabled == (policy.compute == torch.bfloat16 and not cast_beforehand)
+    assert taken.float16_config.enabled == (policy.compute == torch.float16)
+    assert taken.bfloat16_config.enabled == (policy.compute == torch.bfloat16)
     assert taken.communication_data_type == policy.reduce
     if stage:
         assert taken.grad_accum_dtype == short(policy.accumulate)
     else:
         assert taken.grad_accum_dtype is None
-    low = policy.is_low_memory and stage > 0
+    low = policy.is_low_memory
     assert taken.bfloat16_config.bf16_master_weights_and_grads == (low and policy.master == torch.bfloat16)
     assert taken.bfloat16_config.bf16_optimizer_states == (low and policy.master == torch.bfloat16)
     assert taken.float16_config.fp16_master_weights_and_grads == (low and policy.master == torch.float16)
@@ -101,9 +99,10 @@ def test_deepspeed_takes_every_precision(precision: str, stage: Any, offload: bo
 
 
 def test_a_precision_is_refused_before_the_run_is_known() -> None:
-    with pytest.raises(PrecisionError, match="stage 0 under aligned"):
-        check_policy(DeepSpeedFields(stage=0), policy_from("bf16-mixed", aligned=True), aligned=True)
-    check_policy(DeepSpeedFields(stage=0), policy_from("32-true", aligned=True), aligned=True)
+    asked = effective(merge(DeepSpeedFields(stage=0), []))
+    with pytest.raises(PrecisionError, match=r"DeepSpeed stage 0, .* Use shard_ddp_aligned,"):
+        check_policy(asked, run_facts("bf16-mixed", aligned=True))
+    check_policy(asked, run_facts("32-true", aligned=True))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +126,9 @@ def test_a_precision_is_refused_before_the_run_is_known() -> None:
         ),
         ({"data_types": {"param_dtype": "half"}}, "bf16-mixed", "data_types.param_dtype is 'fp16', but the Trainer's"),
         (
-            {"data_types": {"grad_accum_dtype": "fp32"}, ZERO: {"stage": 0}},
-            "bf16-mixed",
-            "grad_accum_dtype is 'fp32', but stage 0 sums gradients in bf16 only",
+            {"data_types": {"grad_accum_dtype": "bf16"}, ZERO: {"stage": 0}},
+            "32-true",
+            "grad_accum_dtype is 'bf16', but stage 0 sums gradients in fp32 only",
         ),
     ],
 )
@@ -141,15 +140,15 @@ def test_a_precision_that_contradicts_the_trainer(config: dict[str, Any], precis
 
 
 def test_loss_scales() -> None:
-    assert loss_scaling_from(None) is loss_scaling_from({"fp16": {"enabled": "auto"}}) is None
-    assert loss_scaling_from({"fp16": {"enabled": False, "loss_scale": 128}}) is None
+    assert loss_scaling(None) is loss_scaling({"fp16": {"enabled": "auto"}}) is None
+    assert loss_scaling({"fp16": {"enabled": False, "loss_scale": 128}}) is None
     given = {"loss_scale": "0", "initial_scale_power": 12, "loss_scale_window": "5e2", "hysteresis": 1}
-    assert loss_scaling_from({"fp16": {**given, "min_loss_scale": 2}}) == LossScaling(
+    assert loss_scaling({"fp16": {**given, "min_loss_scale": 2}}) == LossScaling(
         initial=4096, growth_interval=500, hysteresis=1, minimum=2
     )
     # DeepSpeed's own defaults, where a section says something and leaves something out.
     own = library.DeepSpeedConfig({"train_batch_size": 1}).float16_config
-    assert loss_scaling_from({"fp16": {"loss_scale": 0}}) == LossScaling(
+    assert loss_scaling({"fp16": {"loss_scale": 0}}) == LossScaling(
         initial=own.initial_dynamic_scale(),
         growth_interval=own.loss_scale_window,
         hysteresis=own.hysteresis,
@@ -171,4 +170,4 @@ def test_loss_scales() -> None:
 def test_loss_scales_without_an_equal(fp16: dict[str, Any], text: str) -> None:
     assert text in refusal({"fp16": {"enabled": True, **fp16}})
     with pytest.raises(ConfigurationError):
-        loss_scaling_from({"fp16": fp16})
+        loss_scaling({"fp16": fp16})

@@ -23,7 +23,7 @@ from lightning_shard.engines.zero.config.fields import (
     ZeroBuckets,
     ZeroPlusPlus,
 )
-from lightning_shard.engines.zero.config.merging import Effective, effective
+from lightning_shard.engines.zero.config.merging import Effective, effective, merge
 from tests.engines.zero.config.support import ZERO, accepted, refusal, run_facts
 
 TYPED: dict[str, tuple[DeepSpeedFields, Any]] = {
@@ -187,7 +187,7 @@ def test_fields_that_do_not_fit_each_other(typed: dict[str, Any], text: str) -> 
 
 
 def test_what_the_engine_is_built_by() -> None:
-    assert effective(DeepSpeedFields()) == Effective(
+    assert effective(merge(DeepSpeedFields(), [])) == Effective(
         stage=2,
         optimizer_device="none",
         parameter_device="none",
@@ -201,7 +201,7 @@ def test_what_the_engine_is_built_by() -> None:
         "optimizer": {"type": "AdamW"},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
-    assert effective(DeepSpeedFields(config=config)) == Effective(
+    assert effective(merge(DeepSpeedFields(config=config), [])) == Effective(
         stage=3,
         optimizer_device="none",
         parameter_device="cpu",

@@ -7,17 +7,17 @@ import json
 import pytest
 
 from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
-from lightning_shard.engines.zero.config.checks import check_fields, loss_scaling_from
+from lightning_shard.engines.zero.config.checks import check_fields
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
-from lightning_shard.engines.zero.config.merging import effective
+from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.precision.loss_scale import LossScaling
-from tests.engines.zero.config.support import FILES, ZERO, accepted, run_facts
+from tests.engines.zero.config.support import FILES, ZERO, accepted, loss_scaling, run_facts
 
 
 def test_a_zero_2_file_with_auto_values() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero2_fp16_auto.json"))
     check_fields(fields, aligned=True)
-    assert loss_scaling_from(fields.config) == LossScaling(initial=65536, growth_interval=1000, hysteresis=2)
+    assert loss_scaling(fields.config) == LossScaling(initial=65536, growth_interval=1000, hysteresis=2)
     facts = run_facts("16-mixed", world_size=4, accumulate_grad_batches=3, gradient_clip_val=1.0)
     config = deepspeed_config(fields, facts)
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (24, 2)
@@ -53,7 +53,7 @@ def test_a_zero_3_file_with_offload() -> None:
 def test_an_nvme_file_with_old_names() -> None:
     fields = DeepSpeedFields(config=str(FILES / "zero3_nvme.json"))
     check_fields(fields, aligned=False)
-    asked = effective(fields)
+    asked = effective(merge(fields, []))
     assert (asked.stage, asked.optimizer_device, asked.parameter_device) == (3, "nvme", "nvme")
     config = deepspeed_config(fields, run_facts())
     assert config["aio"]["intra_op_parallelism"] == 1
