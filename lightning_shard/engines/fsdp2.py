@@ -39,7 +39,8 @@ FORWARD_METHODS = ("encode", "generate")
 """Methods that run a model without ``forward``, by the names that are common."""
 
 _STATE = "_shard_state"
-"""Where a module keeps its `ShardedModule`, so that another Trainer can go on with it."""
+"""Where a module keeps what it was sharded with (mesh, policy, settings), and the trainable parameters that FSDP leaves
+alone, so that another Trainer can go on with it."""
 
 ApplyUnit = Callable[..., object]
 """``fully_shard``, or what takes its arguments: makes FSDP modules of a unit's module or modules."""
@@ -56,18 +57,6 @@ class UnitOptions:
     ignored_modules: tuple[str, ...] = ()
     find_unused_parameters: bool = False  # Whether ranks tell each other in every step which parameters they used.
     forward_methods: tuple[str, ...] = FORWARD_METHODS  # What runs a model besides ``forward``.
-
-
-@dataclass(kw_only=True)
-class ShardedModule:
-    """A module tree under FSDP2, and what is needed to go on with it in a later run."""
-
-    root: nn.Module
-    made_for: tuple[Any, ...]  # Mesh, policy and settings that it was sharded with.
-    # Trainable parameters outside of FSDP, full on every rank; their gradients are averaged before a step.
-    ignored: tuple[nn.Parameter, ...]
-    # FQNs of the parameters that were loaded in another dtype than the masters', with that dtype.
-    upcast: dict[str, torch.dtype]
 
 
 class FSDP2Engine(StepsOwnParameters, ABC):
@@ -98,7 +87,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
-        earlier: ShardedModule | None = module.__dict__.get(_STATE)
+        earlier = module.__dict__.get(_STATE)
         earlier_parameters.remember(module)
         refuse_sharded(module, self.strategy, by_fsdp=False)
         if run.fitting:
@@ -112,31 +101,94 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._closing.callback(forward.reshard, module)
         self._closing.callback(assign_in_place())
         if earlier is not None:
-            if earlier.made_for != made_for:
+            if earlier[0] != made_for:
                 raise ConfigurationError(
                     "The module was sharded by an earlier run of another strategy, precision or set of options, and "
                     "its parameters can't be put together in place. Build a new module, and load the earlier one's "
                     "checkpoint with ckpt_path."
                 )
-            self._sharded = earlier
-            forward.reshard(earlier.root)
+            self._ignored = earlier[1]
+            forward.reshard(module)
             self._watch_steps(module)
             return module
-        self._sharded = shard(
-            module,
-            run,
-            units=self._units,
-            forward_options=self._forward_options,
-            apply=self._applier(run),
-            made_for=made_for,
-        )
+        self._shard(module, run)
         earlier_parameters.follow_in_lists(module)
-        module.__dict__[_STATE] = self._sharded
-        self._upcast = self._sharded.upcast
+        module.__dict__[_STATE] = made_for, self._ignored
         self._watch_steps(module)
         forward.install_runner(module)
         forward.patch_methods(module, self._units.forward_methods)
         return module
+
+    def _shard(self, root: nn.Module, run: Run) -> None:
+        """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
+
+        A rank has its shards and at most one full unit at any time, for a model on the meta device from the start, for
+        one on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different ones.
+        A tree in which the user already applied ``fully_shard`` keeps its units. WrappingError, MaterializationError
+        and PrecisionError come before anything was changed.
+
+        In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over
+        a part of the model, and the rest need not be gathered and reduced with it.
+        """
+        policy, apply = run.policy, self._applier(run)
+        found = _users_units(root, policy)
+        if found is None:
+            found = find_units(root, self._units.units, with_children=not run.automatic)
+        elif any(rule.special for rule in unit_rules(self._units.units)):
+            raise WrappingError(
+                "units has entries with settings of their own, but configure_model applied fully_shard, whose units "
+                "stay. Pass these settings there, or leave the sharding to the strategy."
+            )
+        ignored_modules, ignored = ignored_parameters(root, self._units.ignored_modules)
+        transforms = find_transforms(root, found, self._forward_options)
+        materializer = Materializer(root, device=run.device, seed=run.seed)
+
+        # First, so that what checkpointing runs again in backward has the casts in it.
+        dtypes = computes(found, policy.compute)
+        if {policy.compute, *dtypes.values()} != {torch.float32}:
+            casting.install_casts(
+                root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
+            )
+            casting.round_scalars(root, policy.compute, dtypes)
+        else:
+            for module in ignored_modules:
+                casting.compute_in(module, torch.float32)
+        transforms()
+
+        def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
+            apply(
+                modules[0] if len(modules) == 1 else list(modules),
+                reshard_after_forward=reshard,
+                # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
+                # `install_casts`, which knows a batch's targets from a module's inputs.
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=compute, reduce_dtype=policy.reduce, cast_forward_inputs=False
+                ),
+                ignored_params=set(ignored()) or None,
+            )
+
+        prepare = _preparation(materializer, device=run.device)
+        children = set(root.children())
+        for unit in found:
+            prepare(unit.modules)
+            if isinstance(unit.modules[0], FSDPModule):
+                continue
+            outermost = not run.automatic and children.issuperset(unit.modules)
+            own = unit.rule.reshard_after_forward
+            reshard = False if outermost else self._units.reshard_after_forward if own is None else own
+            make(unit.modules, reshard, dtypes[unit.modules[0]])
+        prepare((root,))
+        if not isinstance(root, FSDPModule):
+            # None: torch keeps the root gathered between forward and backward, whatever the units do.
+            make((root,), None, policy.compute)
+        # Read after it, because it replaces parameters.
+        self._upcast = casting.cast_trainable_parameters(root, policy.master)
+        forward.gather_on_read(root)
+        below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
+        for below_root in below:
+            leave_inputs_alone(below_root)
+        _set_prefetch(below, self._units)
+        self._ignored = [p for p in ignored() if p.requires_grad]
 
     def _watch_steps(self, module: nn.Module) -> None:
         self._written = WrittenInSteps(module)
@@ -145,11 +197,11 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         self._closing.callback(self._same_units.close)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
-        earlier_parameters.follow(optimizers, self._sharded.root)
+        earlier_parameters.follow(optimizers, self._module)
         self._whole = {}
         for optimizer in optimizers:
             if needs_full_parameters(optimizer, self._run):
-                self._whole[id(optimizer)] = _whole_steps(optimizer, self._sharded.root, self._run)
+                self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
         self.steps_itself = bool(self._whole)
         self._look_at_usage()
         return super().engage(optimizers)
@@ -160,23 +212,23 @@ class FSDP2Engine(StepsOwnParameters, ABC):
         # In manual optimization each backward pass is over a part of the model.
         if self._run.fitting and self._run.automatic:
             always, compiled = self._units.find_unused_parameters, self._forward_options.compile
-            self._usage = UnitUsage(self._sharded.root, always=always, compiled=compiled)
+            self._usage = UnitUsage(self._module, always=always, compiled=compiled)
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with casting.scalars_rounded(self._sharded.root, self._run.policy.compute):
+            with casting.scalars_rounded(self._module, self._run.policy.compute):
                 output = step(*args, **kwargs)
             self._written.take_over()
             if self._usage is not None:
-                self._usage.watch(self._sharded.root)
+                self._usage.watch(self._module)
             return output
 
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
             with explained(self.strategy), self._same_units.step():
-                return forward.run(self._sharded.root, run, *args, **kwargs)
+                return forward.run(self._module, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
 
@@ -185,7 +237,7 @@ class FSDP2Engine(StepsOwnParameters, ABC):
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         if not self._run.automatic:
             # It starts inside the step, before FSDP saw the step's output.
-            forward.hook_loss(self._sharded.root, loss)
+            forward.hook_loss(self._module, loss)
             self._reshard_after_backward(True)
         with explained(self.strategy):
             call(loss)
@@ -195,24 +247,24 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             self._reshard_after_backward(False)
 
     def _reshard_after_backward(self, enabled: bool) -> None:
-        if isinstance(self._sharded.root, FSDPModule):
-            self._sharded.root.set_reshard_after_backward(enabled)
+        if isinstance(self._module, FSDPModule):
+            self._module.set_reshard_after_backward(enabled)
 
     def sync_gradients(self, enabled: bool) -> None:
-        root = self._sharded.root
+        root = self._module
         if self._at_boundary and isinstance(root, FSDPModule):
             root.set_requires_gradient_sync(enabled)
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         if begin:
             # Before its first pass FSDP has not seen which parameters were cast, and has no full ones.
-            forward.gather_each(self._sharded.root)
+            forward.gather_each(self._module)
         found = super().accumulated(begin)
         return found if self._usage is None else self._usage.usage.so_far(found, begin)
 
     def finish_gradients(self) -> None:
         with self._run.watch():
-            average_gradients(self._sharded.ignored, reduce_dtype=self._run.policy.reduce)
+            average_gradients(self._ignored, reduce_dtype=self._run.policy.reduce)
         if self._usage is not None:
             self._usage.finish()
 
@@ -224,10 +276,10 @@ class FSDP2Engine(StepsOwnParameters, ABC):
             )
         # FSDP reads `requires_grad` whenever it gathers.
         self._look_at_usage()
-        return self._sharded.root
+        return self._module
 
     def before_reading(self) -> None:
-        forward.reshard(self._sharded.root)
+        forward.reshard(self._module)
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
@@ -255,89 +307,6 @@ def _shard_of(fqn: str, parameter: DTensor, group: dict[str, Any]) -> Shard:
         gradient=gradient,
         group=group,
         tensor=parameter,
-    )
-
-
-def shard(
-    root: nn.Module,
-    run: Run,
-    *,
-    units: UnitOptions,
-    forward_options: ForwardOptions,
-    apply: ApplyUnit,
-    made_for: tuple[Any, ...] = (),
-) -> ShardedModule:
-    """Shard ``root`` in place over the run's mesh. Collective: all ranks call it.
-
-    A rank has its shards and at most one full unit at any time, for a model on the meta device from the start, for one
-    on the host as far as the run's device is concerned. Values of rank 0 win where ranks built different ones. A tree
-    in which the user already applied ``fully_shard`` keeps its units. WrappingError, MaterializationError and
-    PrecisionError come before anything was changed.
-
-    In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over a
-    part of the model, and the rest need not be gathered and reduced with it.
-    """
-    policy = run.policy
-    found = _users_units(root, policy)
-    if found is None:
-        found = find_units(root, units.units, with_children=not run.automatic)
-    elif any(rule.special for rule in unit_rules(units.units)):
-        raise WrappingError(
-            "units has entries with settings of their own, but configure_model applied fully_shard, whose units stay. "
-            "Pass these settings there, or leave the sharding to the strategy."
-        )
-    ignored_modules, ignored = ignored_parameters(root, units.ignored_modules)
-    transforms = find_transforms(root, found, forward_options)
-    materializer = Materializer(root, device=run.device, seed=run.seed)
-
-    # First, so that what checkpointing runs again in backward has the casts in it.
-    dtypes = computes(found, policy.compute)
-    if {policy.compute, *dtypes.values()} != {torch.float32}:
-        casting.install_casts(
-            root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
-        )
-        casting.round_scalars(root, policy.compute, dtypes)
-    else:
-        for module in ignored_modules:
-            casting.compute_in(module, torch.float32)
-    transforms()
-
-    def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
-        apply(
-            modules[0] if len(modules) == 1 else list(modules),
-            reshard_after_forward=reshard,
-            # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
-            # `install_casts`, which knows a batch's targets from a module's inputs.
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=policy.reduce, cast_forward_inputs=False),
-            ignored_params=set(ignored()) or None,
-        )
-
-    prepare = _preparation(materializer, device=run.device)
-    children = set(root.children())
-    for unit in found:
-        prepare(unit.modules)
-        if isinstance(unit.modules[0], FSDPModule):
-            continue
-        outermost = not run.automatic and children.issuperset(unit.modules)
-        own = unit.rule.reshard_after_forward
-        reshard = False if outermost else units.reshard_after_forward if own is None else own
-        make(unit.modules, reshard, dtypes[unit.modules[0]])
-    prepare((root,))
-    if not isinstance(root, FSDPModule):
-        # None: torch keeps the root gathered between forward and backward, whatever the units do.
-        make((root,), None, policy.compute)
-    # Read after it, because it replaces parameters.
-    upcast = casting.cast_trainable_parameters(root, policy.master)
-    forward.gather_on_read(root)
-    below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
-    for below_root in below:
-        leave_inputs_alone(below_root)
-    _set_prefetch(below, units)
-    return ShardedModule(
-        root=root,
-        made_for=made_for,
-        ignored=tuple(p for p in ignored() if p.requires_grad),
-        upcast=upcast,
     )
 
 

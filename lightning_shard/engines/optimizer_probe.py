@@ -7,7 +7,6 @@ several parameters can't be divided over ranks at all.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,17 +30,12 @@ _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.
 """DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
 
 
-class Needs(Enum):
-    """What an optimizer has to be given."""
-
-    SHARDS = "each element is stepped by itself"
-    FULL_PARAMETERS = "an element's step depends on others of its parameter"
-
-
 def probe(
     optimizer: Optimizer, shapes: Sequence[Sequence[Sequence[int]]], *, dtype: torch.dtype, aligned: bool, alone: bool
-) -> Needs:
-    """Step copies of ``optimizer`` on made-up tensors, full and in parts, together and apart. No communication.
+) -> bool:
+    """Whether an element's step depends on others of its parameter, so that shards can't be stepped. No communication.
+
+    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart.
 
     The optimizer and the global random number generators are left as they were. ``shapes`` are those of each group's
     full parameters, ``dtype`` that of the master weights. ``alone``: each rank steps all parameters, which may be
@@ -51,9 +45,9 @@ def probe(
     can't be tried.
     """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
-        return Needs.SHARDS
+        return False
     known = _found.setdefault(type(optimizer), {})
-    needs = Needs.SHARDS
+    full_parameters = False
     inner = [type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     for group, full in zip(optimizer.param_groups, shapes, strict=True):
         # What chooses what is computed: hyperparameters that are no numbers, and which numbers are 0.
@@ -64,18 +58,17 @@ def probe(
             kind = (ndim, dtype, aligned, alone, *inner, *sorted(flags.items()))
             if kind not in known:
                 known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone)
-            if known[kind] == Needs.FULL_PARAMETERS:
-                needs = Needs.FULL_PARAMETERS
-    return needs
+            full_parameters |= known[kind]
+    return full_parameters
 
 
-_found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], Needs]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
 """What the probes of this process found, by class and by the hyperparameters that are no plain numbers."""
 
 
 def _try(
     optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, aligned: bool, alone: bool
-) -> Needs:
+) -> bool:
     name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
     with torch.random.fork_rng(in_use()):
         copies = _Copies(optimizer, group, shape, dtype)
@@ -89,24 +82,22 @@ def _try(
             apart = copies.step([[0], [1]])
         except Exception as error:
             if alone:
-                return Needs.SHARDS
+                return False
             raise ConfigurationError(
                 f"{name} can't be tried on a tensor of shape {shape} ({type(error).__name__}: {error}), so that nobody "
                 "knows what it does to shards of a parameter. Use shard_ddp, or an optimizer that makes its state when "
                 "it steps and keeps its parameters in its groups alone."
             ) from error
         draws = not torch.equal(random, torch.get_rng_state())
-        if alone and copies.closure is not None:
-            return Needs.SHARDS
-        if alone and (draws or not all(map(_equal, full, apart))):
-            return Needs.FULL_PARAMETERS
+        if alone and (copies.closure is not None or draws or not all(map(_equal, full, apart))):
+            return copies.closure is None
         if draws and (aligned or dtype == torch.float32):
             raise ConfigurationError(
                 f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
                 "shard_ddp, or an optimizer that draws none."
             )
         if draws:
-            return Needs.SHARDS
+            return False
         if not all(map(_equal, full, apart)):
             raise ConfigurationError(
                 f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
@@ -114,13 +105,13 @@ def _try(
             )
         # The insides of a quantised state have other shapes than their parameter.
         if not copies.insides and (ndim == 0 or copies.same_in_parts(full[0])):
-            return Needs.SHARDS
+            return False
         if copies.closure is not None:
             raise ConfigurationError(
                 f"{name} needs full parameters and a closure that computes the loss again, but where parameters are "
                 "sharded it is called after backward, without one. Use shard_ddp."
             )
-        return Needs.FULL_PARAMETERS
+        return True
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

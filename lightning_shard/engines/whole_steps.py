@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Run
-from lightning_shard.engines.optimizer_probe import Needs, probe
+from lightning_shard.engines.optimizer_probe import probe
 from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, plain_slots
@@ -57,10 +57,8 @@ def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
         [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups
     ]
-    needs = probe(
-        optimizer, shapes, dtype=run.policy.master, aligned=run.planned.aligned, alone=run.mesh[SHARD].size() == 1
-    )
-    return needs == Needs.FULL_PARAMETERS
+    alone = run.mesh[SHARD].size() == 1
+    return probe(optimizer, shapes, dtype=run.policy.master, aligned=run.planned.aligned, alone=alone)
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -137,10 +135,10 @@ class WholeSteps:
         values = [shard.value() for shard in self._shards]
         gradients = {i: g for i, shard in enumerate(self._shards) if (g := shard.gradient()) is not None}
         buckets = list(self._buckets(values, gradients))
-        for bucket, full in _overlapped((b, self._to_owners(b, values, values)) for b in buckets):
+        for bucket, full in _overlapped((b, self._to_owners(b, values)) for b in buckets):
             for index, value in self._put_together(bucket, full):
                 self._owned[index].parameter.data = value
-        for bucket, full in _overlapped((b, self._to_owners(b, values, gradients)) for b in buckets):
+        for bucket, full in _overlapped((b, self._to_owners(b, gradients)) for b in buckets):
             for index, gradient in self._put_together(bucket, full):
                 self._owned[index].parameter.grad = gradient
         with self._in_place(), torch.enable_grad():
@@ -167,9 +165,7 @@ class WholeSteps:
                     yield bucket
                     bucket, elements = [], 0
 
-    def _to_owners(
-        self, bucket: Sequence[int], values: Sequence[Tensor], sent: Mapping[int, Tensor] | Sequence[Tensor]
-    ) -> Callable[[], Tensor]:
+    def _to_owners(self, bucket: Sequence[int], sent: Mapping[int, Tensor] | Sequence[Tensor]) -> Callable[[], Tensor]:
         """Send shards to the owners; the result waits for this rank's parameters', one rank's behind another's."""
         parts = [[sent[index] for index in owned_there] for owned_there in self._by_owner(bucket)]
         mine = [self._owned[index].lengths for index in self._own_of(bucket)]

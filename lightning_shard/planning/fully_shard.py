@@ -110,7 +110,7 @@ def _of_neighbours(values: Sequence[int], count: int) -> int:
 
 
 def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
-    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.fsdp2.shard`)."""
+    """Units are sharded one by one: a rank has its shards and one full unit (`lightning_shard.engines.fsdp2`)."""
     resident = step_memory(training, engine).step
     full = max(sum(p.numel * p.dtype.itemsize for p in members) for members in training.model.units.values())
     kinds = KindBytes(parameters=resident.device.parameters, buffers=resident.device.buffers, gathered=full)

@@ -1,7 +1,7 @@
 """The precision policy: which dtype is used where. Plain data, the same for every engine."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PrecisionPolicy:
     """Dtypes of one run.
 
-    Frozen parameters and torchmetrics states always keep the dtype that the model gave them; inside a forward the
-    parameters, trainable or frozen, are seen in ``compute``.
+    Frozen parameters, buffers and torchmetrics states always keep the dtype that the model gave them; inside a forward
+    the parameters, trainable or frozen, are seen in ``compute``.
 
     Raises:
         PrecisionError: fields that contradict each other, or that no engine can do; it names them.
@@ -46,9 +46,6 @@ class PrecisionPolicy:
     accumulate: torch.dtype
     """Dtype in which gradients of several micro-batches are summed: the master's where each is reduced, the
     reduction's where they wait for the boundary."""
-
-    buffers: torch.dtype | None = None
-    """Dtype of buffers; None, the only choice: each keeps the one that the model gave it."""
 
     output: torch.dtype | None = None
     """Dtype of what modules return to the LightningModule's own code; None: the compute dtype."""
@@ -76,12 +73,6 @@ class PrecisionPolicy:
                 f"accumulate is {short(self.accumulate)}, with master {short(self.master)} and reduce "
                 f"{short(self.reduce)}, but must be one of these two: DDP and FSDP sum gradients of micro-batches in "
                 "the master's dtype once reduced, and in that of the reduction before it."
-            )
-        if self.buffers is not None:
-            raise PrecisionError(
-                f"buffers is {short(self.buffers)}, but every engine here keeps each buffer in the dtype that the "
-                "model gave it: 16-bit rotary frequencies or running statistics are other numbers. Cast them in the "
-                "model if that is meant."
             )
         if self.output is not None:
             self._check("output", "compute", "modules return what they computed, or that widened")
@@ -132,12 +123,10 @@ class PrecisionPolicy:
 
     def text(self) -> str:
         """One line for logs and the checkpoint's manifest."""
-        absent = {"buffers": "as loaded", "output": short(self.compute), "autocast": ""}
-        shown = [
-            f"{f.name} {absent[f.name] if (value := getattr(self, f.name)) is None else short(value)}"
-            for f in fields(self)
-            if f.name not in ("loss_scale", "float8") and (f.name != "autocast" or self.autocast is not None)
-        ]
+        shown = [f"{name} {short(getattr(self, name))}" for name in ("compute", "master", "reduce", "accumulate")]
+        shown += ["buffers as loaded", f"output {short(self.output or self.compute)}"]
+        if self.autocast is not None:
+            shown.append(f"autocast {short(self.autocast)}")
         if self.loss_scale is not None:
             shown.append("loss scale dynamic")
         if self.float8 is not None:

@@ -104,19 +104,19 @@ def _require_private_names() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import groups
 
-    for owner, names in {
-        deepspeed.DeepSpeedEngine: "_backward_prologue _backward_prologue_per_tensor _broadcast_model"
-        " _running_engine_backward",
-        deepspeed.zero.Init: "_convert_to_deepspeed_param _enable_mem_efficient_linear",
-        OpBuilder: "_loaded_ops",
-        OptimizerSwapper: "_get_param_swap_info _io_aligned_numel",
-        DeepSpeedZeroOptimizer: "_get_compact_grad_partition_buffer _use_compact_grad_partition_buffer"
-        " _wait_for_offload_copies",
-        DeepSpeedZeroOptimizer_Stage3: "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters"
-        " _prepare_sub_group _reassign_or_swap_out_partitioned_parameters _swappable_optimizer_subgroup",
-        groups: "_release_process_group_references",
-    }.items():
-        require(owner, names, tested=", ".join(TESTED))
+    tested, engine = ", ".join(TESTED), deepspeed.DeepSpeedEngine
+    require(engine, "_backward_prologue _backward_prologue_per_tensor", tested=tested)
+    require(engine, "_broadcast_model _running_engine_backward", tested=tested)
+    require(deepspeed.zero.Init, "_convert_to_deepspeed_param _enable_mem_efficient_linear", tested=tested)
+    require(OpBuilder, "_loaded_ops", tested=tested)
+    require(OptimizerSwapper, "_get_param_swap_info _io_aligned_numel", tested=tested)
+    require(DeepSpeedZeroOptimizer, "_get_compact_grad_partition_buffer _wait_for_offload_copies", tested=tested)
+    require(DeepSpeedZeroOptimizer, "_use_compact_grad_partition_buffer", tested=tested)
+    stage_3 = DeepSpeedZeroOptimizer_Stage3
+    require(stage_3, "_get_norm_groups _offload_grad_partition_at_boundary _partition_all_parameters", tested=tested)
+    require(stage_3, "_prepare_sub_group _reassign_or_swap_out_partitioned_parameters", tested=tested)
+    require(stage_3, "_swappable_optimizer_subgroup", tested=tested)
+    require(groups, "_release_process_group_references", tested=tested)
 
 
 _connected: dict[str, object] = {}

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -133,8 +133,7 @@ _FIX = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Violation:
+class Violation(NamedTuple):
     """A tensor whose dtype is not what the contract says."""
 
     name: str
@@ -143,13 +142,8 @@ class Violation:
     required: str
 
     def text(self) -> str:
-        slot = self.stage.removeprefix(STATE)
-        where = _WHERE.get(self.stage) or f"in the optimizer's state {slot!r}"
+        where = _WHERE.get(self.stage) or f"in the optimizer's state {self.stage.removeprefix(STATE)!r}"
         return f"{self.name} is {self.found} {where}, required is {self.required}"
-
-    @property
-    def fix(self) -> str:
-        return _FIX.get(self.stage) or _FIX[STATE]
 
 
 def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
@@ -169,7 +163,7 @@ def violations(ledger: Ledger, policy: PrecisionPolicy) -> list[Violation]:
 
 
 def _violation(name: str, stage: str, found: torch.dtype, required: torch.dtype) -> Violation:
-    return Violation(name=name, stage=stage, found=short([found]), required=short([required]))
+    return Violation(name, stage, short([found]), short([required]))
 
 
 def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Violation]:
@@ -193,7 +187,8 @@ def _of_entry(name: str, entry: Entry, policy: PrecisionPolicy) -> Iterator[Viol
 def contract_error(found: Sequence[Violation], when: str) -> PrecisionContractError:
     """The error that names what ``violations`` found, the first ones of many."""
     shown = "; ".join(v.text() for v in found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    fix = _FIX.get(found[0].stage) or _FIX[STATE]
     return PrecisionContractError(
-        f"The aligned precision contract is broken {when}: {shown}. {found[0].fix}, or use the strategy's name without "
+        f"The aligned precision contract is broken {when}: {shown}. {fix}, or use the strategy's name without "
         "_aligned, which does not hold the contract."
     )
