@@ -107,7 +107,10 @@ class EngineTensors(Protocol):
 
 
 class Engine(Protocol):
-    """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order."""
+    """Shards, replicates or partitions a module, and steps it. All ranks call each method, in the same order.
+
+    Engines derive from it; what a method returns or does here holds where an engine has nothing else to do.
+    """
 
     name: str  # "ddp", "fsdp" or "deepspeed": what a checkpoint's manifest calls the engine.
     replicates: bool  # Whether parameters are plain tensors, full on every rank, in a fit.
@@ -118,18 +121,21 @@ class Engine(Protocol):
 
     def check(self, run: PlannedRun) -> None:
         """Refuse what can't work (ConfigurationError) before any process group, file or parameter is touched."""
+        return
 
     def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
         """The dtypes of a run, from those that the precision stands for.
 
         ``loss_scale_given`` says whether the user gave ``ShardPrecision`` a loss scale.
         """
+        return base
 
     def units(self, module: nn.Module) -> list[Unit]:
         """The shard units of a module with full parameters; they are also what is checkpointed and compiled."""
 
     def ignored_modules(self) -> Sequence[str]:
         """Class names of modules that are not sharded."""
+        return ()
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         """The engine as plain numbers, for the plan and the memory account; ``module`` is full, real or without data.
@@ -178,6 +184,7 @@ class Engine(Protocol):
 
     def finish_gradients(self) -> None:
         """At the accumulation boundary: reduce what backward did not."""
+        return
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         """`EngineTensors.gradients`, and the mesh over whose ranks plain ones are disjoint shards; None: they are full.
@@ -207,18 +214,22 @@ class Engine(Protocol):
 
     def before_reading(self) -> None:
         """Put what is stepped into the module, where forward left gathered parameters; no communication."""
+        return
 
     def before_saving(self) -> None:
         """Let every rank know which optimizer state there is on others."""
 
     def publish(self) -> None:
         """Let the next forward see what was written into `tensors`."""
+        return
 
     def resumed(self) -> None:
         """Optimizer state was loaded: follow it with what is in no tensor."""
+        return
 
     def notes(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of the engine for people to read, in plain values."""
+        return {}
 
     def close(self, *, failed: bool) -> None:
         """Give the module back; after a failure without communication, because other ranks may be anywhere."""

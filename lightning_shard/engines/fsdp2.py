@@ -5,7 +5,7 @@ forward whole, and FSDP's hooks lie outside of both, so that a unit is gathered 
 no graph holds a collective. Both act on ``module.forward``, so that no FQN gains a prefix.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ class UnitOptions:
     forward_methods: tuple[str, ...] = FORWARD_METHODS  # What runs a model besides ``forward``.
 
 
-class FSDP2Engine(StepsOwnParameters, ABC):
+class FSDP2Engine(StepsOwnParameters):
     """See `lightning_shard.engines.engine.Engine`; a subclass says how one unit is made."""
 
     name: str

@@ -15,17 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import accumulated_gradients
-from lightning_shard.engines.engine import Engaged, Run
+from lightning_shard.engines.engine import Engaged, Engine, Run
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps
-from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
 
-class StepsOwnParameters:
+class StepsOwnParameters(Engine):
     """Base of such engines; see `lightning_shard.engines.engine.Engine`."""
 
     steps_itself = False
@@ -57,12 +56,6 @@ class StepsOwnParameters:
     def settings(self) -> Mapping[str, Any]:
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
-    def policy(self, base: PrecisionPolicy, *, loss_scale_given: bool) -> PrecisionPolicy:
-        return base
-
-    def ignored_modules(self) -> Sequence[str]:
-        return ()
-
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         self._optimizers = optimizers
         return Engaged(optimizers=list(optimizers))
@@ -88,15 +81,6 @@ class StepsOwnParameters:
     def free_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-
-    def publish(self) -> None:
-        """Nothing to do: forward reads what is stepped."""
-
-    def resumed(self) -> None:
-        """Nothing to do: all state is in tensors."""
-
-    def notes(self) -> Mapping[str, Any]:
-        return {}
 
     def close(self, *, failed: bool) -> None:
         # What was prepared so far, in reverse order.

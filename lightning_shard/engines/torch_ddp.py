@@ -63,9 +63,6 @@ class TorchDDP(StepsOwnParameters):
     _options: DDPOptions
     _delayed_static_graph = False
 
-    def check(self, run: PlannedRun) -> None:
-        """Everything works on every number of processes."""
-
     def units(self, module: nn.Module) -> list[Unit]:
         return find_units(module, "auto")
 
@@ -165,18 +162,12 @@ class TorchDDP(StepsOwnParameters):
         if self._at_boundary and self._wrapped is not None:
             self._wrapped.require_backward_grad_sync = enabled
 
-    def finish_gradients(self) -> None:
-        """DDP's backward has reduced all."""
-
     def follow_freezing(self) -> nn.Module:
         # DDP reduces what was trainable when it was built.
         if self._wrapped is not None:
             _ddp.remove_hooks(self._wrapped)
         self._wrap()
         return self._module if self._wrapped is None else self._wrapped
-
-    def before_reading(self) -> None:
-        """Parameters are where they are stepped."""
 
 
 def prepare_replica(root: nn.Module, *, device: torch.device, seed: int) -> None:

@@ -117,12 +117,13 @@ def find_units(root: nn.Module, spec: UnitSpec, *, with_children: bool = False) 
             chosen.setdefault(module, rule)
     if with_children:
         chosen = {**dict.fromkeys(_nearest_with_forward(root), UnitRule(modules="auto")), **chosen}
-    units = _settle_shared(root, {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)})
-    found = [Unit(names=u.names, modules=u.modules, rule=chosen[u.modules[0]]) for u in units]
+    below = {fqn: m for fqn, m in _below(root).items() if m in chosen and _has_parameters(m)}
+    settled = [(names, tuple(below[fqn] for fqn in names)) for names in _settle_shared(root, below)]
+    found = [Unit(names=tuple(names), modules=modules, rule=chosen[modules[0]]) for names, modules in settled]
     kept = {m: unit.rule for unit in found for m in unit.modules}
-    for fqn, module in _below(root).items():
-        own = chosen.get(module)
-        if own is None or not _has_parameters(module) or kept.get(module, UnitRule(modules="auto")) == own:
+    for fqn, module in below.items():
+        own = chosen[module]
+        if kept.get(module, UnitRule(modules="auto")) == own:
             continue
         if own.special or (module in kept and kept[module].special):
             raise WrappingError(
@@ -281,8 +282,8 @@ def _nearest_with_forward(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[Unit]:
-    """Units out of ``modules`` such that every parameter has one home; see `find_units`."""
+def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[list[str]]:
+    """FQNs by unit, out of ``modules``, such that every parameter has one home; see `find_units`."""
     units = dict(modules)
     while True:
         groups: dict[str, set[str]] = {fqn: {fqn} for fqn in units}
@@ -297,7 +298,7 @@ def _settle_shared(root: nn.Module, modules: dict[str, nn.Module]) -> list[Unit]
             dropped |= {f for f in group if any(units[f] in _inside(units[other]) for other in group - {f})}
         ordered = [] if dropped else _inner_first(units, groups, dropped)
         if not dropped:
-            return [Unit(names=tuple(names), modules=tuple(units[n] for n in names)) for names in ordered]
+            return ordered
         # A dropped unit's parameters move to the next unit around it, which may bring new neighbours together.
         units = {fqn: module for fqn, module in units.items() if fqn not in dropped}
 

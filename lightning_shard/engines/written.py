@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.errors import ConfigurationError
@@ -113,9 +113,5 @@ def _has_its_values(full: Tensor, shard: DTensor) -> bool:
 
 
 def _own_part(full: Tensor, shard: DTensor) -> Tensor:
-    for axis, placement in enumerate(shard.placements):
-        if isinstance(placement, Shard):
-            parts = full.chunk(shard.device_mesh.size(axis), placement.dim)
-            rank = shard.device_mesh.get_local_rank(axis)
-            full = parts[rank] if rank < len(parts) else full.narrow(placement.dim, 0, 0)
-    return full
+    # Without a source each rank cuts what it has.
+    return distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None).to_local()

@@ -167,11 +167,8 @@ def policy_from(
 ) -> PrecisionPolicy:
     """The policy of a Trainer's ``precision`` string under the plain or the aligned form of a strategy.
 
-    Plain ``16-true`` has no loss scale: its gradients are fp16, and dividing them by the scale in fp16 would lose again
-    what the scale has saved. By default ``reduce`` is fp32, and under a plain ``-true`` string the parameters' own
-    dtype; ``output`` is fp32 where masters are, so that the loss is computed in fp32 as under autocast, else the
-    compute dtype; ``loss_scale`` is ``LossScaling()`` where a scale is used. ``autocast``: steps run under
-    ``torch.autocast`` on fp32 parameters, in place of casts at modules. ``float8``: how ``fp8-mixed`` multiplies.
+    What is None is as for ``ShardPrecision``, whose arguments these are. Plain ``16-true`` has no loss scale: its
+    gradients are fp16, and dividing them by the scale in fp16 would lose again what the scale has saved.
     ``at_boundary``: accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
 
     PrecisionError: another string, with the list of those that run; or overrides that can't be.

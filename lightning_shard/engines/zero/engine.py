@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from lightning_shard.engines import earlier_parameters
-from lightning_shard.engines.engine import Engaged, EngineTensors, PlannedRun, Run
+from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
@@ -43,7 +43,7 @@ from lightning_shard.tensors import masters
 from lightning_shard.tensors.flat import Accumulated
 
 
-class Zero:
+class Zero(Engine):
     """See `lightning_shard.engines.engine.Engine`.
 
     A fit begins with a plain module, whose parameters `engage` hands to DeepSpeed together with the optimizer. An
@@ -108,9 +108,6 @@ class Zero:
 
     def units(self, module: nn.Module) -> list[Unit]:
         return find_units(module, "auto")
-
-    def ignored_modules(self) -> Sequence[str]:
-        return ()
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         # Of a run that goes on, what DeepSpeed was given.
