@@ -7,6 +7,7 @@ several parameters can't be divided over ranks at all.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,16 +71,26 @@ def _try(
     optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, aligned: bool, alone: bool
 ) -> bool:
     name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
+    like = next((p for p in group["params"]), None)
+    device, generator = torch.device("cpu") if like is None else like.device, torch.Generator().manual_seed(0)
+
+    def made() -> Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    values, *different = [[made(), made()] for _ in range(1 + _STEPS)]
+    # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
+    gradients = [different[0], *different]
+    step = partial(_stepped, optimizer, group)
     with torch.random.fork_rng(in_use()):
-        copies = _Copies(optimizer, group, shape, dtype)
         random = torch.get_rng_state()
+        takes_closure = False
         try:
             try:
-                full = copies.step([[0, 1]])
+                full, insides = step(values, gradients)
             except TypeError:
-                copies.closure = lambda: torch.zeros((), device=copies.device)
-                full = copies.step([[0, 1]])
-            apart = copies.step([[0], [1]])
+                takes_closure, step = True, partial(step, closure=lambda: torch.zeros((), device=device))
+                full, insides = step(values, gradients)
+            apart = [step([values[i]], [[pair[i]] for pair in gradients])[0][0] for i in range(2)]
         except Exception as error:
             if alone:
                 return False
@@ -89,8 +100,8 @@ def _try(
                 "it steps and keeps its parameters in its groups alone."
             ) from error
         draws = not torch.equal(random, torch.get_rng_state())
-        if alone and (copies.closure is not None or draws or not all(map(_equal, full, apart))):
-            return copies.closure is None
+        if alone and (takes_closure or draws or not all(map(_equal, full, apart))):
+            return not takes_closure
         if draws and (aligned or dtype == torch.float32):
             raise ConfigurationError(
                 f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
@@ -104,9 +115,9 @@ def _try(
                 "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
             )
         # The insides of a quantised state have other shapes than their parameter.
-        if not copies.insides and (ndim == 0 or copies.same_in_parts(full[0])):
+        if not insides and (ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients])):
             return False
-        if copies.closure is not None:
+        if takes_closure:
             raise ConfigurationError(
                 f"{name} needs full parameters and a closure that computes the loss again, but where parameters are "
                 "sharded it is called after backward, without one. Use shard_ddp."
@@ -118,62 +129,40 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-class _Copies:
-    """Steps of copies of one group on two tensors with fixed values and gradients."""
+def _stepped(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    closure: Callable[[], Tensor] | None = None,
+) -> tuple[list[Tensor], bool]:
+    """``values`` after a step of a copy of ``optimizer`` with each of ``gradients``.
 
-    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype):
-        self._optimizer = optimizer
-        self._group = group
-        generator = torch.Generator().manual_seed(0)
-        like = next((p for p in group["params"]), None)
-        self.closure: Callable[[], Tensor] | None = None
-        self.insides = False  # Whether there is state in tensors with others inside.
-        self.device = device = torch.device("cpu") if like is None else like.device
+    And whether there is state in tensors with others inside.
+    """
+    tensors: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
+    copy = copy_of(optimizer, [_group_over(tensors, group)])
+    # Of the class: the instance's own may count calls for a schedule.
+    step: Any = type(copy).step
+    for each in gradients:
+        for tensor, gradient in zip(tensors, each, strict=True):
+            tensor.grad = gradient.clone()
+        step(copy, *([] if closure is None else [closure]))
+    return [tensor.detach() for tensor in tensors], any(map(has_tensors_inside, tensors_in(copy.state)))
 
-        def made() -> Tensor:
-            return torch.randn(tuple(shape), generator=generator).to(device=device, dtype=dtype)
 
-        self._values = [made(), made()]
-        different = [[made(), made()] for _ in range(_STEPS)]
-        # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
-        self._gradients = [different[0], *different]
-
-    def _copy(self, tensors: list[Tensor]) -> Optimizer:
-        return copy_of(self._optimizer, [_group_over(tensors, self._group)])
-
-    def _step(self, copy: Optimizer) -> None:
-        # Of the class: the instance's own may count calls for a schedule.
-        step: Any = type(copy).step
-        step(copy, *([] if self.closure is None else [self.closure]))
-
-    def step(self, together: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The two tensors after some steps, by a copy of the optimizer for each list of them."""
-        tensors = [torch.nn.Parameter(value.clone()) for value in self._values]
-        copies = [self._copy([tensors[i] for i in own]) for own in together]
-        for gradients in self._gradients:
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                tensor.grad = gradient.clone()
-            for copy in copies:
-                self._step(copy)
-        self.insides |= any(has_tensors_inside(tensor) for copy in copies for tensor in tensors_in(copy.state))
-        return [tensor.detach() for tensor in tensors]
-
-    def same_in_parts(self, full: Tensor) -> bool:
-        """Whether the first tensor gets the same values as 1-D parts, each by a copy of its own."""
-        bounds = [0, *_CUTS, full.numel()]
-        for begin, end in pairwise(bounds):
-            part = torch.nn.Parameter(self._values[0].view(-1)[begin:end].clone())
-            copy = self._copy([part])
-            try:
-                for gradients in self._gradients:
-                    part.grad = gradients[0].view(-1)[begin:end].clone()
-                    self._step(copy)
-            except Exception:
-                # It asks for more dimensions.
-                return False
-            if not _equal(part.detach(), full.view(-1)[begin:end]):
-                return False
-        return True
+def _same_in_parts(step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor]) -> bool:
+    """Whether a tensor that becomes ``full`` gets the same values as 1-D parts, each by a copy of its own."""
+    for begin, end in pairwise([0, *_CUTS, full.numel()]):
+        try:
+            own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
+            ((part,), _) = step([value.view(-1)[begin:end]], own)
+        except Exception:
+            # It asks for more dimensions.
+            return False
+        if not _equal(part, full.view(-1)[begin:end]):
+            return False
+    return True
 
 
 def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,20 +178,15 @@ def rests_at_zero(optimizer: Optimizer) -> bool:
     """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay."""
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False
+    value, gradients = torch.ones(3), [[torch.ones(3)], [torch.zeros(3)]]
     for group in optimizer.param_groups:
-        tensor = torch.nn.Parameter(torch.ones(3))
-        values = []
         try:
-            copy = copy_of(optimizer, [_group_over([tensor], group)])
-            step: Any = type(copy).step
-            for gradient in (torch.ones(3), torch.zeros(3)):
-                tensor.grad = gradient
-                step(copy)
-                values.append(tensor.clone())
+            (once,), _ = _stepped(optimizer, group, [value], gradients[:1])
+            (twice,), _ = _stepped(optimizer, group, [value], gradients)
         except Exception:
             # It can't be tried on a made-up tensor.
             return False
-        if not torch.equal(*values):
+        if not torch.equal(once, twice):
             return False
     return True
 
