@@ -334,15 +334,12 @@ def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, 
     before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties. Returns the FQN of each
     parameter that changed, with the dtype it had.
     """
-    names = {id(p): name for name, p in root.named_parameters()}
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    changed: dict[str, torch.dtype] = {}
+    names = {p: name for name, p in root.named_parameters()}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, parameter in list(_owners(root)):
         if not (parameter.requires_grad and parameter.is_floating_point()) or parameter.dtype == dtype:
             continue
-        if id(parameter) not in replaced:
-            # The old parameter is kept in the tuple so that its id is not given to another object meanwhile.
-            replaced[id(parameter)] = (parameter, nn.Parameter(parameter.detach().to(dtype)))
-            changed[names[id(parameter)]] = parameter.dtype
-        setattr(module, name, replaced[id(parameter)][1])
-    return changed
+        if parameter not in replaced:
+            replaced[parameter] = nn.Parameter(parameter.detach().to(dtype))
+        setattr(module, name, replaced[parameter])
+    return {names[parameter]: parameter.dtype for parameter in replaced}

@@ -133,9 +133,8 @@ class CommonSettings:
     @property
     def forward(self) -> ForwardOptions:
         """What changes the units' forward."""
-        spec = self.activation_checkpointing
-        names = class_names(spec) if isinstance(spec, list) else spec
-        return ForwardOptions(activation_checkpointing=names, compile=self.compile)
+        named: Any = self.activation_checkpointing
+        return ForwardOptions(activation_checkpointing=named, compile=self.compile)
 
     @property
     def processes(self) -> ProcessOptions:

@@ -96,6 +96,15 @@ class Adversaries(pl.LightningModule):
         self.found["momentum"] = full_tensor(self.trainer, "discriminator.0.weight", "momentum_buffer")
 
 
+class Meta(Adversaries):
+    """Has no values before an engine gives it some."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.generator.to("meta")
+        self.discriminator.to("meta")
+
+
 class Shared(Adversaries):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
@@ -106,7 +115,7 @@ def _fit(
 ) -> Any:
     pl.seed_everything(1, verbose=False)
     data = torch.randn(64, 4)
-    module = Adversaries(kind)
+    module = (Meta if kind == "meta" else Adversaries)(kind)
     settings = {"find_unused_parameters": True} if name.startswith("shard_ddp") else {}
     trainer = quiet_trainer(strategy=build(name, **settings), max_steps=steps, **more)
     trainer.fit(module, DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)), ckpt_path=path)
@@ -127,7 +136,9 @@ def _different(names: list[str], kind: str, **more: Any) -> dict[str, list[str]]
     return {name: fqns for name, fqns in different.items() if fqns}
 
 
-@pytest.mark.parametrize("kind", sampled(["toggled", "one backward", "leaks", "module", "drops", "none"], 0, 2, 3))
+@pytest.mark.parametrize(
+    "kind", sampled(["toggled", "one backward", "leaks", "module", "drops", "none", "meta"], 0, 2, 3)
+)
 def test_engines_agree_bitwise(kind: str) -> None:
     assert run_distributed(_different, 2, [FSDP, *STAGES], kind) == [{}] * 2
 

@@ -151,7 +151,7 @@ class Zero(Engine):
         config = deepspeed_config(self._fields, run_facts(self._module, self._run, []))
         # Evaluation has no optimizer.
         self._configure({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}, None)
-        self._partition()
+        self._partition([])
         self._start(None)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
@@ -174,7 +174,8 @@ class Zero(Engine):
         master, loaded = self._run.policy.master, self._values.loaded
         self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in loaded}
         if self._stage == 3:
-            self._partition()
+            # A carrier has groups of its own.
+            self._partition(optimizers if optimizer is None else [*optimizers, optimizer])
         else:
             self._values.cast(self._run.policy.compute)
         step = self._take_over_step(optimizer) if full and optimizer is not None else None
@@ -254,12 +255,12 @@ class Zero(Engine):
         self._config, folders = offload.prepare(config, optimizer, policy=run.policy, device=run.device)
         self._closing.callback(offload.clean_up, folders)
 
-    def _partition(self) -> None:
-        """Shard the parameters, one submodule at a time."""
+    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
+        """Shard the parameters, one submodule at a time; ``optimizers`` step those that take the place of meta ones."""
         if self._connection is not None and not self._config["zero_optimization"].get("memory_efficient_linear", True):
             # A zero.Init of the user's in configure_model has replaced them.
             self._connection.restore_functions()
-        loaded, made = partition.partition(
+        loaded = partition.partition(
             self._module,
             device=self._run.device,
             compute=self._run.policy.compute,
@@ -268,7 +269,7 @@ class Zero(Engine):
         )
         # An earlier run's masters win.
         self._values.loaded = {**loaded, **self._values.loaded}
-        partition.replace_parameters(self._optimizers, made)
+        earlier_parameters.follow(optimizers, self._module)
         earlier_parameters.follow_in_lists(self._module)
 
     def _start(self, optimizer: Optimizer | None) -> Running:

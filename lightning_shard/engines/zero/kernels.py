@@ -5,7 +5,6 @@ between the optimizer's constructor and the first step. What is missing shows up
 wait; here it is known before.
 """
 
-import enum
 import os
 import shlex
 import shutil
@@ -16,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -146,12 +145,9 @@ def _links_libaio(compiler: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-class LockState(enum.Enum):
-    """What is known of the lock in a kernel's build folder."""
-
-    FREE = "there is none"
-    IN_USE = "a build is going on, or may be"
-    STALE = "the build that made it is gone"
+LockState = Literal["free", "in use", "stale"]
+"""What is known of the lock in a kernel's build folder: there is none; a build is going on, or may be; the build that
+made it is gone."""
 
 
 def lock(name: str) -> Path | None:
@@ -170,17 +166,17 @@ def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockSt
     try:
         made = path.stat()
     except FileNotFoundError:
-        return LockState.FREE
+        return "free"
     if _is_open(made):
-        return LockState.IN_USE
+        return "in use"
     written = [made.st_mtime]
     for beside in path.parent.iterdir():
         with suppress(FileNotFoundError):
             written.append(beside.stat().st_mtime)
     if time.time() - max(written) < quiet_seconds:
-        return LockState.IN_USE
+        return "in use"
     # The builder may have ended between the two looks.
-    return LockState.STALE if path.exists() else LockState.FREE
+    return "stale" if path.exists() else "free"
 
 
 def _is_open(file: os.stat_result) -> bool:

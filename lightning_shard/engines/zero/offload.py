@@ -95,7 +95,7 @@ def warn_of_lock() -> None:
     Which one it makes is not known before, so that this is no error.
     """
     path = kernels.lock("cpu_adam")
-    if path is not None and kernels.state_of_lock(path) is kernels.LockState.STALE:
+    if path is not None and kernels.state_of_lock(path) == "stale":
         message = kernels.stale_message(path)
         warn_on_first_rank(f"If configure_optimizers makes a DeepSpeedCPUAdam, it will not return: {message}.")
 
@@ -142,9 +142,9 @@ def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
     while any(ranks.gather(bool(waiting))):
         for path in sorted(waiting):
             state = kernels.state_of_lock(path)
-            if state is kernels.LockState.STALE:
+            if state == "stale":
                 problems.append(kernels.stale_message(path))
-            if state is not kernels.LockState.IN_USE:
+            if state != "in use":
                 waiting.remove(path)
         if waiting:
             time.sleep(kernels.POLL_SECONDS)

@@ -5,11 +5,11 @@ values that the masters are to begin with. Here each parameter is full for a mom
 the rank copies its shard of that, casts the parameter and lets DeepSpeed shard it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.replicated import broadcast_from_rank_0
@@ -20,16 +20,15 @@ from lightning_shard.tensors.flat import FlatSlice
 
 def partition(
     root: nn.Module, *, device: torch.device, compute: torch.dtype, seed: int, config: Mapping[str, Any]
-) -> tuple[Loaded, dict[Tensor, Tensor]]:
+) -> Loaded:
     """Shard every parameter under ``root`` and move its buffers. All ranks call it.
 
     A parameter that is sharded already, by an earlier run or by the user's own ``deepspeed.zero.Init``, is only cast;
     else values of rank 0 win. ``root`` may be on the meta device, whose values follow from ``seed``. ``config`` is
     complete.
 
-    Returns this rank's shards of the parameters that the cast to ``compute`` rounded, on the host; and for each
-    parameter that was on the meta device the one that replaced it. A MaterializationError comes before anything was
-    changed.
+    Returns this rank's shards of the parameters that the cast to ``compute`` rounded, on the host. A
+    MaterializationError comes before anything was changed.
     """
     import deepspeed
 
@@ -41,21 +40,18 @@ def partition(
         # DeepSpeed's default where it shards by itself; here only where the configuration asks for it.
         init._enable_mem_efficient_linear()
     loaded: Loaded = {}
-    made: dict[Tensor, Tensor] = {}
     for module, fqn in materializer.fqns.items():
-        before = dict(module.named_parameters(recurse=False))
         materializer.fill([module])
         for name, parameter in module.named_parameters(recurse=False):
-            if before[name] is not parameter:
-                made[before[name]] = parameter
-                names[id(parameter)] = f"{fqn}.{name}" if fqn else name
-            _shard_parameter(parameter, names[id(parameter)], device, compute, init, loaded)
+            # What was on the meta device is another one now.
+            known = names.setdefault(id(parameter), f"{fqn}.{name}".lstrip("."))
+            _shard_parameter(parameter, known, device, compute, init, loaded)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
                 setattr(module, name, buffer.to(device))
         if module not in materializer.initializers:
             broadcast_from_rank_0(module.buffers(recurse=False))
-    return loaded, made
+    return loaded
 
 
 @torch.no_grad()
@@ -89,10 +85,3 @@ def _cast_shard(parameter: Any, fqn: str, compute: torch.dtype, loaded: Loaded) 
         loaded[fqn] = FlatSlice(shard.detach()[:length].to("cpu", copy=True), start)
     shard.data = shard.data.to(compute)
     parameter.data = parameter.data.to(compute)
-
-
-def replace_parameters(optimizers: Iterable[torch.optim.Optimizer], made: Mapping[Tensor, Tensor]) -> None:
-    """Let optimizers without state step the parameters that replaced others."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]

@@ -63,8 +63,8 @@ class SeveralOptimizers:
         self._members = {m.fqn: m for flat in started.groups for m in flat.members if m.stepped}
         self._closing = ExitStack()
         shards = {shard.fqn: shard for shard in layout.steps(started.zero, started.groups)}
-        self._whole: dict[int, WholeSteps] = {}
-        self._own: dict[int, list[str]] = {}
+        self._whole: dict[Optimizer, WholeSteps] = {}
+        self._own: dict[Optimizer, list[str]] = {}
         for optimizer in optimizers:
             own = [
                 replace(shards[fqn], group=settings, tensor=parameter, gradient=partial(self._held.get, fqn))
@@ -72,14 +72,14 @@ class SeveralOptimizers:
                 for parameter in settings["params"]
                 if (fqn := names[parameter]) in shards
             ]
-            self._own[id(optimizer)] = [shard.fqn for shard in own]
-            self._whole[id(optimizer)] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
+            self._own[optimizer] = [shard.fqn for shard in own]
+            self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
             vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
             self._closing.callback(vars(optimizer).pop, "zero_grad")
 
     def whole(self, optimizer: Optimizer) -> WholeSteps:
         """The steps of one of the optimizers."""
-        return self._whole[id(optimizer)]
+        return self._whole[optimizer]
 
     def all(self) -> Iterable[WholeSteps]:
         """The steps of all, in the optimizers' order."""
@@ -102,7 +102,7 @@ class SeveralOptimizers:
         running.set_boundary(self._running, False)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        for fqn in self._own[id(optimizer)]:
+        for fqn in self._own[optimizer]:
             self.drop(fqn)
 
     def drop(self, fqn: str) -> None:
@@ -112,7 +112,7 @@ class SeveralOptimizers:
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's reduced gradients of one optimizer, in place."""
-        return [self._held[fqn] for fqn in self._own[id(optimizer)] if fqn in self._held]
+        return [self._held[fqn] for fqn in self._own[optimizer] if fqn in self._held]
 
     def gradient(self, fqn: str) -> FlatTensor | None:
         """This rank's part of one parameter's reduced gradient, in place."""
