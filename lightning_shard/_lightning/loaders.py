@@ -14,7 +14,7 @@ from lightning_shard._lightning import names
 from lightning_shard._lightning.progress import settle_progress
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
-from lightning_shard.resume.loader import Draws
+from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.shape import KINDS, stock_type
 from lightning_shard.resume.wrap import resumable
 
@@ -114,8 +114,7 @@ def recount_batches(trainer: Trainer) -> None:
             loader.lookahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
     if not loop.is_resuming or not loop.restarting:
         return
-    loaders = [loader for loader in all_loaders if hasattr(loader, "batches_done")]
-    sized = [loader for loader in loaders if loader.batches_done and hasattr(loader, "samples_seen")]
+    sized = [loader for loader in all_loaders if isinstance(loader, ResumableLoader) and loader.batches_done]
     if not sized:
         return
     # The longest one sets the length of an epoch.

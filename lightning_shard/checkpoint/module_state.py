@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.checkpoint.files.layout import listed
-from lightning_shard.errors import CheckpointError, CheckpointMismatchError
+from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import Names, fqns
 
@@ -26,24 +26,10 @@ def sharded_names(module: nn.Module) -> Names:
 def live_tensors(names: Names, masters: Mapping[str, LiveTensor] | None = None) -> dict[str, LiveTensor]:
     """FQN to live tensor: trainable and frozen parameters and persistent buffers, each once.
 
-    ``masters``: FQN, a tied one too, to what stands for the module's own tensor.
-
-    Raises CheckpointError for a master of what the module does not have.
+    ``masters``: FQN, a tied one too, to what stands for the module's own tensor; ConfigurationError: it has none.
     """
-    tensors: dict[str, LiveTensor] = dict(names.tensors)
-    unknown = []
-    for fqn, master in (masters or {}).items():
-        canonical = names.aliases.get(fqn, fqn)
-        if canonical in tensors:
-            tensors[canonical] = master
-        else:
-            unknown.append(fqn)
-    if unknown:
-        raise CheckpointError(
-            f"masters are given for {', '.join(sorted(unknown)[:5])}, but the module has no tensor of that name: name "
-            "them as the unwrapped module does"
-        )
-    return tensors
+    stand_ins = {names.canonical(fqn): master for fqn, master in (masters or {}).items()}
+    return {**names.tensors, **stand_ins}
 
 
 def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:

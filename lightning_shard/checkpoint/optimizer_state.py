@@ -77,9 +77,9 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
     Raises CheckpointError for a parameter that the module does not have.
     """
     if isinstance(optimizer, FlatOptimizer):
-        return _flat_groups(index, optimizer, names)
+        return _flat_groups(optimizer, names)
     if isinstance(optimizer, OwnedOptimizer):
-        return _owned_groups(index, optimizer, names)
+        return _owned_groups(optimizer, names)
     groups = [Group(settings=group, stepped=[]) for group in optimizer.param_groups]
     for position, group in enumerate(groups):
         for place, parameter in enumerate(group.settings["params"]):
@@ -95,10 +95,10 @@ def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
     return groups
 
 
-def _owned_groups(index: int, optimizer: OwnedOptimizer, names: Names) -> list[Group]:
+def _owned_groups(optimizer: OwnedOptimizer, names: Names) -> list[Group]:
     groups = {id(group): Group(settings=group, stepped=[]) for group in optimizer.optimizer.param_groups}
     for parameter in optimizer.parameters:
-        fqn = _canonical(index, parameter.fqn, names)
+        fqn = names.canonical(parameter.fqn)
         elsewhere, shapes = parameter.tensor is None, {fqn: tuple(parameter.shape)}
         tensor = torch.empty(0) if parameter.tensor is None else parameter.tensor
         stepped = Stepped(tensor=tensor, names=(fqn,), shapes=shapes, flat=None, elsewhere=elsewhere)
@@ -106,21 +106,11 @@ def _owned_groups(index: int, optimizer: OwnedOptimizer, names: Names) -> list[G
     return list(groups.values())
 
 
-def _canonical(index: int, given: str, names: Names) -> str:
-    fqn = names.aliases.get(given, given)
-    if fqn not in names.tensors:
-        raise CheckpointError(
-            f"optimizer {index} steps a part of {given}, but the module has no parameter of that name: name the "
-            "parameters as the unwrapped module does"
-        )
-    return fqn
-
-
-def _flat_groups(index: int, optimizer: FlatOptimizer, names: Names) -> list[Group]:
+def _flat_groups(optimizer: FlatOptimizer, names: Names) -> list[Group]:
     groups: dict[int, Group] = {}
     for flat_group in optimizer.groups:
         group = groups.setdefault(id(flat_group.group), Group(settings=flat_group.group, stepped=[]))
-        members = {_canonical(index, member.fqn, names): member for member in flat_group.members}
+        members = {names.canonical(member.fqn): member for member in flat_group.members}
         stepped = {fqn: member for fqn, member in members.items() if member.stepped}
         group.stepped.append(
             Stepped(

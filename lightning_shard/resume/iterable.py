@@ -111,11 +111,6 @@ class StatefulIterableLoader(DelegatingLoader):
         self._history = [(0 if state["finished"] else state["batches"], copy.deepcopy(state["dataset"]))]
         self._ended = False
 
-    @property
-    def batches_done(self) -> int:
-        """Batches behind it in the epoch."""
-        return int(self.state_dict()["batches"])
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A state that was loaded and not used yet is where this iteration starts.
         if len(self._history) != 1 or self._ended:

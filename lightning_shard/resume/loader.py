@@ -127,16 +127,10 @@ class ResumableLoader(DelegatingLoader):
             return 0 if self._run is None else self._run.start_batches + self._run.batches
         return self._batches_behind(self._pending) if is_midway(self._pending) else 0
 
-    @property
-    def samples_seen(self) -> int:
-        """Position in the epoch's global order ("local": this rank's samples, "batches": its batches)."""
-        return int(self.state_dict()["samples"])
-
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch given out; the same on all ranks but for the random numbers.
 
-        Plain values and tensors. On loading, each rank should get its own rank's where it existed (see
-        :func:`~lightning_shard.resume.states_of_rank`).
+        Plain values and tensors. On loading, each rank should get its own rank's where it existed, else rank 0's.
         """
         if self._pending is not None:
             return dict(self._pending)

@@ -60,12 +60,3 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def states_of_rank(states: list[Any], rank: int) -> Any:
-    """This rank's entry of the states of all ranks, or rank 0's for a rank that did not exist when they were saved.
-
-    Right for dataloader states, whose position is common to all ranks. A new rank's random numbers are not
-    another's: use :func:`derived_rng_seed`.
-    """
-    return states[rank] if rank < len(states) else states[0]

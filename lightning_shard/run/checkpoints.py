@@ -124,7 +124,7 @@ class Checkpoints(CheckpointIO):
 
         ``checkpoint``: what Lightning dumped; rank 0's counts but for each rank's own generators, as does its ``path``.
         ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run. ``background``:
-        return as soon as the tensors may change; see `look` and `finish`.
+        return as soon as the tensors may change; see `Saver`.
 
         CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays. Also for a
         save before that failed in the background, and for ``storage_options``, fsspec's of an object store, where
@@ -246,17 +246,9 @@ class Checkpoints(CheckpointIO):
         self._training = True
 
     def end_of_training(self) -> None:
-        """Have everything saved; see `finish`. All ranks call it."""
+        """Have everything saved; CheckpointError: a save in the background has failed. All ranks call it."""
         self._training = False
         self._settle()
-        self.finish()
-
-    def look(self) -> None:
-        """See `Saver.look`. All ranks call it."""
-        self.saver.look()
-
-    def finish(self) -> None:
-        """Wait until what is written in the background is complete; CheckpointError: it failed. All ranks call it."""
         self.saver.finish()
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
+from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state
 from lightning_shard.resume.wrap import order_warning
 from lightning_shard.run import accumulation
 from lightning_shard.run.checkpoints import RUN_STATE, Checkpoints
@@ -102,14 +102,23 @@ class Data:
         """
         rewound = {**rewound, **accumulation.state(trainer)}
         loops, epoch_ends = progress.saved_after_batch(trainer, loops)
-        kept = _collect(trainer, loops, rewound, epoch_ends=epoch_ends)
-        return {"loops": loops, RUN_STATE: {**kept, "batch": _factors(trainer)}, **thawed(trainer)}
+        own = {
+            "rng": rng_state(),
+            "metrics": metric_states(trainer.lightning_module),
+            "logged": results.training_results_state(trainer),
+            "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
+            **rewound,
+        }
+        states = _each_once(Ranks.of().collect("collecting the state of the ranks", lambda: own) or [own])
+        kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states, "batch": _factors(trainer)}
+        return {"loops": loops, RUN_STATE: kept, **thawed(trainer)}
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
         if RUN_STATE in checkpoint:
-            loaders = states_of_rank(checkpoint[RUN_STATE]["ranks"], rank)["loaders"]
-            if loaders:
+            ranks = checkpoint[RUN_STATE]["ranks"]
+            # The positions are common to all ranks, also to one that did not exist then.
+            if loaders := ranks[rank if rank < len(ranks) else 0]["loaders"]:
                 checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders
 
     def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer, *, thaws: bool) -> None:
@@ -135,7 +144,15 @@ class Data:
         recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
             accumulation.resume(trainer, resumed["ranks"], checkpoints)
-            _restore(replacements, trainer, resumed)
+            ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
+            # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
+            load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
+            logged = [r["logged"] for r in ranks]
+            results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
+            if rank < len(ranks):
+                set_rng_state(ranks[rank]["rng"])
+            else:
+                seed_rng(derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
 
 
 def _factors(trainer: Trainer) -> list[int]:
@@ -162,25 +179,6 @@ def before_validation(trainer: Trainer) -> dict[str, Any]:
     return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
 
 
-def _collect(
-    trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any], *, epoch_ends: bool
-) -> dict[str, Any]:
-    """The run's state, on rank 0 that of all ranks, in types that load with ``weights_only=True``. All ranks call it.
-
-    ``loops``: the loops' part of the checkpoint that is being written. ``rewound``: parts to be saved as they were
-    before, such as `before_validation`'s. ``epoch_ends``: the end of the epoch comes next.
-    """
-    own = {
-        "rng": rng_state(),
-        "metrics": metric_states(trainer.lightning_module),
-        "logged": results.training_results_state(trainer),
-        "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
-        **rewound,
-    }
-    states = Ranks.of().collect("collecting the state of the ranks", lambda: own) or [own]
-    return {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": _each_once(states)}
-
-
 def _each_once(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same, with one tensor where ranks' generators and loaders have equal ones, which a file then has once.
 
@@ -193,18 +191,3 @@ def _each_once(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     alike = ("rng", "loaders")
     return [state | {name: tree_map_only(Tensor, first, state[name]) for name in alike} for state in states]
-
-
-def _restore(replacements: Replacements, trainer: Trainer, run: Mapping[str, Any]) -> None:
-    """Give the state back to this rank, right before training goes on. No communication.
-
-    At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
-    """
-    ranks, rank, size = run["ranks"], trainer.global_rank, trainer.world_size
-    load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
-    logged = [r["logged"] for r in ranks]
-    results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
-    if rank < len(ranks):
-        set_rng_state(ranks[rank]["rng"])
-    else:
-        seed_rng(derived_rng_seed(int(run["seed"]), rank, trainer.global_step))

@@ -161,7 +161,7 @@ class Rollback:
         DataError on every rank: there is no whole checkpoint.
         """
         trainer = self._trainer
-        self._checkpoints.finish()
+        self._checkpoints.saver.finish()
         path, checkpoint = self._open(why)
         self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
         progress.restore_steps(trainer, checkpoint)

@@ -163,7 +163,7 @@ class Preemption:
         watchdog.start()
         path = self._identity.own_path
         try:
-            self._checkpoints.finish()
+            self._checkpoints.saver.finish()
         except CheckpointError as error:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {error}")
         self._folders = [path.parent, *fit.checkpoint_folders()]

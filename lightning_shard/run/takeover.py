@@ -39,14 +39,6 @@ def take_over(
     """Keep the order of data that the loaders say, and choose checkpoints and take signals in Lightning's place."""
     loaders.keep_order(replacements, trainer)
     leave_out_copies(replacements, trainer)
-    _take_over_resuming(replacements, trainer, identity, checkpoints)
-    _take_over_signals(replacements, trainer, preemption)
-
-
-def _take_over_resuming(
-    replacements: Replacements, trainer: Trainer, identity: RunIdentity, checkpoints: Checkpoints
-) -> None:
-    """Have ``identity`` choose what a run goes on from, in place of Lightning; ``checkpoints`` loads what it opened."""
     fitting = trainer.state.fn == TrainerFn.FITTING
 
     def choose(asked: Any) -> Any:
@@ -55,6 +47,10 @@ def _take_over_resuming(
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
     choose_checkpoint(replacements, trainer, choose)
+    if preemption.signals:
+        loops.leave_signals_alone(replacements, trainer)
+        if fitting:
+            preemption.take_over_signals()  # which end the process elsewhere
 
 
 def after_batches(
@@ -83,14 +79,6 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
             f"accumulate_grad_batches is {keeps}, and not {trainer.accumulate_grad_batches}."
         )
         trainer.accumulate_grad_batches = keeps
-
-
-def _take_over_signals(replacements: Replacements, trainer: Trainer, preemption: Preemption) -> None:
-    """Keep Lightning's handlers out, and in a fit note the signals; they end the process elsewhere."""
-    if preemption.signals:
-        loops.leave_signals_alone(replacements, trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            preemption.take_over_signals()
 
 
 def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:

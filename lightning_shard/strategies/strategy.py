@@ -133,7 +133,7 @@ class ShardStrategy(ParallelStrategy):
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background; raise if that failed. All ranks call it."""
-        self.checkpoints.finish()
+        self.checkpoints.saver.finish()
 
     @property
     def _module(self) -> LightningModule:
@@ -355,7 +355,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.checkpoints.look()
+        self.checkpoints.saver.look()
         if self._freezing.changed(self.policy.master):
             self.model = self.engine.follow_freezing()
 

@@ -198,7 +198,7 @@ def test_prefetched_by_workers_is_not_seen() -> None:
     loader = distributed_loader(40, 2, 0, num_workers=2, prefetch_factor=4)
     iterator = iter(loader)
     next(iterator)
-    assert loader.samples_seen == 4
+    assert loader.state_dict()["samples"] == 4
     assert loader.state_dict()["batches"] == 1
 
 

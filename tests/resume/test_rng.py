@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_shard.ranks import Ranks
-from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state, states_of_rank
-from tests.harness import run_distributed
+from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state
 from tests.resume.support import through_file
 
 
@@ -45,16 +42,3 @@ def test_derived_seeds_are_fixed_and_differ(seed: int, rank: int, step: int) -> 
 def test_a_derived_seed_is_the_same_on_every_machine() -> None:
     # sha256("lightning_shard/1/2/3")[:4], little-endian
     assert derived_rng_seed(1, 2, 3) == 765159309
-
-
-def _gather() -> Any:
-    rank = dist.get_rank()
-    states = Ranks.of().gather({"rank": rank})
-    return states, states_of_rank(states, rank), states_of_rank(states, 5)
-
-
-def test_states_of_all_ranks_are_kept() -> None:
-    for rank, (states, own, new) in enumerate(run_distributed(_gather, 2)):
-        assert states == [{"rank": 0}, {"rank": 1}]
-        assert own == {"rank": rank}
-        assert new == {"rank": 0}

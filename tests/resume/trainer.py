@@ -15,7 +15,7 @@ from lightning_shard._lightning import loaders
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths
-from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state, states_of_rank
+from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
 
 SAMPLES = 22
 
@@ -54,8 +54,8 @@ class ResumingStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=True)
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        state["combined_loader"] = states_of_rank(state["combined_loader"], self.global_rank)
-        self.rng = states_of_rank(checkpoint["rng"], self.global_rank)
+        rank = self.global_rank if self.global_rank < len(checkpoint["rng"]) else 0
+        state["combined_loader"], self.rng = state["combined_loader"][rank], checkpoint["rng"][rank]
         return checkpoint
 
 
