@@ -69,8 +69,8 @@ class Saver:
         self.finish()
         started = time.monotonic()
         ranks, writing = Ranks.of(), Ranks.in_background() if background else None
-        begun, state = begin_any(ranks, path, collect, self._plans, wanted)
-        live = live_values(state.tensors)
+        begun = begin_any(ranks, path, collect, self._plans, wanted)
+        live = live_values(begun.state.tensors)
         if writing is None:
             begun.finish(ranks, live)
             self._note(started)

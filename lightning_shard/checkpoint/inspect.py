@@ -22,26 +22,22 @@ _BLOCK = 1 << 22
 def describe(path: layout.StrPath, stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
     with layout.damaged_if(f"{path} has a state of another form"):
-        return _described(path, stored)
-
-
-def _described(path: layout.StrPath, stored: Contents) -> str:
-    state, facts = stored.trainer_state, stored.facts
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
-    lines = {
-        "checkpoint": f"{path} ({stored.form})",
-        "written by": f"{facts.engine} on {facts.world_size} process{'es' * (facts.world_size != 1)}",
-        "precision": facts.policy,
-        "versions": versions or "not recorded",
-        "progress": f"epoch {state.get('epoch', '-')}, step {state.get('global_step', '-')}",
-        "optimizers": ", ".join(part["class"] for part in state.get(layout.OPTIMIZER_STATES, []))
-        or "none: weights only",
-        "left out": f"{len(facts.frozen)} frozen tensors, digests kept" if facts.frozen else "nothing",
-        "run's state": ", ".join(sorted(key for key in state if key != layout.OPTIMIZER_STATES)) or "none",
-    }
-    width = max(map(len, lines)) + 2
-    head = [f"{name + ':':{width}}{text}" for name, text in lines.items()]
-    return "\n".join([*head, "", *_ledger(facts.ledger), *_tensors(stored)])
+        state, facts = stored.trainer_state, stored.facts
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(facts.versions.items()))
+        lines = {
+            "checkpoint": f"{path} ({stored.form})",
+            "written by": f"{facts.engine} on {facts.world_size} process{'es' * (facts.world_size != 1)}",
+            "precision": facts.policy,
+            "versions": versions or "not recorded",
+            "progress": f"epoch {state.get('epoch', '-')}, step {state.get('global_step', '-')}",
+            "optimizers": ", ".join(part["class"] for part in state.get(layout.OPTIMIZER_STATES, []))
+            or "none: weights only",
+            "left out": f"{len(facts.frozen)} frozen tensors, digests kept" if facts.frozen else "nothing",
+            "run's state": ", ".join(sorted(key for key in state if key != layout.OPTIMIZER_STATES)) or "none",
+        }
+        width = max(map(len, lines)) + 2
+        head = [f"{name + ':':{width}}{text}" for name, text in lines.items()]
+        return "\n".join([*head, "", *_ledger(facts.ledger), *_tensors(stored)])
 
 
 def _ledger(ledger: Mapping[str, Any]) -> list[str]:

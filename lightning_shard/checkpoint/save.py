@@ -79,8 +79,8 @@ def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
     Raises the same CheckpointError on every rank if anything fails on any of them; the path is as it was then.
     """
     ranks = Ranks.of()
-    begun, state = begin(ranks, path, collect, Plans())
-    begun.finish(ranks, live_values(state.tensors))
+    begun = begin(ranks, path, collect, Plans())
+    begun.finish(ranks, live_values(begun.state.tensors))
 
 
 def write_portable(path: AnyPath, contents: Contents) -> None:
@@ -88,7 +88,7 @@ def write_portable(path: AnyPath, contents: Contents) -> None:
     save(path, lambda: contents)
 
 
-def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> tuple[Begun, Contents]:
+def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> Begun:
     """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
 
     Arguments and errors as for `save`. All ranks call it.
@@ -107,23 +107,20 @@ def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: P
         return [(target, commit.begin(target, token), all(known))] * ranks.size
 
     target, temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
-    (state,) = collected
     try:
         plan = plans.agreed(ranks, still_holds=still_holds)
     except BaseException:
         if ranks.is_first:
             commit.delete_tree(temporary)
         raise
-    begun = Begun(
+    return Begun(
         target=target,
         temporary=temporary,
         token=token,
         plan=plan,
         trainer_state=encoded[0] if encoded else b"",
-        facts=state.facts,
-        aliases=state.aliases,
+        state=collected[0],
     )
-    return begun, state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +132,7 @@ class Begun:
     token: str
     plan: Plan
     trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
-    facts: Facts
-    aliases: Mapping[str, str]
+    state: Contents  # What is saved.
     then: Callable[[Ranks], object] = lambda ranks: None  # What makes another form of the directory; all ranks call it.
 
     def finish(self, ranks: Ranks, values: Values) -> None:
@@ -178,14 +174,14 @@ class Begun:
         tensors = {
             facts.key: TensorEntry(shape=facts.shape, dtype=layout.dtype_name(facts.dtype)) for facts in plan.tensors
         }
-        if lost := sorted(key for key in self.aliases.values() if key not in tensors):
+        if lost := sorted(key for key in self.state.aliases.values() if key not in tensors):
             raise CheckpointError(f"aliases name {', '.join(lost[:5])}, which are not among the tensors to save")
         slots = {facts.key: facts.slot for facts in plan.tensors if facts.slot is not None}
         assert slots.keys() == {key for key in tensors if key.startswith(layout.OPTIMIZER_PREFIX)}
         manifest = Manifest(
-            facts=replace(self.facts, world_size=len(written), versions=library_versions()),
+            facts=replace(self.state.facts, world_size=len(written), versions=library_versions()),
             tensors=tensors,
-            aliases=self.aliases,
+            aliases=self.state.aliases,
             slots=slots,
             files=files,
         )
@@ -199,7 +195,7 @@ def begin_any(
     collect: Callable[[], Contents],
     plans: Plans,
     wanted: Callable[[], Skeleton] | None = None,
-) -> tuple[Begun, Contents]:
+) -> Begun:
     """As `begin`; a path that `names_full` becomes one stock Lightning file, an ``.hf.ckpt`` a folder of Hugging Face.
 
     They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
@@ -219,10 +215,9 @@ def begin_any(
 
     target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, look)
     if skeleton is None:
-        begun, state = begin(ranks, os.fspath(parts), collect, plans)
-        return replace(begun, then=partial(_write_file, target, parts)), state
-    begun, state = begin(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
-    return replace(begun, then=partial(write_hugging_face, target=target, parts=parts, wanted=skeleton)), state
+        return replace(begin(ranks, os.fspath(parts), collect, plans), then=partial(_write_file, target, parts))
+    begun = begin(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
+    return replace(begun, then=partial(write_hugging_face, target=target, parts=parts, wanted=skeleton))
 
 
 def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:

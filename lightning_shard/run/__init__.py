@@ -18,7 +18,7 @@ from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory, explain_out_of_memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption
-from lightning_shard.run.processes import Processes, check_launcher, launch_of, next_run, nodes_started
+from lightning_shard.run.processes import Processes, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
     after_batches,
     begin_averaging,

@@ -83,6 +83,11 @@ def run_of(
     watch: Callable[[], AbstractContextManager[None]],
 ) -> Run:
     """What an engine is told of a Trainer's run. All ranks call it; the other arguments are `Run`'s."""
+
+    def total_steps() -> int | None:
+        steps = trainer.estimated_stepping_batches
+        return int(steps) if math.isfinite(steps) and steps > 0 else None
+
     if trainer.state.fn == TrainerFn.FITTING:
         rank_zero_info(_set_up(trainer, planned, mesh))
     return Run(
@@ -92,7 +97,13 @@ def run_of(
         seed=int(Ranks.of().broadcast(torch.initial_seed())),
         fitting=trainer.state.fn == TrainerFn.FITTING,
         automatic=trainer.lightning_module.automatic_optimization,
-        trainer=trainer_facts(trainer),
+        trainer=TrainerFacts(
+            micro_batch_size=loaders.train_batch_size(trainer),
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
+            total_steps=total_steps,
+        ),
         watch=watch,
     )
 
@@ -107,21 +118,6 @@ def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
     precision = planned.precision + " aligned" * planned.aligned
     text = f"{type(trainer.strategy).__name__}: {replicate} x {shard} ranks (replicate x shard), {precision}"
     return f"{text}, {numel:,} parameters" + f", {frozen:,} of them frozen" * bool(frozen)
-
-
-def trainer_facts(trainer: Trainer) -> TrainerFacts:
-    return TrainerFacts(
-        micro_batch_size=loaders.train_batch_size(trainer),
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm"),
-        total_steps=lambda: _total_steps(trainer),
-    )
-
-
-def _total_steps(trainer: Trainer) -> int | None:
-    steps = trainer.estimated_stepping_batches
-    return int(steps) if math.isfinite(steps) and steps > 0 else None
 
 
 def checkpoint_folders(trainer: Trainer) -> list[Place]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from lightning.fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.distributed import ProcessGroup, Store, destroy_process_group, group
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,12 +27,10 @@ from lightning_shard._lightning import processes
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
-from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
+from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
-from lightning_shard.ranks import Ranks, forget_made_groups, set_timeout
-
-T = TypeVar("T")
+from lightning_shard.ranks import forget_made_groups, set_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +137,6 @@ class Processes:
         if dist.is_initialized():
             dist.barrier(device_ids=None if self._device.type == "cpu" else [self._device.index])
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return Ranks.of().broadcast(obj, src)
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks; anything else is returned as it is."""
-        return processes.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
 
 def nodes_started(environment: ClusterEnvironment, environ: Mapping[str, str], nodes: int, devices: int) -> int:
     """``num_nodes``, or how many nodes torchrun has started: ``--nnodes 1:2`` goes on with those that there are."""
@@ -163,10 +153,6 @@ def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu:
     kinds = ((SLURMEnvironment, "slurm"), (TorchElasticEnvironment, "torchrun"), (LightningEnvironment, "lightning"))
     launcher = next((name for kind, name in kinds if isinstance(environment, kind)), type(environment).__name__)
     return Launch(nodes=nodes, devices=devices, launcher=launcher, gpu=gpu)
-
-
-def check_launcher(launch: Launch, environ: Mapping[str, str]) -> None:
-    check_launch(read_job(environ), launch, environ)
 
 
 # The process group of this process, where its ranks met, and how many runs there were on it.

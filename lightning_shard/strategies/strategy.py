@@ -28,6 +28,7 @@ from lightning_shard._lightning.results import log_graphs
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
+from lightning_shard.cluster.slurm import check_launch, read_job
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import Checkpointing
@@ -35,6 +36,7 @@ from lightning_shard.mesh import resolve_mesh
 from lightning_shard.precision.float8 import check_float8
 from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.strategies.settings import CommonSettings
@@ -175,7 +177,7 @@ class ShardStrategy(ParallelStrategy):
         gpu = self.root_device.type == "cuda"
         self.num_nodes = parts.nodes_started(self._environment, os.environ, self.num_nodes, self.num_processes)
         self._launch = parts.launch_of(self._environment, nodes=self.num_nodes, devices=self.num_processes, gpu=gpu)
-        parts.check_launcher(self._launch, os.environ)
+        check_launch(read_job(os.environ), self._launch, os.environ)
         self.check()
         if not self._environment.creates_processes_externally:
             self._launcher = processes.launcher(self, self._start_method)
@@ -208,11 +210,11 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._processes.broadcast(obj, src)
+        return Ranks.of().broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self._processes.reduce(tensor, group, reduce_op)
+        return processes.sync_reduce(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -12,11 +12,11 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_shard.checkpoint.files import layout, stores
-from lightning_shard.checkpoint.files.directory import try_lock
+from lightning_shard.checkpoint.files.directory import release, try_lock
 from lightning_shard.checkpoint.files.manifest import foreign_entries, is_checkpoint
 from lightning_shard.checkpoint.files.place import AnyPath, Place, StorePath, place
 from lightning_shard.errors import CheckpointError
@@ -226,8 +226,9 @@ _RENAME_EXCHANGE = 2
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step; False where there is no such call, or nothing at a name any more."""
-    rename = _renameat2()
-    if rename is None:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
         return False
     if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
@@ -235,13 +236,6 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOENT):
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def _renameat2() -> Callable[..., int] | None:
-    try:
-        return ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return None
 
 
 # Directories that this process has locked, with the descriptors of the locks. A lock tells what a process is writing
@@ -263,6 +257,4 @@ def lock(directory: Path) -> None:
 def unlock(directory: Path) -> None:
     """Unlock a directory; nothing if this process has not locked it."""
     if (descriptor := _locked.pop(directory, None)) is not None:
-        # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        release(descriptor)

@@ -33,7 +33,7 @@ class Directory:
         self.path: Place = path
         self.descriptor = descriptor
         self._unchecked: dict[str, FileEntry] = {}
-        self.close: Callable[[], object] = weakref.finalize(self, _release, descriptor)
+        self.close: Callable[[], object] = weakref.finalize(self, release, descriptor)
         """Let go of it now; else with this object, which a traceback may keep."""
 
     def sizes(self) -> dict[str, int]:
@@ -167,8 +167,9 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _release(descriptor: int) -> None:
+def release(descriptor: int) -> None:
+    """Give a lock back and close its descriptor."""
     with contextlib.suppress(OSError):
-        # Closing it is not enough: a process that was forked meanwhile has it open too.
+        # Closing it is not enough: a process that was forked meanwhile (a DataLoader's worker) has it open too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -171,8 +171,8 @@ def begin_and_finish(module: Llama, path: Path) -> None:
     def collect() -> Contents:
         return training_state(module=module, optimizers=[], trainer_state={}, facts=Facts(engine="none", policy="none"))
 
-    begun, state = begin_any(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face.skeleton(module, [module]))
-    begun.finish(Ranks.of(), live_values(state.tensors))
+    begun = begin_any(Ranks.of(), str(path), collect, Plans(), lambda: hugging_face.skeleton(module, [module]))
+    begun.finish(Ranks.of(), live_values(begun.state.tensors))
 
 
 def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
