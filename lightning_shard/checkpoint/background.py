@@ -138,10 +138,7 @@ class Saver:
         return failure
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, once the one that is being written is complete. Rank 0 calls it.
-
-        If that does not become complete, what was to be deleted stays.
-        """
+        """Delete a checkpoint once the one that is being written is complete, else never. Rank 0 calls it."""
         self._when_complete(partial(commit.remove, path))
 
     def link(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:

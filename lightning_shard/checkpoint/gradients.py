@@ -34,10 +34,7 @@ def _canonical(module: nn.Module) -> dict[str, str]:
 
 
 def stored_gradients(keys: Collection[str]) -> dict[str, dict[int | None, str]]:
-    """FQN to key by rank, None: averaged over the ranks; empty where a checkpoint has no gradients.
-
-    Raises CheckpointCorruptError for a key without a rank.
-    """
+    """FQN to key by rank, None: averaged over the ranks; empty where a checkpoint has no gradients."""
     found: dict[str, dict[int | None, str]] = {}
     for key in keys:
         if key.startswith(layout.GRADIENT_PREFIX):

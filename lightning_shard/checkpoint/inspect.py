@@ -16,8 +16,6 @@ from lightning_shard.checkpoint.foreign.forms import is_foreign
 from lightning_shard.errors import CheckpointError
 from lightning_shard.text import columns
 
-_BLOCK = 1 << 22
-
 
 def describe(path: layout.StrPath, stored: Contents) -> str:
     """Text for a reader: who wrote the checkpoint at ``path``, its tensors as a table, the ledger, the run's state."""
@@ -106,10 +104,8 @@ def verify(path: layout.StrPath) -> list[str]:
 def _verify_archive(path: Path) -> list[str]:
     """Every record of a zip file against its CRC-32."""
     with layout.damaged_if(lambda error: f"{path} is damaged: {error}. Use another checkpoint."):
-        records = check_archive(path, path)
+        check_archive(path, path)
         with zipfile.ZipFile(path) as archive:
-            for info in records:
-                with archive.open(info) as record:  # raises at the end of a record that differs
-                    while record.read(_BLOCK):
-                        pass
+            if (bad := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"Bad CRC-32 for file {bad!r}")
     return [path.name]

@@ -226,7 +226,8 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    own: tuple[tuple[str, int], ...]  # Paths of the run's checkpoints with their optimizer steps, the newest first.
+    # Paths of the run's checkpoints, with what their manifests say of the run, the newest first.
+    own: tuple[tuple[str, Mapping[str, Any]], ...]
     broken: tuple[str, ...]  # Why others of the run are passed over.
     others: tuple[str, ...]  # Names of other runs that have checkpoints there.
     # The first of ``own`` whose files all have their checksums, opened by `open_newest`; None where there is none.
@@ -255,7 +256,7 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
     compared. What this process writes in the background is waited for.
     """
     settle()
-    own: list[tuple[int, float, str]] = []
+    own: list[tuple[int, float, str, Mapping[str, Any]]] = []
     broken: list[str] = []
     others: set[str] = set()
     resolved = {place(folder).resolve(): None for folder in folders}
@@ -273,6 +274,6 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
         elif wrong:
             broken.append(f"{path} lacks {wrong[0]}, or it has another size than was written")
         else:
-            own.append((int(facts["step"]), float(facts["time"]), str(path)))
-    newest_first = tuple((path, step) for step, _, path in sorted(own, reverse=True))
-    return Found(own=newest_first, broken=tuple(broken), others=tuple(sorted(others)))
+            own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
+    newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
+    return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken), others=tuple(sorted(others)))

@@ -72,10 +72,7 @@ class Group:
 
 
 def groups_of(index: int, optimizer: AnyOptimizer, names: Names) -> list[Group]:
-    """The parameter groups of the optimizer number ``index``; the same on every rank but for the tensors' parts.
-
-    Raises CheckpointError for a parameter that the module does not have.
-    """
+    """The parameter groups of the optimizer number ``index``; the same on every rank but for the tensors' parts."""
     if isinstance(optimizer, FlatOptimizer):
         return _flat_groups(optimizer, names)
     if isinstance(optimizer, OwnedOptimizer):

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
-from lightning_shard.checkpoint.foreign.lightning_file import names_full, write_full
+from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.gradients import keyed
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.module_state import extra_state, live_tensors, sharded_names
@@ -196,13 +196,14 @@ def begin_any(
     plans: Plans,
     wanted: Callable[[], Skeleton] | None = None,
 ) -> Begun:
-    """As `begin`; a path that `names_full` becomes one stock Lightning file, an ``.hf.ckpt`` a folder of Hugging Face.
+    """As `begin`; what is written is in the `layout.other_form` that the path names, if it names one.
 
     They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
     the file by rank 0, the folder, of which ``wanted`` gives rank 0 the skeleton, by all ranks.
     """
-    wanted = wanted if layout.names_hugging_face(str(path)) else None
-    if wanted is None and not names_full(str(path)):
+    form = layout.other_form(str(path))
+    wanted = wanted if form == "hf" else None
+    if wanted is None and form != "full":
         return begin(ranks, path, collect, plans)
     refuse_url(str(path), "one file or a folder for Hugging Face")
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
 from lightning_shard.arguments import imported
-from lightning_shard.checkpoint.files.layout import names_hugging_face
+from lightning_shard.checkpoint.files.layout import other_form
 from lightning_shard.commands.options import UsageError
 from lightning_shard.precision.policy import ALL, PRECISIONS, SHORT_FORMS
 
@@ -118,7 +118,7 @@ def print_checkpoints(trainer: Trainer) -> tuple[str, str]:
     print(f"checkpoint: {best or last}{scored}")
     if best and last and best != last:
         print(f"last checkpoint: {last}")
-    loading = [path for path in (best, last) if path and not names_hugging_face(path)]
+    loading = [path for path in (best, last) if path and other_form(path) != "hf"]
     return (loading[0], loading[-1]) if loading else ("", "")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.resume.iterable import Delegating
+from lightning_shard.resume.rng import GENERATORS, generator_kind, rng_state, set_rng_state
 
 _LOOKS = 64  # Samples of a worker process after which numbers that were drawn are not looked for any more.
 
@@ -73,20 +75,15 @@ class DrawingDataset(Delegating, Dataset[Any]):
         if not self._seeded or get_worker_info() is not None:
             yield
             return
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        before = rng_state(device=False)
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
+            set_rng_state(before)
 
     def _look(self) -> None:
         """Compare the generators with those at this process' first sample."""
-        legacy: Any = np.random.get_state()
-        state = (
-            repr((random.getstate(), legacy[1].tobytes(), legacy[2])).encode() + torch.get_rng_state().numpy().tobytes()
-        )
+        state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
         self._before = self._before or state
         self._looks += 1
         if state != self._before or self._generators:
@@ -107,7 +104,7 @@ def _generators(owner: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+        if generator_kind(value) is not None:
             yield value
         elif depth:
             yield from _generators(value, seen, depth - 1)
@@ -121,10 +118,4 @@ def _seed(digest: bytes, generators: list[Any]) -> None:
     torch.default_generator.manual_seed(seed)
     for number, generator in enumerate(generators, 1):
         own = int.from_bytes(hashlib.sha256(digest + bytes([number % 256])).digest()[:8], "little")
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(own)
-        elif isinstance(generator, np.random.Generator):
-            bits: Any = generator.bit_generator
-            bits.state = type(bits)(own).state
-        else:
-            generator.seed(own % 2**32)
+        GENERATORS[str(generator_kind(generator))][3](generator, own)

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,3 +61,27 @@ def seed_rng(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any], Callable[[Any, int], Any]]] = {
+    "torch": (torch.Generator, torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    "numpy": (
+        np.random.Generator,
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+        lambda g, seed: setattr(g.bit_generator, "state", type(g.bit_generator)(seed).state),
+    ),
+    "legacy": (
+        np.random.RandomState,
+        lambda generator: generator.get_state(legacy=False),
+        np.random.RandomState.set_state,
+        lambda generator, seed: generator.seed(seed % 2**32),
+    ),
+    "python": (random.Random, random.Random.getstate, random.Random.setstate, lambda g, seed: g.seed(seed % 2**32)),
+}
+"""Name to class, and functions that read a generator's state, set it, and seed it with 64 bits."""
+
+
+def generator_kind(value: Any) -> str | None:
+    """Its name in `GENERATORS`; None: it is no generator."""
+    return next((kind for kind, (cls, *_) in GENERATORS.items() if isinstance(value, cls)), None)

@@ -3,9 +3,8 @@
 import copy
 import itertools
 import pickle
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,21 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume.iterable import has_state
+from lightning_shard.resume.rng import GENERATORS, generator_kind
 from lightning_shard.tensors.tracing import tree_map
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
-
-_GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "torch": (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    "numpy": (
-        np.random.Generator,
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-    ),
-    "legacy": (np.random.RandomState, lambda g: g.get_state(legacy=False), np.random.RandomState.set_state),
-    "python": (random.Random, random.Random.getstate, random.Random.setstate),
-}
-"""Name to class, function that reads a generator's state, and function that sets it."""
 
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor)
 _VALUES = (*_PLAIN, list, tuple, dict, set, np.ndarray, np.generic)
@@ -53,9 +41,9 @@ class Attributes:
         """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
         values: dict[str, Any] = {"lost": []}
         for path, _, _, value in self._found():
-            kind = _kind(value)
+            kind = generator_kind(value)
             if kind is not None:
-                values[path] = {kind: encoded(_GENERATORS[kind][1](value))}
+                values[path] = {kind: encoded(GENERATORS[kind][1](value))}
             elif not isinstance(value, _VALUES):
                 values["lost"].append(path)  # an iterator
             elif (now := _pickled(value)) != self._first.get(path):
@@ -85,10 +73,10 @@ class Attributes:
                 setattr(owners[parent], name, state)
                 continue
             generator = getattr(owners[parent], name, None)
-            if _kind(generator) != kind:
-                generator = np.random.default_rng() if kind == "numpy" else _GENERATORS[kind][0]()
+            if generator_kind(generator) != kind:
+                generator = np.random.default_rng() if kind == "numpy" else GENERATORS[kind][0]()
                 setattr(owners[parent], name, generator)
-            _GENERATORS[kind][2](generator, state)
+            GENERATORS[kind][2](generator, state)
 
     def _is_sampler(self, owner: Any) -> bool:
         return isinstance(owner, Sampler) or any(owner is sampler for sampler in self._samplers)
@@ -118,7 +106,7 @@ class Attributes:
                 epoch = name == "epoch" and hasattr(owner, "set_epoch")
                 if value is self._dataset or epoch or name.startswith("__pl_"):
                     continue
-                if _kind(value) or (sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))):
+                if generator_kind(value) or (sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))):
                     yield f"{path}.{name}", owner, name, value
 
 
@@ -129,10 +117,6 @@ def _attributes(owner: Any) -> dict[str, Any]:
 def _is_kept(value: Any) -> bool:
     """Whether nothing is looked for in ``value``."""
     return isinstance(value, (*_VALUES, *_SKIPPED)) or has_state(value) or hasattr(value, "__getitem__")
-
-
-def _kind(value: Any) -> str | None:
-    return next((kind for kind, (cls, _, _) in _GENERATORS.items() if isinstance(value, cls)), None)
 
 
 def _is_plain(value: Any) -> bool:
@@ -231,16 +215,16 @@ class States:
     def skip(self, saved: dict[str, Any], items: Iterable[Any], count: int) -> Iterator[Any]:
         """``items`` from the one after ``count`` on, with the samplers at the start of the epoch that was ``saved``."""
         iterator = iter(items)
-        return self._skipped(saved, items, iterator, count) if saved else itertools.islice(iterator, count, None)
 
-    def _skipped(
-        self, saved: dict[str, Any], items: Iterable[Any], iterator: Iterator[Any], count: int
-    ) -> Iterator[Any]:
-        behind = sum(1 for _ in itertools.islice(iterator, count))
-        if behind < count or not _same(self.read(), saved["consumed"]):
-            self.write(saved["consumed"])
-            iterator = iter(items)
-        yield from iterator
+        def skipped() -> Iterator[Any]:
+            behind = sum(1 for _ in itertools.islice(iterator, count))
+            if saved and (behind < count or not _same(self.read(), saved["consumed"])):
+                self.write(saved["consumed"])
+                yield from iter(items)
+            else:
+                yield from iterator
+
+        return skipped()
 
     def finish(self, saved: dict[str, Any], items: Iterable[Any]) -> None:
         """Leave the samplers as the epoch that was ``saved`` left them."""

@@ -1,9 +1,4 @@
-"""The parts of a run, each of which is built and tested without a Trainer; a strategy's hooks call them in order.
-
-A contents page: `Processes` launches and connects, `RunIdentity` names the run and finds its checkpoints, `Checkpoints`
-saves and loads, `Preemption` stops, `RunWatch` watches the other ranks, `RunLedger` measures dtypes, `Data` and
-`Predictions` keep ranks in step, `Memory` counts bytes; ``fit.py`` is what they see of a Trainer.
-"""
+"""The parts of a run, each of which is built and tested without a Trainer; a strategy's hooks call them in order."""
 
 # The imports are the contents.
 # ruff: noqa: F401

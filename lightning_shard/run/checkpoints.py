@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
-from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, names_full
+from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
 from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
@@ -85,11 +85,11 @@ class Checkpoints(CheckpointIO):
         """
         for callback in trainer.checkpoint_callbacks:
             name, folder = f"{getattr(callback, 'filename', None)}.ckpt", getattr(callback, "dirpath", None) or ""
-            if names_full(name) or layout.names_hugging_face(name):
+            if form := layout.other_form(name):
                 refuse_url(folder, "one file or a folder for Hugging Face")
             if getattr(callback, "save_last", None) == "link":
                 refuse_url(folder, "links: set save_last to true")
-            if layout.names_hugging_face(name):
+            if form == "hf":
                 Ranks.of().first("naming the tensors of a .hf checkpoint", lambda: bool(self._skeleton()))
         if trainer.checkpoint_callbacks:
             check_savable(self._engine.tensors.optimizers(), fqns(self._module))
@@ -138,7 +138,7 @@ class Checkpoints(CheckpointIO):
             checkpoint = averaging.saved(checkpoint)
         checkpoint = {**checkpoint, **self._engine.notes()}
         leave_out = self._left_out(checkpoint.pop("state_dict"))
-        frozen = {} if self._save_frozen or layout.names_hugging_face(target) else self._frozen(leave_out)
+        frozen = {} if self._save_frozen or layout.other_form(target) == "hf" else self._frozen(leave_out)
         left = digests(frozen) if frozen else {}
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
@@ -182,7 +182,7 @@ class Checkpoints(CheckpointIO):
         if step is None:
             return {}
         why = "inside of a batch, which runs again on resuming," if step["inside"] else ""
-        if names_full(target) or layout.names_hugging_face(target):
+        if layout.other_form(target):
             why = "in a form that has none,"
         gradients = {} if why else self._engine.accumulated()
         if any(part.layout != torch.strided for each in gradients.values() for part in each.parts):

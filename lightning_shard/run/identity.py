@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.checkpoint.files.manifest import open_checkpoint_directory
 from lightning_shard.checkpoint.files.place import Place, StorePath, place
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
 from lightning_shard.cluster.preemption import PreemptionConfig, run_name
@@ -45,11 +44,7 @@ class RunIdentity:
     def micro_batches(self, folders: list[Place]) -> int | None:
         """Of a step of this run's newest checkpoint, on all ranks; None: there is none that says it. One rank calls."""
         found = [] if self.name == NAMELESS else find_checkpoints([self.own_path.parent, *folders], self.name).own
-        if not found:
-            return None
-        directory, manifest = open_checkpoint_directory(found[0][0])
-        directory.close()
-        return manifest.facts.run.get("micro_batches")
+        return found[0][1].get("micro_batches") if found else None
 
     @property
     def own_path(self) -> Place:

@@ -40,7 +40,7 @@ def test_the_newest_of_the_run_over_all_folders(tmp_path: Path) -> None:
     for number, (name, step, time) in enumerate([("a", 3, 9.0), ("a", 5, 1.0), ("a", 5, 2.0), ("b", 8, 3.0)]):
         _save(tmp_path / str(number % 2) / f"{number}.ckpt", _run(name, step, time))
     found = find_checkpoints([tmp_path / "0", tmp_path / "1", tmp_path / "0"], "a")
-    assert [(Path(path).name, step) for path, step in found.own] == [("2.ckpt", 5), ("1.ckpt", 5), ("0.ckpt", 3)]
+    assert [(Path(path).name, run["step"]) for path, run in found.own] == [("2.ckpt", 5), ("1.ckpt", 5), ("0.ckpt", 3)]
     assert found.others == ("b",)
 
 
@@ -50,7 +50,7 @@ def test_what_is_no_state_of_a_run_is_not_taken(tmp_path: Path) -> None:
     (half / "manifest.json").unlink()
     (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"PK")
     shutil.copytree(_save(tmp_path / "seen.ckpt", _run("a", 2)), tmp_path / ".seen.ckpt.tmp-0123")
-    assert [step for _, step in find_checkpoints([tmp_path], "a").own] == [2]
+    assert [run["step"] for _, run in find_checkpoints([tmp_path], "a").own] == [2]
 
 
 def test_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
     data = next(new.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     found = find_checkpoints([tmp_path], "a")
-    assert [step for _, step in found.own] == [1]
+    assert [run["step"] for _, run in found.own] == [1]
     assert len(found.broken) == 1
     assert "new.ckpt" in found.broken[0]
 
@@ -67,7 +67,8 @@ def test_a_broken_one_is_named(tmp_path: Path) -> None:
 def test_an_interrupted_replacement_is_seen(tmp_path: Path) -> None:
     path = _save(tmp_path / "last.ckpt", _run("a", 4))
     path.rename(tmp_path / ".last.ckpt.old-0123")
-    assert find_checkpoints([tmp_path], "a").own == ((str(path.resolve()), 4),)
+    ((found, run),) = find_checkpoints([tmp_path], "a").own
+    assert (found, run["step"]) == (str(path.resolve()), 4)
 
 
 def _fit(

@@ -217,7 +217,7 @@ def test_the_newest_of_a_run_is_found_there_and_a_broken_one_passed_over(store: 
     found = open_newest(["memory://run", "memory://nothing"], "a")
     assert found.newest is not None
     assert str(found.newest.path).endswith("/run/2.ckpt")
-    assert [step for _, step in found.own] == [3, 2, 1]
+    assert [run["step"] for _, run in found.own] == [3, 2, 1]
     assert "3.ckpt is damaged" in found.broken[0]
 
 

@@ -26,10 +26,7 @@ _IDLE_SECONDS = 600.0
 
 
 def check_replaceable(path: Path) -> None:
-    """CheckpointError if a save to ``path`` would delete what is not a checkpoint.
-
-    A file, a link, a checkpoint and a half-written one are replaced; a directory with anything else in it is not.
-    """
+    """CheckpointError if ``path`` is a directory with what no checkpoint has; files and links are replaced."""
     if path.is_dir() and not path.is_symlink() and not is_checkpoint(path) and foreign_entries(path):
         raise CheckpointError(
             f"{path} is a directory with files that no checkpoint has; saving there would delete them: choose "
@@ -121,10 +118,7 @@ def remove(path: AnyPath) -> None:
 
 
 def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-    """Make ``name`` a relative link to the checkpoint ``path``, at once; what was at ``name`` is deleted afterwards.
-
-    Raises CheckpointError where a directory that is no checkpoint is at ``name``.
-    """
+    """Make ``name`` a relative link to the checkpoint ``path``, at once; what is there is replaced as by a save."""
     name, token = Path(name), layout.new_token()
     temporary = layout.temporary_sibling(name, token)
     os.symlink(os.path.relpath(path, name.parent), temporary)

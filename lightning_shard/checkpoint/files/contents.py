@@ -59,13 +59,19 @@ class Contents:
     slots: Mapping[str, layout.SlotName] = field(default_factory=dict)
     form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether there are averages of weights, with an update in them."""
+        updates = self.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)
+        return any(key.startswith(layout.AVERAGE_PREFIX) for key in self.tensors) and bool(updates)
+
     def averaged(self) -> Contents:
         """The same with averages in the place of the weights that they are of.
 
         Raises CheckpointError where there are none, or no update is in them yet.
         """
         averages = layout.without_prefix(layout.AVERAGE_PREFIX, self.tensors)
-        if not averages or not int(self.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)):
+        if not self.has_averages:
             raise CheckpointError(
                 "the checkpoint has no averages of weights"
                 + (" yet: no update is in them" if averages else "; callbacks such as EMAWeightAveraging take them")

@@ -78,10 +78,7 @@ class Directory:
             raise CheckpointCorruptError(f"{where} can't be read ({error.strerror})") from error
 
     def check(self, name: str, entry: FileEntry, take: Callable[[bytes], object] | None = None) -> None:
-        """Compare a file with its size and checksum; ``take`` is called with its bytes, block by block.
-
-        Raises CheckpointCorruptError where they differ; else as `open`.
-        """
+        """Compare a file with its size and checksum; ``take`` is called with its bytes. Errors as of `open`."""
         where, digest = self.path / name, hashlib.sha256()
         with self.open(name) as stream:
             if (size := stream.seek(0, os.SEEK_END)) != entry.size:
@@ -124,10 +121,7 @@ class Directory:
 
 
 def open_directory(path: str | os.PathLike[str], *, lock: bool = True) -> Directory:
-    """Open the directory ``path``, or what an interrupted replacement of it left; nothing on the disk is changed.
-
-    Raises FileNotFoundError or NotADirectoryError where there is none.
-    """
+    """Open the directory ``path``, or what an interrupted replacement of it left; nothing on the disk is changed."""
     path, patience, missing = Path(path), time.monotonic() + _PATIENCE_SECONDS, 0
     while True:
         place = current(path)

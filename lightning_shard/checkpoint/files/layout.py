@@ -62,12 +62,14 @@ class SlotName(NamedTuple):
         return f"{OPTIMIZER_PREFIX}{self.optimizer}.{self.fqn}.{self.slot}"
 
 
-def names_hugging_face(path: StrPath) -> bool:
-    """Whether a checkpoint of this path, or what a save to it left, is a folder for Hugging Face: ``*.hf.ckpt``.
+def other_form(path: StrPath) -> str | None:
+    """What a checkpoint of this path, or what a save to it left, is by its name if it is no directory of this form.
 
+    ``"full"``: one stock Lightning file, ``*.full.ckpt``; ``"hf"``: a folder for Hugging Face, ``*.hf.ckpt``.
     Lightning's ModelCheckpoint makes ``.hf-v1.ckpt`` of it where there is one of that name already.
     """
-    return re.search(rf"\.hf(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path)) is not None
+    found = re.search(rf"\.(full|hf)(-v\d+)?\.ckpt(\.{_TEMPORARY}-\w+)?$", os.fspath(path))
+    return found[1] if found else None
 
 
 def is_own_name(name: str) -> bool:

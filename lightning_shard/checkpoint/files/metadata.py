@@ -72,10 +72,7 @@ class ForeignMetadata:
 
 
 def parse_foreign_metadata(data: bytes, files: Mapping[str, FileEntry], where: object) -> ForeignMetadata:
-    """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Trusted as little as ours.
-
-    Raises CheckpointCorruptError as `read_metadata` does.
-    """
+    """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Errors as of `read_boxes`."""
     with damaged_if(f"{where} is no checkpoint metadata", where):
         root, tensors, items = _parse(data, _FOREIGN_RECORDS, files)
         paths = {key: tuple(root["planner_data"][key]) for key in root["state_dict_metadata"]}

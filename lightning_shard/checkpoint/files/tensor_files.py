@@ -34,7 +34,7 @@ from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry
 from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.place import Place
-from lightning_shard.checkpoint.files.trainer_state import check_archive
+from lightning_shard.checkpoint.files.trainer_state import load_archive
 from lightning_shard.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -262,9 +262,7 @@ def _read_box(stream: BinaryIO, directory: Directory, name: str, read: _Read) ->
         if read.length <= directory.at_once_bytes:
             stream.seek(read.start)
             part = io.BytesIO(stream.read(read.length))  # faster by far
-        check_archive(part, path)
-        part.seek(0)
-        box = torch.load(part, map_location="cpu", weights_only=True, mmap=False)
+        box = load_archive(part, path)
     except Exception as error:
         if type(error) in (CheckpointError, CheckpointUnreachableError):
             raise  # The bytes did not come.

@@ -54,13 +54,19 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     """
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     with damaged_if(partial(refusal, where)):
-        check_archive(io.BytesIO(data), where)
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = load_archive(io.BytesIO(data), where)
         if _any_part(state, lambda part: isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
     return state
+
+
+def load_archive(file: BinaryIO, where: Place) -> Any:
+    """What ``torch.save`` wrote to ``file``, tensors on the CPU, after `check_archive`; nothing in it runs."""
+    check_archive(file, where)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=False)
 
 
 def check_archive(file: Path | BinaryIO, where: Place) -> list[zipfile.ZipInfo]:

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import materialize, read_archive
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
@@ -18,9 +16,9 @@ from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.metadata import StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
-from lightning_shard.checkpoint.files.trainer_state import check_archive, refusal
+from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
 from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer
-from lightning_shard.errors import CheckpointCorruptError, CheckpointError
+from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.names import without_wrappers
 
 REST = "meta.pt"
@@ -93,11 +91,9 @@ def _is_known(parts: tuple[str | int, ...]) -> bool:
 
 
 def _item(directory: Directory, key: str, place: StorageInfo) -> Any:
+    where = directory.path / place.relative_path
     with directory.open(place.relative_path) as stream:
         stream.seek(place.offset)
-        data = stream.read(place.length)
-    try:
-        check_archive(io.BytesIO(data), directory.path / place.relative_path)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointCorruptError(f"{key}: {refusal(directory.path / place.relative_path, error)}") from error
+        data = io.BytesIO(stream.read(place.length))
+    with layout.damaged_if(lambda error: f"{key}: {refusal(where, error)}"):
+        return load_archive(data, where)

@@ -43,9 +43,7 @@ class Skeleton:
 
     def part_of(self, contents: Contents) -> Contents:
         """The weights that are to be written, averages where there are some, and nothing else of a save."""
-        averaged = any(key.startswith(layout.AVERAGE_PREFIX) for key in contents.tensors)
-        if averaged and int(contents.trainer_state.get(layout.AVERAGING_STATE, {}).get("n_averaged", 1)):
-            contents = contents.averaged()
+        contents = contents.averaged() if contents.has_averages else contents
         keys = {layout.model_key(fqn) for names in self.tensors.values() for fqn in names.values()}
         if lost := sorted(keys - contents.tensors.keys()):
             raise CheckpointError(f"on_save_checkpoint left out {', '.join(lost[:5])}, which from_pretrained needs")

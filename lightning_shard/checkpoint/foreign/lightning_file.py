@@ -7,7 +7,6 @@ are read and written one at a time.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,14 +25,6 @@ from lightning_shard.tensors.names import fqns
 
 NOTES = "lightning_shard_full"
 """Key of the ``full`` form under which our own notes are; stock Lightning does not look at it."""
-
-
-def names_full(path: str) -> bool:
-    """Whether a checkpoint that is saved to this path is one file in the ``full`` form: it ends in ``.full.ckpt``.
-
-    Lightning's ModelCheckpoint makes ``.full-v1.ckpt`` of it where there is one of that name already.
-    """
-    return re.search(r"\.full(-v\d+)?\.ckpt$", path) is not None
 
 
 def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
