@@ -170,23 +170,19 @@ class HostBuffers:
     @torch.no_grad()
     def copy(self, boxes: Sequence[MetadataIndex], values: Values) -> Values:
         """Copy ``boxes`` and give the copies, which stay as they are until the next call; devices are waited for."""
-        kept = {index: buffer for index in boxes if (buffer := self._buffers.get(index)) is not None}
+        sources = {index: values(index) for index in boxes}
+        pinned = {index: source for index, source in sources.items() if source.device.type != "cpu"}
+        kept = {i: b for i, b in self._buffers.items() if i in sources and _fits(b, sources[i])}
+        if not pinned.keys() <= kept.keys():
+            kept = {index: buffer for index, buffer in kept.items() if index not in pinned}
         self._buffers = kept  # what other boxes had is free before more is taken
-        devices = set()
-        pinned = {index: source for index in boxes if (source := values(index)).device.type != "cpu"}
-        if not all(index in kept and _fits(kept[index], source) for index, source in pinned.items()):
-            for index in pinned:
-                kept.pop(index, None)
+        if not pinned.keys() <= kept.keys():
             kept.update(zip(pinned, pinned_like(list(pinned.values())), strict=True))
-        for index in boxes:
-            source = pinned[index] if index in pinned else values(index)
-            buffer = kept.get(index)
-            if buffer is None or not _fits(buffer, source):
-                buffer = kept[index] = _new_buffer(source)
-            buffer.copy_(source, non_blocking=index in pinned)
-            if index in pinned:
-                devices.add(source.device)
-        for device in devices:
+        for index, source in sources.items():
+            if index not in kept:
+                kept[index] = _new_buffer(source)
+            kept[index].copy_(source, non_blocking=index in pinned)
+        for device in {source.device for source in pinned.values()}:
             torch.accelerator.current_stream(device).synchronize()
         return kept.__getitem__
 

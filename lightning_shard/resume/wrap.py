@@ -15,10 +15,7 @@ def resumable(
     """The training `dataloader` with ``state_dict`` and ``load_state_dict``, otherwise as it was.
 
     Call it on every rank for a loader whose sampler is already the one to train with; the arguments are as for
-    :class:`ResumableLoader`. A map-style dataset's loader becomes one, also torchdata's ``StatefulDataLoader``, unless
-    the dataset has ``state_dict``/``load_state_dict``. A :class:`StatefulIterableLoader` is made of an IterableDataset
-    that has these, loaded in this process (``num_workers=0``) or under torchdata's loader, and of a DataLoader without
-    a length that has them itself. Whatever else has a state or can't be resumed (see :func:`order_warning`), or is no
+    :class:`ResumableLoader`. What has a state of its own, or can't be resumed (see :func:`order_warning`), or is no
     torch DataLoader, is the same object.
     """
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader, ResumableLoader | StatefulIterableLoader):

@@ -182,16 +182,11 @@ def library_versions() -> dict[str, str]:
 
 
 def read_manifest(path: AnyPath) -> Manifest:
-    """The manifest of the checkpoint directory ``path``; errors as for `open_checkpoint_directory`."""
     return open_checkpoint_directory(path, lock=False)[1]
 
 
 def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Directory, Manifest]:
-    """The checkpoint directory ``path``, open, and its manifest.
-
-    Raises CheckpointNotFoundError where there is no directory or no manifest in it (half-written),
-    CheckpointCorruptError where the manifest is damaged.
-    """
+    """The checkpoint directory ``path``, open, and its manifest; CheckpointNotFoundError for a half-written one too."""
     path = place(path)
     if isinstance(path, StorePath):
         return _with_manifest(open_store(path))
@@ -210,14 +205,11 @@ def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Dire
 def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
     file = directory.path / layout.MANIFEST
     try:
-        with directory.open(layout.MANIFEST) as stream:
+        with directory.open(layout.MANIFEST) as stream, layout.damaged_if(f"{file} is not text"):
             if (size := stream.seek(0, os.SEEK_END)) > _MOST_BYTES:
                 raise CheckpointCorruptError(f"{file} has {size} bytes, more than a manifest can have")
             stream.seek(0)
             return directory, Manifest.from_json(stream.read().decode(), str(file))
-    except UnicodeDecodeError as error:
-        directory.close()
-        raise CheckpointCorruptError(f"{file} is not text: {error}") from error
     except BaseException:
         directory.close()
         raise
