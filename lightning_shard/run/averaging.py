@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from lightning_shard._lightning import averaging, callbacks
@@ -27,7 +26,7 @@ from lightning_shard.checkpoint.module_state import live_tensors
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.resident import Resident
-from lightning_shard.tensors.flat import LiveTensor
+from lightning_shard.tensors.flat import LiveTensor, Pieces
 from lightning_shard.tensors.names import Names, fqns
 
 
@@ -51,22 +50,6 @@ class Shards(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing, likewise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Boxes:
-    """This rank's boxes of one tensor's average, as a checkpoint asks for them."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    chunks: list[ChunkStorageMetadata]
-    values: list[Tensor]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.chunks
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(v for c, v in zip(self.chunks, self.values, strict=True) if c.offsets == index.offset)
 
 
 class Averaging:
@@ -140,14 +123,13 @@ class Averaging:
 
     # Checkpoints
 
-    def tensors(self) -> dict[str, Boxes]:
+    def tensors(self) -> dict[str, Pieces]:
         """FQN to the average, of parameters, and of persistent buffers where they are averaged; in place."""
         average, found = self._average.shards, {}
         values = chain(average.parameters(), average.buffers())
         for name in (*self._parameters, *(self._persistent if self._average.has_buffers else ())):
             shape, dtype, chunks = self._places[name]
-            boxes = [next(values).detach() for _ in chunks]
-            found[name] = Boxes(shape=shape, dtype=dtype, chunks=chunks, values=boxes)
+            found[name] = Pieces(shape, dtype, {tuple(chunk.offsets): next(values).detach() for chunk in chunks})
         return found
 
     def saved(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,21 +80,43 @@ class FlatSlice:
     start: int  # Where the slice begins in the tensor, in elements of its row-major order.
 
 
-class FlatTensor:
+class Pieces:
+    """This rank's boxes of a tensor of ``shape``, by their offsets; there may be none.
+
+    It has what a checkpoint asks of a tensor (`lightning_shard.checkpoint.files.tensor_files`).
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[tuple[int, ...], Tensor]) -> None:
+        self.shape, self.dtype, self._pieces = torch.Size(shape), dtype, dict(pieces)
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The live boxes that this rank has of it."""
+        return list(self._pieces.values())
+
+    def __repr__(self) -> str:
+        elements = sum(piece.numel() for piece in self._pieces.values())
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=box.shape) for at, box in self._pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._pieces[tuple(index.offset)]
+
+
+class FlatTensor(Pieces):
     """This rank's slices of a tensor of ``shape``; there may be none.
 
-    It has what a checkpoint asks of a tensor (`lightning_shard.checkpoint.files.tensor_files`). Every rank makes one,
-    with the same shape and dtype; together the ranks have all elements, and slices that several ranks have are the same
-    ones.
+    Every rank makes one, with the same shape and dtype; together the ranks have all elements, and slices that several
+    ranks have are the same ones.
 
     Raises ValueError for slices of another dtype, and for ones that are not 1-D, overlap or leave the tensor.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Iterable[FlatSlice]) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self._boxes: list[Box] = []
-        self._views: dict[tuple[int, ...], Tensor] = {}
+        pieces: dict[tuple[int, ...], Tensor] = {}
         end = 0
         for part in sorted(slices, key=lambda part: part.start):
             data = part.data.detach()
@@ -105,31 +127,13 @@ class FlatTensor:
                 )
             if part.start < end:
                 raise ValueError(f"the slices overlap: one begins at {part.start}, the one before ends at {end}")
-            for box in boxes(self.shape, part.start, data.numel()):
-                self._boxes.append(box)
-                self._views[box.offsets] = data[box.start : box.start + box.length].view(box.sizes)
+            for box in boxes(shape, part.start, data.numel()):
+                pieces[box.offsets] = data[box.start : box.start + box.length].view(box.sizes)
             end = part.start + data.numel()
-        if self.shape.numel() == 0:
+        if math.prod(shape) == 0:
             # No slice has elements of such a tensor, but a checkpoint has the tensor: any rank can write it.
-            origin = (0,) * len(self.shape)
-            self._boxes = [Box(offsets=origin, sizes=tuple(self.shape), start=0)]
-            self._views = {origin: torch.empty(self.shape, dtype=dtype)}
-
-    @property
-    def views(self) -> list[Tensor]:
-        """The live boxes that this rank has of it."""
-        return list(self._views.values())
-
-    def __repr__(self) -> str:
-        elements = sum(box.length for box in self._boxes)
-        return f"FlatTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {elements} elements here)"
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(b.offsets), sizes=torch.Size(b.sizes)) for b in self._boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._views[tuple(index.offset)]
+            pieces = {(0,) * len(shape): torch.empty(tuple(shape), dtype=dtype)}
+        super().__init__(shape, dtype, pieces)
 
 
 LiveTensor = Tensor | FlatTensor

@@ -230,7 +230,7 @@ def _saved(folder: str) -> Any:
     stock = fit("ddp", save=f"{folder}/stock")[0]
     ours, _, trainer = fit("shard_fsdp", save=f"{folder}/ours")
     averages = trainer.strategy.checkpoints.averaging.tensors()
-    own = sum(box.numel() for name, average in averages.items() if "running" not in name for box in average.values)
+    own = sum(box.numel() for name, average in averages.items() if "running" not in name for box in average.views)
     fit("shard_deepspeed_stage_2", "none", save=f"{folder}/without")
     return stock[1:], ours[1:], own
 
