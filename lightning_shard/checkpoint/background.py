@@ -108,10 +108,7 @@ class Saver:
         return self._ongoing is not None and os.path.normpath(str(self._ongoing.path)) == os.path.normpath(path)
 
     def look(self) -> None:
-        """See how the save in the background stands, ahead of a step. No rank waits for another.
-
-        CheckpointError: it has failed; the same on every rank and in the same step.
-        """
+        """`finish` ahead of a step if it has ended on all ranks, which learn of it in the same step. No rank waits."""
         if self._ongoing is None:
             return
         own = _ENDED if self._ongoing.write.has_ended else _GOES_ON
@@ -134,7 +131,7 @@ class Saver:
     def close(self) -> BaseException | None:
         """`wait`, and give the memory for copies back."""
         failure = self.wait()
-        self._buffers.free()
+        self._buffers = HostBuffers()
         return failure
 
     def remove(self, path: str | os.PathLike[str]) -> None:
@@ -185,9 +182,6 @@ class HostBuffers:
         for device in {source.device for source in pinned.values()}:
             torch.accelerator.current_stream(device).synchronize()
         return kept.__getitem__
-
-    def free(self) -> None:
-        self._buffers = {}
 
 
 _SLAB, _ALIGNMENT = 2**28, 512  # bytes

@@ -124,7 +124,7 @@ def test_a_failed_write_leaves_what_it_was_to_replace(tmp_path: Path, saver: Sav
         saver.save(str(new), of({"model.w": torch.ones(3)}), background=True)
         saver.remove(old)
         assert gate.reached.wait(60)
-        (temporary,) = leftovers(new)
+        (temporary,) = leftovers(new.parent)
         # As a cleaning script of the cluster would.
         temporary.rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match=r"while writing .*new\.ckpt: FileNotFoundError|while completing"):

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ def _replace(temporary: Path, path: Path, token: str) -> None:
     """Give what is at ``temporary`` the name ``path``; what was there is a leftover then."""
     check_replaceable(path)
     while not _rename_to_free_name(temporary, path) and not _exchange(temporary, path):
-        aside, token = layout.aside_sibling(path, token), layout.new_token()
+        aside, token = layout.temporary_sibling(path, token, layout.ASIDE), layout.new_token()
         try:
             os.rename(path, aside)
         except FileNotFoundError:
@@ -132,7 +133,7 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 def _delete_leftovers(path: Path) -> None:
     """Delete what saves to ``path`` left, but not a user's files, nor what is locked: being written or read."""
-    for leftover in layout.leftovers(path):
+    for leftover in layout.leftovers(path.parent, re.escape(path.name)):
         _delete_unless_locked(leftover, path)
 
 
@@ -146,7 +147,7 @@ def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequen
     if isinstance(folder, StorePath):
         return stores.clean(folder, remove=remove, idle_seconds=idle_seconds)
     found = []
-    for leftover in layout.leftovers_in(folder):
+    for leftover in layout.leftovers(folder):
         path = leftover.with_name(leftover.name[1:].rpartition(".")[0])
         try:
             idle = time.time() - os.lstat(leftover).st_mtime

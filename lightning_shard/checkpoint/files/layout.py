@@ -47,7 +47,7 @@ EXTRA_STATE = "module_extra_state"  # Key in ``trainer.pt`` of what the module k
 AVERAGING_STATE = "averaging_state"
 """Key in ``trainer.pt``, Lightning's own, of how many updates (``n_averaged``) are in the averages of weights."""
 
-_TEMPORARY, _ASIDE = "tmp", "old"
+_TEMPORARY, ASIDE = "tmp", "old"
 
 
 class SlotName(NamedTuple):
@@ -152,28 +152,17 @@ def new_token() -> str:
     return secrets.token_hex(6)
 
 
-def temporary_sibling(path: Path, token: str) -> Path:
-    """What a save to ``path`` writes into, and what is about to be deleted: ``.NAME.tmp-TOKEN`` beside it."""
-    return path.with_name(f".{path.name}.{_TEMPORARY}-{token}")
+def temporary_sibling(path: Path, token: str, kind: str = _TEMPORARY) -> Path:
+    """What a save to ``path`` writes into, and what is about to be deleted: ``.NAME.tmp-TOKEN`` beside it.
+
+    Of the kind `ASIDE`, ``.NAME.old-TOKEN``: where a replacement moves the old one if names can't be exchanged.
+    """
+    return path.with_name(f".{path.name}.{kind}-{token}")
 
 
-def aside_sibling(path: Path, token: str) -> Path:
-    """Where a replacement moves the old checkpoint for a moment if names can't be exchanged: ``.NAME.old-TOKEN``."""
-    return path.with_name(f".{path.name}.{_ASIDE}-{token}")
-
-
-def leftovers(path: Path, *, kinds: tuple[str, ...] = (_TEMPORARY, _ASIDE)) -> list[Path]:
-    """Siblings that unfinished saves to ``path`` have, or left behind."""
-    prefixes = tuple(f".{path.name}.{kind}-" for kind in kinds)
-    try:
-        return sorted(entry for entry in path.parent.iterdir() if entry.name.startswith(prefixes))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def leftovers_in(folder: Path) -> list[Path]:
-    """What unfinished saves and removals of any ``.ckpt`` in ``folder`` have, or left behind."""
-    pattern = re.compile(rf"\..+\.ckpt(\..+)?\.({_TEMPORARY}|{_ASIDE})-[0-9a-f]{{12}}")
+def leftovers(folder: Path, name: str = r".+\.ckpt(\..+)?", kinds: Iterable[str] = (_TEMPORARY, ASIDE)) -> list[Path]:
+    """What unfinished saves and removals of what has such a ``name`` in ``folder`` have, or left behind."""
+    pattern = re.compile(rf"\.{name}\.({'|'.join(kinds)})-[0-9a-f]{{4,12}}")
     return sorted(entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)) if folder.is_dir() else []
 
 
@@ -182,7 +171,7 @@ def current(path: Path) -> Path:
 
     The new one is taken if it is complete, else the old one.
     """
-    for aside in [] if os.path.lexists(path) else leftovers(path, kinds=(_ASIDE,)):
+    for aside in [] if os.path.lexists(path) else leftovers(path.parent, re.escape(path.name), [ASIDE]):
         new = temporary_sibling(path, aside.name.rpartition("-")[2])
         return new if (new / MANIFEST).exists() else aside
     return path
@@ -196,7 +185,7 @@ def checkpoint_names(folder: Place) -> list[Path] | list[StorePath]:
     for entry in folder.iterdir() if folder.is_dir() else ():
         name = entry.name
         if name.startswith("."):
-            name = name[1:].rpartition(f".{_ASIDE}-")[0]
+            name = name[1:].rpartition(f".{ASIDE}-")[0]
         if name:
             found.add(folder / name)
     return sorted(found)
