@@ -53,21 +53,18 @@ def read_config(config: str) -> Any:
 
 def task_of(config: Any) -> Task:
     """What its ``architectures`` are made for; a causal language model where they do not say."""
-    for name in config.architectures or ():
-        for suffix, task in _SUFFIXES.items():
-            if name.endswith(suffix):
-                return task
-    return "causal-lm"
+    named = (task for name in config.architectures or () for end, task in _SUFFIXES.items() if name.endswith(end))
+    return next(named, "causal-lm")
 
 
 class HuggingFace(LightningModule):
-    """A model of transformers with its own loss, and AdamW.
+    """A model of transformers with its own loss, and AdamW; built on the meta device.
 
     Weights are read where ``config`` is a folder with safetensors files, and drawn where it is not.
     """
 
     def __init__(self, config: str, task: Task | None = None, lr: float = 2e-5) -> None:
-        """Read the configuration; the model is built on the meta device by ``configure_model``.
+        """Read the configuration.
 
         Args:
             config: a ``config.json``, the folder that it is in, or a class such as ``transformers.LlamaConfig``.
@@ -84,13 +81,12 @@ class HuggingFace(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Build the model without memory."""
         if hasattr(self, "model"):
             return
         import transformers
 
         task = self.hparams["task"] or task_of(self._config)
-        suffix = next(suffix for suffix, known in _SUFFIXES.items() if known == task)
+        suffix = next(end for end, known in _SUFFIXES.items() if known == task)
         self._config.use_cache = False
         try:
             with torch.device("meta"):
@@ -114,7 +110,6 @@ class HuggingFace(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """AdamW over what needs gradients."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
 
 

@@ -17,11 +17,11 @@ from examples.benchmarks import report
 from examples.benchmarks.published_runs import RUNS, Published
 from lightning_shard.engines.units import find_units
 from lightning_shard.meters.peaks import find_peaks
-from lightning_shard.planning.device_memory import device_memory, replay
+from lightning_shard.planning.device_memory import replay
 from lightning_shard.planning.facts import OptimizerFacts, Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, trace_step
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Run, Traces, confirmed_batch
+from lightning_shard.planning.planner import Run, confirmed_batch
 from lightning_shard.planning.predict import start_points, step_points
 from lightning_shard.planning.step_memory import peak
 from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of, step_time
@@ -86,13 +86,13 @@ def largest_batches(run: Published, model: Model, training: Training) -> tuple[i
     """The largest batch that fits at most, and the one that fits at least."""
     assert run.memory is not None
     memory = int(run.memory * GIB)
-    traces = Traces(one=model.trace(2), two=model.trace(4))
-    found = Run(training=training, traces=traces)
-    needs = device_memory(found.points(run.engine), training, run.engine, traces.one)
-    outside = [sum(r[end] for name, r in needs.beside.items() if "blocks" not in name) for end in (0, 1)]
-    low, _, _ = confirmed_batch(found, run.engine, memory - outside[0], model.trace)
-    high, _, _ = confirmed_batch(replace(found, needs=needs), run.engine, memory, model.trace)
-    return high or 0, low or 0
+    traces = (model.trace(2), model.trace(4))
+    found = Run(training=training, engine=run.engine, traces=traces)
+    # Without the allocator's blocks, and with the least of what lies outside of them.
+    least = replace(found, traces=tuple(replace(trace, events=()) for trace in traces))
+    more = memory + least.needs.high - least.needs.low
+    low = confirmed_batch(least, more, lambda batch: replace(model.trace(batch), events=()))
+    return confirmed_batch(found, memory, model.trace) or 0, low or 0
 
 
 def seconds(run: Published, training: Training, trace: Trace, device: Device) -> float:

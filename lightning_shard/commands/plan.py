@@ -1,7 +1,7 @@
 """``lightning-shard plan``: what a run will need per device, and what it will send, before it is queued."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,24 +10,26 @@ import yaml
 
 from lightning_shard import registry
 from lightning_shard._lightning import averaging
-from lightning_shard.commands import plan_inputs, plan_search
+from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import options_parser
 from lightning_shard.commands.plan_inputs import Inputs
-from lightning_shard.commands.strategies import preset_yaml
-from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
-from lightning_shard.planning import report
+from lightning_shard.planning import report, search
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Candidate, Machines, Planner
+from lightning_shard.planning.planner import Candidate, Planner
 from lightning_shard.planning.report import FORMS, Row, recommend
-from lightning_shard.planning.step_time import LINK_REACHED, device_of
+from lightning_shard.planning.search import Form
+from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
-from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes, show_seconds
+from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
 
 _T = TypeVar("_T")
+SHOWN = 8
+"""The best forms of a search that are printed."""
 
 _DESCRIPTION = """\
 Say what a run will need before it is queued, on any machine: memory per device by kind and at which point of the step,
@@ -111,16 +113,17 @@ def parsed(arguments: Sequence[str]) -> Plan:
 
 def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:
     """Options of fit for a run of a Hugging Face configuration, over which the user's own are laid."""
-    data = {"batch_size": options.batch_size or 1, "seq_len": options.seq_len}
-    given = {"model": {}, "data": data, "trainer": {"strategy": "shard_fsdp", "precision": "bf16-mixed"}}
-    words = [
-        f"--{name}=lightning_shard.hugging_face.HuggingFace{kind}" for name, kind in (("model", ""), ("data", "Data"))
-    ]
-    for name in ("model", "data"):
-        given[name] |= {"config": model, "task": options.task}
-    return words + [
-        f"--{n}.{key}={value}" for n, keys in given.items() for key, value in keys.items() if value is not None
-    ]
+    own = {"config": model, "task": options.task}
+    given = {
+        "model": "lightning_shard.hugging_face.HuggingFace",
+        "data": "lightning_shard.hugging_face.HuggingFaceData",
+        **{f"{part}.{key}": value for part in ("model", "data") for key, value in own.items()},
+        "data.batch_size": options.batch_size or 1,
+        "data.seq_len": options.seq_len,
+        "trainer.strategy": "shard_fsdp",
+        "trainer.precision": "bf16-mixed",
+    }
+    return [f"--{key}={value}" for key, value in given.items() if value is not None]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -146,27 +149,26 @@ def check(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Plan:
-    machines = _machines(options, inputs, measured)
-    planner = _planner(options, inputs, machines)
-    nodes, memory, strategy = machines.nodes, machines.memory, inputs.strategy
-    own = _candidate(inputs, inputs.name, strategy, strategy.activation_checkpointing)
-    configured = planner.row(own, confirm=True)
+    planner = _planner(options, inputs, measured)
+    nodes, memory, strategy = planner.nodes, planner.memory, inputs.strategy
+    own = _candidate(inputs, inputs.name, strategy)
+    configured = planner.row(replace(own, checkpointing=strategy.activation_checkpointing), confirm=True)
     if configured.refused:
         raise ConfigurationError(configured.refused)
     rows = [replace(configured, name="as configured")]
     parts = [_title(planner, inputs, configured), report.by_kind(configured.points), report.fit(configured, memory)]
     parts.append(report.traffic(configured.sent, nodes))
     parts += [report.timing(configured.time)] if configured.time else []
-    parts += _hybrid(planner, inputs, own, configured)
     best = None
     if options.compare:
-        rows += _others(planner, inputs)
+        others = _candidates(planner, inputs)
+        rows += [planner.row(each) if isinstance(each, Candidate) else each for each in others]
         parts.append(report.comparison(rows, memory))
         best, reason = recommend(rows[1:], memory=memory, nodes=nodes)
         parts.append(f"recommendation: {reason}")
         parts += [] if best is None else [_yaml(best, inputs)]
     if options.search:
-        parts += plan_search.parts(planner, inputs, _named, options)
+        parts += _search(planner, inputs, options)
     if options.picture is not None:
         report.draw([row for row in rows if not row.refused], memory, options.picture)
         parts.append(f"picture: {options.picture}")
@@ -175,17 +177,13 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     return Plan(configured=configured, memory=memory, others=tuple(rows[1:]), best=best, text=text)
 
 
-def _machines(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Machines:
+def _rates(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Rates | None:
     links = links_of(options, inputs.nodes, measured)
+    device = _device(options, inputs, measured.device if measured is not None else {})
     # What was measured in collectives is what they reach.
     reached = 1.0 if measured is not None else LINK_REACHED
-    return Machines(
-        nodes=inputs.nodes,
-        memory=options.device_memory - (options.reserve or 0),
-        device=_device(options, inputs, measured.device if measured is not None else {}),
-        intra_node=links.intra_node and links.intra_node * reached,
-        inter_node=links.inter_node and links.inter_node * reached,
-    )
+    inside, between = (speed and speed * reached for speed in (links.intra_node, links.inter_node))
+    return None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between)
 
 
 def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, float]) -> Device | None:
@@ -229,10 +227,16 @@ def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) 
     return measured
 
 
-def _planner(options: argparse.Namespace, inputs: Inputs, machines: Machines) -> Planner:
+def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Planner:
     """The module with a batch and its optimizer; what can't be read is noted."""
-    averages = averaging.averages_place(inputs.trainer.get("callbacks"))
-    planner = Planner(module=inputs.module, mode=inputs.mode, machines=machines, averages=averages)
+    planner = Planner(
+        module=inputs.module,
+        mode=inputs.mode,
+        nodes=inputs.nodes,
+        memory=options.device_memory - (options.reserve or 0),
+        rates=_rates(options, inputs, measured),
+        averages=averaging.averages_place(inputs.trainer.get("callbacks")),
+    )
     if options.no_trace:
         planner.without_activations("--no-trace was given")
     else:
@@ -253,7 +257,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, machines: Machines) ->
     return planner
 
 
-def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing: Checkpointing) -> Candidate:
+def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, **init_args: Any) -> Candidate:
     run = strategy.planned_run(
         ranks=inputs.nodes.ranks,
         per_node=inputs.nodes.devices,
@@ -261,30 +265,65 @@ def _candidate(inputs: Inputs, name: str, strategy: ShardStrategy, checkpointing
         optimizer=inputs.optimizer,
     )
     engine = strategy.engine_for(inputs.module)
-    return Candidate(name=name, engine=engine, run=run, checkpointing=checkpointing, compiled=strategy.compile)
+    return Candidate(name=name, engine=engine, run=run, compiled=strategy.compile, init_args=init_args)
 
 
-def _named(inputs: Inputs, name: str, checkpointing: Checkpointing = None, **more: Any) -> Candidate:
-    strategy = registry.build(name, **more)
-    strategy.precision_plugin = inputs.strategy.precision_plugin
-    return _candidate(inputs, name, strategy, checkpointing)
+def _candidates(planner: Planner, inputs: Inputs, *, meshes: bool = False) -> Iterator[Candidate | Row]:
+    """All names in the configured contract, each with every form of activation checkpointing, or why it is refused.
 
-
-def _others(planner: Planner, inputs: Inputs) -> list[Row]:
-    """All engines of the package in the configured contract, each with every form of activation checkpointing."""
-    rows = []
+    ``meshes``: hybrid ones with all meshes of whole nodes, in place of one node for each copy of the model.
+    """
     for name, preset in registry.PRESETS.items():
         if preset.init_args.get("aligned", False) != inputs.strategy.aligned:
             continue
-        try:
-            candidate = _named(inputs, name)
-            planner.engine(candidate)
-        except ConfigurationError as error:
-            rows.append(Row(name=name, refused=str(error)))
-            continue
-        forms = FORMS if candidate.engine.units(planner.module) else (None,)
-        rows += [planner.row(replace(candidate, checkpointing=form)) for form in forms]
-    return rows
+        for own in _meshes(inputs.nodes) if meshes and "mesh" in preset.init_args else [{}]:
+            try:
+                strategy = registry.build(name, **{**own, **({"mesh": MeshConfig(**own["mesh"])} if own else {})})
+                strategy.precision_plugin = inputs.strategy.precision_plugin
+                candidate = _candidate(inputs, name, strategy, **own)
+                planner.engine(candidate)
+            except ConfigurationError as error:
+                yield Row(name=name, refused=str(error))
+                continue
+            for form in FORMS if candidate.engine.units(planner.module) else (None,):
+                given = {**own, **({} if form is None else {"activation_checkpointing": form})}
+                yield replace(candidate, checkpointing=form, init_args=given)
+
+
+def _meshes(nodes: Nodes) -> Iterator[dict[str, Any]]:
+    """Copies of the model in one node, in two, in four, ...; resharded after forward or not."""
+    shard = nodes.devices
+    while shard < nodes.ranks and nodes.ranks % shard == 0:
+        mesh = {"replicate": nodes.ranks // shard, "shard": shard}
+        yield from ({"mesh": mesh}, {"mesh": mesh, "reshard_after_forward": False})
+        shard *= 2
+
+
+def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> list[str]:
+    """The table of the fastest forms and the first one's YAML, or where that was written."""
+    if planner.batch is None:
+        raise ConfigurationError("--search needs the step's activations, which this plan does not have.")
+    ranks, batch = inputs.nodes.ranks, batch_size_of(planner.batch)
+    total = options.global_batch or batch * inputs.micro_batches * ranks
+    if total % ranks:
+        raise ConfigurationError(f"a global batch of {total} does not divide over {ranks} devices.")
+    found: list[Form] = []
+    for each in _candidates(planner, inputs, meshes=True):
+        if isinstance(each, Candidate):
+            compiles = bool(each.engine.units(planner.module)) and registry.find(each.name).init_args.get("stage") != 3
+            found += search.forms(planner, each, total // ranks, compiles=compiles)
+    best = search.ranked(found)
+    if not best:
+        return [f"search: nothing fits that has a global batch of {total}"]
+    shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and fit, and the best of each name:"
+    parts, text = [f"{shown}\n{search.table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
+    if options.output is None:
+        return [*parts, text]
+    try:
+        options.output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--output {options.output} can't be written: {error.strerror}.") from error
+    return [*parts, f"train the first with: lightning-shard fit --config {options.output}"]
 
 
 def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
@@ -295,37 +334,36 @@ def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
         batch += f" x {inputs.micro_batches} accumulated"
     return (
         f"{row.title}, {precision}, {nodes.nodes} x {nodes.devices} devices{batch}: {numel:,} parameters, "
-        f"{show_bytes(planner.machines.memory)} per device to use"
+        f"{show_bytes(planner.memory)} per device to use"
     )
 
 
-def _hybrid(planner: Planner, inputs: Inputs, own: Candidate, row: Row) -> list[str]:
-    """What hybrid sharding would change, where the links between nodes are what the step waits for."""
-    nodes, memory = planner.machines.nodes, planner.machines.memory
-    slow = row.time is not None and row.time.bound == "the links between nodes"
-    if not slow or not planner.engine(own).can_become_hybrid or nodes.nodes == 1 or nodes.devices == 1:
-        return []
-    name = "shard_fsdp_hybrid" + (registry.ALIGNED_SUFFIX if inputs.strategy.aligned else "")
-    hybrid = planner.row(_named(inputs, name, own.checkpointing))
-    assert hybrid.time is not None
-    assert row.time is not None
-    before = sum(c.between(nodes) for c in row.sent)
-    after = sum(c.between(nodes) for c in hybrid.sent)
-    return [
-        f"hybrid sharding ({name}) would send {show_bytes(after)} between nodes in place of {show_bytes(before)} per "
-        f"node, and a step would take about {show_seconds(hybrid.time.expected)} in place of "
-        f"{show_seconds(row.time.expected)}; with {show_bytes(hybrid.needs.high)} at most it {hybrid.verdict(memory)}"
-    ]
+def _trainer(inputs: Inputs, name: str, init_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments that say the strategy and the machines."""
+    preset, nodes = registry.find(name), inputs.nodes
+    strategy = {"class_path": preset.class_path, "init_args": {**preset.init_args, **init_args}}
+    return {"strategy": strategy, "num_nodes": nodes.nodes, "devices": nodes.devices}
 
 
 def _yaml(row: Row, inputs: Inputs) -> str:
-    content = yaml.safe_load(preset_yaml(row.name))
-    if row.checkpointing is not None:
-        content["trainer"]["strategy"]["init_args"]["activation_checkpointing"] = row.checkpointing
-    content["trainer"] |= {"num_nodes": inputs.nodes.nodes, "devices": inputs.nodes.devices}
+    given = {} if row.checkpointing is None else {"activation_checkpointing": row.checkpointing}
+    trainer = _trainer(inputs, row.name, given)
     if not inputs.trainer.get("plugins"):
-        content["trainer"]["precision"] = inputs.strategy.precision_plugin.precision
-    return yaml.safe_dump(content, sort_keys=False).rstrip()
+        trainer["precision"] = inputs.strategy.precision_plugin.precision
+    return yaml.safe_dump({"trainer": trainer}, sort_keys=False).rstrip()
+
+
+def _form_yaml(form: Form, inputs: Inputs) -> str:
+    """The configuration with another strategy, batch and accumulation; what it can't set it says in a comment."""
+    content = inputs.config()
+    trainer = _trainer(inputs, form.name, form.init_args)
+    content["trainer"] |= {**trainer, "accumulate_grad_batches": form.micro_batches}
+    given = [(content.get(key) or {}).get("init_args", {}) for key in ("data", "model")]
+    holders = [arguments for arguments in given if "batch_size" in arguments]
+    for holder in holders[:1]:
+        holder["batch_size"] = form.batch
+    text = yaml.safe_dump(content, sort_keys=False).rstrip()
+    return text if holders else f"# The DataLoader's batch_size has to be {form.batch}.\n{text}"
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:

@@ -170,16 +170,14 @@ def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
     def all_gather(tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return tensor.unsqueeze(0).repeat(ranks, *[1] * tensor.ndim)
 
+    strategy = SimpleNamespace(all_gather=all_gather, world_size=ranks, global_rank=0, reduce=lambda t, *a, **k: t)
+    first = dict.fromkeys(("global_rank", "local_rank", "node_rank", "global_step", "current_epoch"), 0)
     return _StandIn(
+        **first,
         world_size=ranks,
         num_nodes=nodes.nodes,
         num_devices=nodes.devices,
-        global_rank=0,
-        local_rank=0,
-        node_rank=0,
         is_global_zero=True,
-        global_step=0,
-        current_epoch=0,
         max_steps=steps,
         max_epochs=trainer.get("max_epochs"),
         accumulate_grad_batches=int(trainer.get("accumulate_grad_batches") or 1),
@@ -189,7 +187,7 @@ def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
         validating=False,
         sanity_checking=False,
         barebones=True,
-        strategy=SimpleNamespace(all_gather=all_gather, world_size=ranks, global_rank=0, reduce=lambda t, *a, **k: t),
+        strategy=strategy,
     )
 
 

@@ -17,8 +17,14 @@ class _Replicated:
     # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
     sharded: ClassVar[frozenset[str]] = frozenset()
     shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
-    # Whether the same engine can shard inside each node and replicate across nodes.
-    can_become_hybrid: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = True  # Whether gradients are reduced beside backward.
+    own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
+    ranks: int
+
+    @property
+    def communicators(self) -> int:
+        """Groups of ranks that its collectives run in."""
+        return int(self.ranks > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,8 @@ class FSDPFacts:
 
     advised_presets: ClassVar[str] = "shard_fsdp"
     sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
+    overlaps: ClassVar[bool] = True
+    own_cpu_optimizer: ClassVar[bool] = False
 
     replicate: int  # Copies of the model.
     shard: int  # Ranks that a copy is sharded over.
@@ -64,9 +72,9 @@ class FSDPFacts:
         return self.shard
 
     @property
-    def can_become_hybrid(self) -> bool:
-        """Whether this is full sharding, over all ranks."""
-        return self.replicate == 1
+    def communicators(self) -> int:
+        """Groups of ranks that its collectives run in."""
+        return (self.shard > 1) + (self.replicate > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +82,7 @@ class DeepSpeedFacts:
     """DeepSpeed ZeRO. Fields are named as its configuration's keys without ``stage3_``; sizes are in elements."""
 
     advised_presets: ClassVar[str] = "shard_deepspeed"
-    can_become_hybrid: ClassVar[bool] = False
+    own_cpu_optimizer: ClassVar[bool] = True
 
     ranks: int
     stage: int
@@ -109,6 +117,21 @@ class DeepSpeedFacts:
     def shards(self) -> int:
         """Over how many ranks `sharded` kinds are sharded."""
         return self.ranks
+
+    @property
+    def communicators(self) -> int:
+        """Groups of ranks that its collectives run in."""
+        return (self.ranks > 1) * (1 + (self.zero_hpz_partition_size > 1))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced beside backward."""
+        return self.overlap_comm
+
+    @property
+    def reduce_at_boundary(self) -> bool:
+        """Whether accumulated gradients are reduced once."""
+        return self.stage < 2
 
     @property
     def forward_uses_shards(self) -> bool:

@@ -83,8 +83,10 @@ class _ModelFlops:
 
     def __init__(self) -> None:
         self.in_backward = False
-        self.operations = flop_counter(self._counts)
         self.attention = 0
+        formulas = {operation: self._counted(formula) for operation, formula in FORMULAS.items()}
+        self.operations = FlopCounterMode(display=False, custom_mapping=formulas)
+        self.operations.mod_tracker = _NoModules()  # type: ignore[assignment]
 
     def total(self) -> int:
         return self.operations.get_total_flops() + self.attention
@@ -92,6 +94,14 @@ class _ModelFlops:
     def _counts(self) -> bool:
         # Backward runs without gradients; a checkpointed forward runs again inside of it with them.
         return not (self.in_backward and torch.is_grad_enabled())
+
+    def _counted(self, formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*args: Any, **kwargs: Any) -> int:
+            return formula(*args, **kwargs) if self._counts() else 0
+
+        # The formula is given the tensors, as torch's registered ones, which take their shapes by themselves.
+        count._get_raw = True  # type: ignore[attr-defined]
+        return count
 
     def count_attention(
         self,
@@ -204,23 +214,6 @@ class NumbersReadAsOne(tracing.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def flop_counter(counts: Callable[[], bool] = lambda: True) -> FlopCounterMode:
-    """Torch's counter of FLOPs, asked at each operation whether it ``counts``; attention on the CPU counts too."""
-
-    def counted(formula: Callable[..., int]) -> Callable[..., int]:
-        def count(*args: Any, **kwargs: Any) -> int:
-            return formula(*args, **kwargs) if counts() else 0
-
-        # The formula is given the tensors, as torch's registered ones, which take their shapes by themselves.
-        count._get_raw = True  # type: ignore[attr-defined]
-        return count
-
-    formulas = {operation: counted(formula) for operation, formula in FORMULAS.items()}
-    counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-    return counter
-
-
 class _NoModules(nullcontext[None]):
     """No FLOPs by submodule: its hooks do not go with `torch.autograd.grad`, and keep what is computed again alive."""
 
@@ -235,13 +228,7 @@ def _cpu_attention(
 
 def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any, **_: Any) -> int:
     _output, _logsumexp, _dropout, is_causal = more
-    return 2 * attention_flops(query.shape, key.shape, value.shape, is_causal=is_causal)
-
-
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    tracing.CPU_ATTENTION: _cpu_attention,
-    tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
-}
+    return 2 * _cpu_attention(query, key, value, is_causal=is_causal)
 
 
 def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
@@ -250,12 +237,13 @@ def _recurrent(steps: Tensor, weight: Any, *others: Any, **more: Any) -> int:
     return 2 * prod(steps.shape[:-1]) * sum(w.numel() for w in weights if w.ndim == 2)
 
 
-_RECURRENT = {
+FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    tracing.CPU_ATTENTION: _cpu_attention,
+    tracing.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
     **dict.fromkeys(tracing.RECURRENT, _recurrent),
     **dict.fromkeys(tracing.RECURRENT_BACKWARD, lambda *args, **more: 2 * _recurrent(*args, **more)),
 }
-
-FORMULAS: Mapping[Any, Callable[..., int]] = {**flop_registry, **_CPU_ATTENTION, **_RECURRENT}
 """Operators to what counts their FLOPs, called with their arguments and ``out_val``."""
 
 

@@ -1,7 +1,7 @@
 """Memory accounts as tables to read."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple
 
 import torch
 
@@ -15,11 +15,11 @@ PLACES = ("device", "host", "nvme")
 
 def largest(accounts: Sequence[MemoryAccount]) -> int:
     """The rank with the most bytes on its device; among equals with the most in all places."""
-    return max(range(len(accounts)), key=lambda rank: (accounts[rank].device.total, total(accounts[rank])))
 
+    def total(rank: int) -> tuple[int, int]:
+        return accounts[rank].device.total, sum(getattr(accounts[rank], place).total for place in PLACES)
 
-def total(account: MemoryAccount) -> int:
-    return sum(getattr(account, place).total for place in PLACES)
+    return max(range(len(accounts)), key=total)
 
 
 def memory_table(
@@ -78,54 +78,42 @@ PRESETS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """A setting, and the bytes that it takes off a rank's device; None: no account says how many."""
-
-    text: str
-    saves: int | None
-
-
 def suggestions(
     account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False
-) -> list[Suggestion]:
-    """The settings that need less of a rank's device, those that save most first.
+) -> dict[str, int | None]:
+    """Settings that need less of a rank's device, and the bytes that they take off it, those that save most first.
 
-    The account is measured or predicted; suggested presets of an ``aligned`` run keep the precision contract too;
-    ``checkpointing`` says whether activations are checkpointed already.
+    None: no account says how many. The account is measured or predicted; suggested presets of an ``aligned`` run keep
+    the precision contract too; ``checkpointing`` says whether activations are checkpointed already.
     """
     activations = account.device.activations
-    text = "half the batch size, with accumulate_grad_batches doubled"
-    found = [*_presets(account, engine, aligned), Suggestion(text=text, saves=activations // 2 or None)]
+    found = _presets(account, engine, aligned)
+    found["half the batch size, with accumulate_grad_batches doubled"] = activations // 2 or None
     if not checkpointing:
-        text = "activation_checkpointing: units (at most, less what one unit keeps)"
-        found.append(Suggestion(text=text, saves=activations or None))
-    return sorted(found, key=lambda suggestion: -1 if suggestion.saves is None else suggestion.saves, reverse=True)
+        found["activation_checkpointing: units (at most, less what one unit keeps)"] = activations or None
+    return dict(sorted(found.items(), key=lambda each: -1 if each[1] is None else each[1], reverse=True))
 
 
-def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> Iterator[Suggestion]:
+def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> dict[str, int | None]:
     now = sum(getattr(account.device, kind) for kind in _ALL)
+    found: dict[str, int | None] = {}
     for name, (sharded, offloaded) in PRESETS.items():
-        if not name.startswith(engine.advised_presets):
-            continue
         after = 0.0
         for kind in _ALL - offloaded:
             resident = getattr(account.device, kind) + getattr(account.host, kind)
             full = resident * (engine.shards if kind in engine.sharded else 1)
             after += full / (engine.ranks if kind in sharded else 1)
         # What is a hundredth less is not worth a line: paddings differ.
-        if after < 0.99 * now:
-            suffix = "_aligned" if aligned else ""
-            yield Suggestion(text=f"strategy: {name}{suffix}", saves=round(now - after))
+        if name.startswith(engine.advised_presets) and after < 0.99 * now:
+            found[f"strategy: {name}{'_aligned' if aligned else ''}"] = round(now - after)
+    return found
 
 
 def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:
     """`suggestions` as lines to read."""
-    lines = ["What holds less on each rank's device, by this account:"]
-    for suggestion in suggestions(account, engine, aligned=aligned, checkpointing=checkpointing):
-        size = "" if suggestion.saves is None else f": {size_text(suggestion.saves)} less"
-        lines.append(f"  {suggestion.text}{size}")
-    return "\n".join(lines)
+    found = suggestions(account, engine, aligned=aligned, checkpointing=checkpointing)
+    lines = [f"  {text}{'' if saves is None else f': {size_text(saves)} less'}" for text, saves in found.items()]
+    return "\n".join(["What holds less on each rank's device, by this account:", *lines])
 
 
 # c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp, the CUDA runtime, cuBLAS.

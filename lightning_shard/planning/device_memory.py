@@ -8,9 +8,9 @@ backward has left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts
+from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.planning.allocator import BLOCK, SMALL, Allocator, Block, MiB
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
@@ -55,6 +55,11 @@ class DeviceMemory:
     growth: float | None = None
 
     @property
+    def blocks(self) -> int:
+        """At most, of the allocator's blocks."""
+        return self.beside.get(BLOCKS, (0, 0))[1]
+
+    @property
     def low(self) -> int:
         return self.tensors + sum(low for low, _ in self.beside.values())
 
@@ -64,15 +69,9 @@ class DeviceMemory:
 
     def at(self, tensors: int) -> int:
         """`high` of another batch or number of devices, where so many bytes are of tensors."""
-        blocks, more = self.beside.get(BLOCKS, (0, 0))[1], tensors - self.tensors
-        rate = blocks / max(1, self.tensors) if more < 0 or self.growth is None else self.growth
+        more = tensors - self.tensors
+        rate = self.blocks / max(1, self.tensors) if more < 0 or self.growth is None else self.growth
         return self.high + more + round(rate * more)
-
-    def growing(self, other: DeviceMemory) -> DeviceMemory:
-        """With the growth to ``other``, the same at a larger batch."""
-        more = other.beside.get(BLOCKS, (0, 0))[1] - self.beside.get(BLOCKS, (0, 0))[1]
-        # Fragments are no steady function of the batch: less than nothing, or more than the tensors, is chance.
-        return replace(self, growth=min(1.0, max(0.0, more / max(1, other.tensors - self.tensors))))
 
 
 BLOCKS = "blocks of torch's allocator"
@@ -87,17 +86,9 @@ def device_memory(
     if trace is not None and trace.events:
         both = [replay(points, trace, training, expandable=expandable) for expandable in (True, False)]
         beside[BLOCKS] = (max(0, min(both) - tensors), max(0, max(both) - tensors))
-    count = communicators(engine)
-    if count:
+    if count := engine.communicators:
         beside[f"NCCL, {count} communicator{'s' * (count > 1)}"] = (count * NCCL[0], count * NCCL[1])
     return DeviceMemory(tensors=tensors, beside=beside | {"cuBLAS workspaces": CUBLAS, "CUDA context": CONTEXT})
-
-
-def communicators(engine: EngineFacts) -> int:
-    """Groups of ranks that an engine's collectives run in."""
-    if isinstance(engine, FSDPFacts):
-        return (engine.shard > 1) + (engine.replicate > 1)
-    return (engine.ranks > 1) * (1 + (isinstance(engine, DeepSpeedFacts) and engine.zero_hpz_partition_size > 1))
 
 
 def replay(points: Sequence[Point], trace: Trace, training: Training, *, expandable: bool) -> int:

@@ -14,7 +14,7 @@ from lightning_shard.engines.facts import FSDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
-from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements, with_segment
+from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements
 from lightning_shard.planning.traffic import Collective
 
 
@@ -50,63 +50,25 @@ def _is_reduced(parameter: ParameterFacts) -> bool:
 
 
 def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
-    """See `lightning_shard.planning.predict.predict`.
-
-    In forward a unit's all-gather buffer outlives the copies out of it until the next unit's; in backward one unit is
-    gathered ahead, and the buffer that gradients are reduced from outlives the reduction until the next unit's.
-    """
     model, policy, shards = training.model, training.policy, engine.shard
-    master, compute = policy.master, policy.compute
+    master = policy.master
     elements = [_shard_elements(p, shards) for p in model.trainable]
     gradients = sum(elements) * master.itemsize
-    resident = KindBytes(
+    # What FSDP does not shard stays on the device under offload too.
+    unsharded = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
+    kinds = KindBytes(
         parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
         optimizer=training.optimizer.state_bytes(elements, master),
-        buffers=model.buffer_bytes,
+        gradients=gradients,
     )
-    root, units = model.units[""], [members for name, members in model.units.items() if name]
-    of_units = [_gathered_bytes(members, shards, compute) for members in units]
-    of_root = _gathered_bytes(root, shards, compute)
-    kept = [_kept_of(members, engine) for name, members in model.units.items() if name]
-    again = [0 if stays else size for size, (stays, _) in zip(of_units, kept, strict=True)]
-    gathered = max(again, default=0) + sum(round(size * part) for size, (_, part) in zip(of_units, kept, strict=True))
-    # Bytes of all-gather buffers.
-    in_forward = 0 if shards == 1 else max(_of_neighbours(of_units, 2), of_root)
-    in_backward = 0 if shards == 1 else _of_neighbours(again, max(1, engine.backward_prefetch))
-    reduced = max(_reduced_bytes(members, shards, policy.reduce) for members in [root, *units])
-    unreduced = max(
-        sum(p.numel * p.seen_in(compute).itemsize for p in members if _is_reduced(p)) for members in [root, *units]
-    )
-    at_boundary = engine.reduce_at_boundary
-    waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce) if at_boundary else gradients
-    waiting = waiting if training.micro_batches > 1 else 0
-    computing = replace(resident, gathered=of_root + gathered)
-    # What waits unsharded stays on the device under offload too, as do parameters that FSDP does not shard.
-    unsharded = waiting if at_boundary else 0
-    on_device = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
-
-    def account(kinds: KindBytes, unsharded: int, sharded: int) -> MemoryAccount:
-        """With gradients that stay on the device, and those that are offloaded with the shards."""
-        if not engine.cpu_offload:
-            return MemoryAccount(device=replace(kinds, gradients=unsharded + sharded))
-        host = KindBytes(parameters=kinds.parameters - on_device, optimizer=kinds.optimizer, gradients=sharded)
-        return MemoryAccount(device=replace(kinds, parameters=on_device, optimizer=0, gradients=unsharded), host=host)
-
-    reduced_so_far = gradients if engine.cpu_offload else max(gradients, waiting) - unsharded
-    return StepMemory(
-        # The strategy drops the last step's gradients ahead of forward.
-        forward=account(replace(computing, communication=in_forward), unsharded, waiting - unsharded),
-        backward=account(
-            replace(computing, communication=in_backward + reduced), unreduced + unsharded, reduced_so_far
-        ),
-        step=account(resident, 0, gradients),
-        waiting=waiting,
-    )
-
-
-def _of_neighbours(values: Sequence[int], count: int) -> int:
-    """The largest sum of ``count`` values that follow one another."""
-    return max((sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1))), default=0)
+    account = MemoryAccount(device=replace(kinds, buffers=model.buffer_bytes))
+    if engine.cpu_offload:
+        host = replace(kinds, parameters=kinds.parameters - unsharded)
+        account = MemoryAccount(device=KindBytes(parameters=unsharded, buffers=model.buffer_bytes), host=host)
+    waiting = gradients
+    if engine.reduce_at_boundary:
+        waiting = _unsharded_gradient_bytes(model.parameters, policy.reduce)
+    return StepMemory(step=account, waiting=waiting if training.micro_batches > 1 else 0)
 
 
 def start_of_fit(training: Training, engine: FSDPFacts) -> Point:
@@ -134,6 +96,11 @@ def padding(training: Training, engine: FSDPFacts) -> tuple[int, int, int]:
 
 
 def step_points(training: Training, engine: FSDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
+    """See `lightning_shard.planning.predict.step_points`.
+
+    In forward a unit's all-gather buffer outlives the copies out of it until the next unit's; in backward one unit is
+    gathered ahead, and the buffer that gradients are reduced from outlives the reduction until the next unit's.
+    """
     steps = _TracedUnits(training, engine, memory, trace)
     if training.micro_batches > 2 and engine.reduce_at_boundary:
         # Micro-batches between the first and the last, after which no gradient is freed.
@@ -165,24 +132,37 @@ class _TracedUnits:
         passed: dict[str, None] = {}
         last_reduced = before = 0
         for segment in self.trace.segments:
-            backward = segment.phase == "backward"
-            gathered = self._gathered(segment.unit, [name for name in passed if name not in done], done)
+            unit, backward, made = segment.unit, segment.phase == "backward", segment.peak_gradients
+            base = self.base + self._gradients(done if reduces else ())
+            full = self._gathered(unit, [name for name in passed if name not in done], done)
             in_flight = self._all_gather_buffers(segment, next(reversed(passed), ""))
             reducing = last_reduced * backward
-            base = self.base + self._gradients(done if reduces else ())
-            if segment.unit and segment.unit not in done and self.engine.shard > 1:
-                yield self._gathering(segment, base, gathered, before, reducing)
+            if unit and unit not in done and self.engine.shard > 1:
+                # The unit is copied out of its all-gather buffer.
+                own = (self.again if backward else self.unsharded).get(unit, 0)
+                kinds = KindBytes(gathered=full, activations=before, communication=own + reducing)
+                yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, own)
             before = segment.end_activations + segment.end_gradients
-            account = with_segment(
-                base, segment, gradients=segment.peak_gradients, gathered=gathered, communication=in_flight + reducing
-            )
-            yield Point(name=segment.name, account=account, apart=self._apart(base, in_flight))
+            kinds = KindBytes(gathered=full, activations=segment.peak - made, communication=in_flight + reducing)
+            yield self._point(segment.name, base, replace(kinds, gradients=made), in_flight)
             for name in [name for name in segment.complete if name not in done and reduces]:
-                yield self._reduction(name, segment, base, gathered, in_flight)
-                last_reduced = self.reduced[name]
+                # The unit is resharded, then its gradients are copied into the buffer that they are reduced from.
+                rest = full - (self.unsharded[name] if name and name == unit else 0)
+                activations, last_reduced = segment.at_reduction or segment.end_activations, self.reduced[name]
+                kinds = KindBytes(gathered=rest, activations=activations, communication=in_flight + last_reduced)
+                reduced = self.elements[name] * self.policy.reduce.itemsize
+                yield self._point(f"reduction of {name or 'the root'}", base, kinds, in_flight, reduced)
             done = segment.complete or done
-            if not backward and segment.unit:
-                passed[segment.unit] = None
+            if not backward and unit:
+                passed[unit] = None
+
+    def _point(self, name: str, base: MemoryAccount, kinds: KindBytes, all_gather: int, reduced: int = 0) -> Point:
+        """``base``, and the device's ``kinds`` beside it with what is ``reduced``."""
+        account = base + MemoryAccount(device=kinds + KindBytes(gradients=reduced))
+        # Buffers of all-gathers and what reduce-scatters give have streams of their own (``FSDPCommContext``).
+        summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
+        apart = KindBytes(communication=all_gather, gradients=summed + reduced)
+        return Point(name=name, account=account, apart=apart)
 
     def _gathered(self, unit: str, passed: Sequence[str], done: Sequence[str]) -> int:
         """Of the root, of the unit that computes, and of those that stay gathered, all or a part of them."""
@@ -209,33 +189,6 @@ class _TracedUnits:
         if self.engine.cpu_offload:
             return MemoryAccount(device=KindBytes(gradients=unsharded), host=KindBytes(gradients=reduced))
         return MemoryAccount(device=KindBytes(gradients=unsharded + reduced))
-
-    def _gathering(self, segment: Segment, base: MemoryAccount, gathered: int, before: int, reducing: int) -> Point:
-        """The unit is copied out of its all-gather buffer; ``before``: what the step had made until then."""
-        buffer = (self.again if segment.phase == "backward" else self.unsharded).get(segment.unit, 0)
-        start = replace(segment, peak=before, peak_gradients=0)
-        account = with_segment(base, start, gradients=0, gathered=gathered, communication=buffer + reducing)
-        name = f"{segment.phase} of {segment.unit}, gathering"
-        return Point(name=name, account=account, apart=self._apart(base, buffer))
-
-    def _apart(self, base: MemoryAccount, all_gather: int, reduced: int = 0) -> KindBytes:
-        """Buffers of all-gathers and what reduce-scatters give have streams of their own (``FSDPCommContext``)."""
-        summed = 0 if self.engine.reduce_at_boundary and self.memory.waiting else base.device.gradients
-        return KindBytes(communication=all_gather, gradients=summed + reduced)
-
-    def _reduction(self, name: str, segment: Segment, base: MemoryAccount, gathered: int, in_flight: int) -> Point:
-        """The unit is resharded, then its gradients are copied into the buffer that they are reduced from."""
-        end = replace(segment, peak=segment.at_reduction or segment.end_activations, peak_gradients=0)
-        reduced = self.elements[name] * self.policy.reduce.itemsize
-        account = with_segment(
-            base,
-            end,
-            gradients=reduced,
-            gathered=gathered - (self.unsharded[name] if name and name == segment.unit else 0),
-            communication=in_flight + self.reduced[name],
-        )
-        apart = self._apart(base, in_flight, reduced)
-        return Point(name=f"reduction of {name or 'the root'}", account=account, apart=apart)
 
 
 def collectives(training: Training, engine: FSDPFacts) -> list[Collective]:

@@ -1,4 +1,4 @@
-"""One training step of a module on tensors without data: activations by shard unit, and FLOPs.
+"""One training step of a module on tensors without data: activations by shard unit, and the time of its operators.
 
 The step runs once, for no engine in particular: the module whole, its parameters as forward sees them, casts and
 activation checkpointing installed as every engine here installs them. What an engine holds beside it at each part of
@@ -21,31 +21,30 @@ from torch import Tensor, nn
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout, flop_counter
+from lightning_shard.meters.flops import NumbersReadAsOne, attention_by, attention_without_dropout
 from lightning_shard.planning.operators import Device, OperatorTimes, Work
 from lightning_shard.precision.casting import install_casts
 from lightning_shard.precision.policy import PrecisionPolicy, autocasting
 from lightning_shard.tensors import fake
-from lightning_shard.tensors.tracing import READ_NUMBER, storage_key, tree_leaves, tree_map
+from lightning_shard.tensors.tracing import READ_NUMBER, storage_key, tree_leaves, tree_map, tree_map_only
 from lightning_shard.text import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The activations and FLOPs of one training step, of one micro-batch."""
+    """The activations of one training step, of one micro-batch."""
 
     segments: tuple[Segment, ...]  # In the order of the step.
     batch_size: int  # Samples per rank and micro-batch.
-    forward_flops: int = 0
-    backward_flops: int = 0  # With what activation checkpointing computes again.
     # In order: the segment's index, a storage's key, and its bytes, or 0 where it is freed or a gradient that an engine
     # takes. Empty where the trace is computed from others.
     events: tuple[tuple[int, int, int], ...] = ()
     work: tuple[Work, ...] = ()  # Of each segment, on the device of the `Step`; empty without one.
 
     @property
-    def flops(self) -> int:
-        return self.forward_flops + self.backward_flops
+    def parts(self) -> list[tuple[str, str, bool]]:
+        """What two traces have in common between which every part is a line."""
+        return [(s.phase, s.unit, s.has_gradients) for s in self.segments]
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -66,13 +65,14 @@ class Step:
     device: Device | None = None  # Whose time for the operators is counted; None: no time is.
 
 
-def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, scale: int = 1) -> Trace:
-    """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch ``scale`` times.
+def trace_step(
+    root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, *, batch_size: int | None = None
+) -> Trace:
+    """Run one step of a module whose tensors `fake.make_fake` has made fake, on the batch or on so many samples of it.
 
     TraceError: the step depends on data, has an operation without a fake implementation, or fails.
     """
-    size = batch_size_of(step.batch) * scale
-    batch = resized(step.batch, size)
+    size = batch_size or batch_size_of(step.batch)
     with ExitStack() as stack:
         stack.callback(restoring(root))
         dtypes = computes(step.units, policy.compute)
@@ -81,7 +81,7 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             stack.callback(install_casts(root, policy.compute, inside=dtypes, output=policy.output))
         for module in checkpointed_modules(root, list(step.units), step.checkpointing):
             stack.callback(checkpoint_forward(module, step.checkpointing))
-        live, flops = LiveBytes([*root.parameters(), *root.buffers()]), flop_counter()
+        live = LiveBytes([*root.parameters(), *root.buffers()])
         times = None if step.device is None else OperatorTimes(step.device, lambda: len(live.segments) - 1)
         hooks = _UnitHooks(root, step.units, live)
         for handle in hooks.handles:
@@ -89,13 +89,12 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
         root.train()
         try:
             with mode:
-                batch = tree_map(lambda t: fake.as_fake(t, mode) if isinstance(t, Tensor) else t, batch)
+                batch = resized(tree_map_only(Tensor, lambda t: fake.as_fake(t, mode), step.batch), size)
                 live.track(batch)
-                with attention_by(attention_without_dropout), live, flops, times or nullcontext():
+                with attention_by(attention_without_dropout), live, times or nullcontext():
                     live.begin("forward", "")
                     with autocasting(policy, "cpu", cache=True):
                         loss = _loss(step.training_step(batch))
-                    forward = flops.get_total_flops()
                     hooks.backward = True
                     live.begin("backward", "")
                     loss.backward()
@@ -104,12 +103,9 @@ def trace_step(root: nn.Module, step: Step, policy: PrecisionPolicy, mode: Any, 
             raise TraceError(explained(error, live.last_operation)) from error
         finally:
             root.zero_grad(set_to_none=True)
-    backward = flops.get_total_flops() - forward
     return Trace(
         segments=tuple(live.segments),
         batch_size=size,
-        forward_flops=forward,
-        backward_flops=backward,
         events=tuple(live.events),
         work=() if times is None else tuple(times.parts[i] for i in range(len(live.segments))),
     )

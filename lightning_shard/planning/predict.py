@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
-from lightning_shard.memory import KindBytes
+from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point
+from lightning_shard.planning.step_memory import Point, StepMemory, optimizer_point, without_activations
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.text import show_bytes
 
@@ -34,24 +34,32 @@ def _arithmetic(engine: EngineFacts) -> tuple[Any, EngineFacts]:
     return _ARITHMETIC[type(engine)], engine
 
 
-def predict(training: Training, engine: EngineFacts) -> StepMemory:
-    """The memory of the rank that needs most, at three points of a step and without activations."""
+def step_memory(training: Training, engine: EngineFacts) -> StepMemory:
+    """What the rank that needs most has resident in the optimizer's step, and what waits for it."""
     module, engine = _arithmetic(engine)
-    return module.step_memory(training, engine)
+    found: StepMemory = module.step_memory(training, engine)
+    return found
 
 
-def step_points(training: Training, engine: EngineFacts, trace: Trace) -> list[Point]:
+def step_points(training: Training, engine: EngineFacts, trace: Trace | None) -> list[Point]:
     """The memory of the same rank at every part of the micro-batch that needs most, and in the optimizer's step.
 
-    The engine's bytes are arithmetic; activations are the trace's.
+    The engine's bytes are arithmetic; activations are the trace's. None: without activations.
     """
-    memory = predict(training, engine)
     module, engine = _arithmetic(engine)
-    points = list(module.step_points(training, engine, memory, trace))
-    last = optimizer_point(memory, training.optimizer, trace)
+    memory, followed = module.step_memory(training, engine), trace or without_activations(training)
+    points = list(module.step_points(training, engine, memory, followed))
+    last = optimizer_point(memory, training.optimizer, followed)
     # The optimizer reads gradients where the last reduction has put them.
     apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
-    return [*points, replace(last, apart=apart)]
+    points.append(replace(last, apart=apart))
+    return points if trace else [replace(p, account=_only_gradients(p.account)) for p in points]
+
+
+def _only_gradients(account: MemoryAccount) -> MemoryAccount:
+    """What counts as made by backward is gradients, where activations are not known."""
+    device = account.device
+    return replace(account, device=replace(device, gradients=device.gradients + device.activations, activations=0))
 
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:

@@ -46,32 +46,26 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // i for i in low)}, reverse=True)
 
 
-def forms(
-    planner: Planner, candidate: Candidate, init_args: Mapping[str, Any], samples: int, *, compiles: bool
-) -> Iterator[Form]:
+def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:
     """A candidate with the micro-batches that fit, which ``samples`` per device and step divide into.
 
     ``compiles``: whether its units can be compiled. Nothing: it can't run, or not even one sample fits.
     """
-    memory = planner.machines.memory
     try:
-        run, engine = planner.run(candidate, replays=False)
-        if largest_batch(run, engine, memory):
-            run, engine = planner.run(candidate)
+        run = planner.run(candidate)
     except ConfigurationError:
         return
-    largest = largest_batch(run, engine, memory) or 0
+    largest = largest_batch(run, planner.memory) or 0
     for batch in [batch for batch in divisors(samples) if batch <= largest][:BATCHES]:
         count = samples // batch
         own = replace(run, training=replace(run.training, micro_batches=count))
-        device = own.most(engine, batch)
+        device = run.needs.at(own.tensors(batch))
         for compiled in (False, True) if compiles else (False,):
-            time = planner.time(own, engine, compiled=compiled, batch=batch)
-            if time is None or device > memory:
-                continue
-            given = {**init_args, **({"compile": True} if compiled else {})}
-            name = candidate.name
-            yield Form(name=name, init_args=given, batch=batch, micro_batches=count, time=time, device=device)
+            time = planner.time(own, compiled=compiled, batch=batch)
+            if time is not None and device <= planner.memory:
+                given = {**candidate.init_args, **({"compile": True} if compiled else {})}
+                name = candidate.name
+                yield Form(name=name, init_args=given, batch=batch, micro_batches=count, time=time, device=device)
 
 
 def ranked(found: Iterable[Form]) -> list[Form]:

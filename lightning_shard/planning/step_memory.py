@@ -1,25 +1,34 @@
-"""The memory of one rank at the three points of a step where it may peak, without activations."""
+"""The memory of one rank at the points of a step: what is resident, and what a traced step adds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_shard.memory import KindBytes, MemoryAccount, most
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts
+from lightning_shard.memory import KindBytes, MemoryAccount
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
-
-POINTS = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """What the rank that needs most has resident, without activations. Bytes below are of its device."""
+    """What the rank that needs most has resident, without activations."""
+
+    step: MemoryAccount  # While the optimizer steps.
+    # Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
+    # stages 2 and 3 keep in any case are not among them.
+    waiting: int = 0
+    # Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads.
+    left_in_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroMemory(StepMemory):
+    """The same under ZeRO, which takes gradients one by one. Bytes below are of its device."""
 
     forward: MemoryAccount  # While the unit computes that needs most.
     # While the unit is reduced that needs most, with all gradients there that the engine keeps.
     backward: MemoryAccount
-    step: MemoryAccount  # While the optimizer steps.
     # Bytes of ``backward``'s communication that are allocated after backward only: copies for the last reduction.
     copies_after_backward: int = 0
     # Bytes of ``backward``'s gradients that are of the one that backward just made, which a trace counts among its
@@ -28,16 +37,19 @@ class StepMemory:
     # Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
     # until backward is over.
     freed_in_reduction: int = 0
-    # Bytes of gradients in the compute dtype that stay resident beside those that the optimizer reads.
-    left_in_step: int = 0
-    # Bytes of earlier micro-batches' gradients, which the last one's are added to or wait beside; the sums that ZeRO
-    # stages 2 and 3 keep in any case are not among them.
-    waiting: int = 0
 
-    @property
-    def largest(self) -> MemoryAccount:
-        """Each kind at the point where there is most of it."""
-        return most(*(getattr(self, point) for point in POINTS))
+
+def without_activations(training: Training) -> Trace:
+    """Of a step what is known without one: units in their order, and the gradients that backward makes of each."""
+    names, complete = list(training.model.units), list[str]()
+    segments = [Segment(phase="forward", unit=name) for name in names]
+    for name in [*reversed(names[1:]), ""]:
+        stepped = [p for p in training.model.units[name] if p in training.model.trainable and not p.unsharded]
+        made = compute_bytes(stepped, training.policy.compute)
+        complete.append(name)
+        backward = Segment(phase="backward", unit=name, complete=tuple(complete), has_gradients=True)
+        segments.append(replace(backward, peak=made, peak_gradients=made, at_reduction=made))
+    return Trace(segments=tuple(segments), batch_size=1)
 
 
 def with_averages(account: MemoryAccount, place: str | None) -> MemoryAccount:
@@ -96,12 +108,3 @@ def gradient_elements(model: ModelFacts, resident: Callable[[ParameterFacts], in
     for p in model.trainable:
         found[p.unit] += resident(p)
     return found
-
-
-def with_segment(
-    base: MemoryAccount, segment: Segment, *, gradients: int, gathered: int = 0, communication: int = 0
-) -> MemoryAccount:
-    """``base`` with a segment's activations at its peak, all ``gradients``, gathered parameters and buffers."""
-    activations = segment.peak - segment.peak_gradients
-    kinds = KindBytes(gradients=gradients, gathered=gathered, communication=communication, activations=activations)
-    return base + MemoryAccount(device=kinds)

@@ -7,16 +7,17 @@ reduced behind backward, in turn with the gathers where both are on one communic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts
-from lightning_shard.memory import KindBytes
+from lightning_shard.engines.facts import EngineFacts
+from lightning_shard.memory import MemoryAccount
 from lightning_shard.meters.peaks import Peaks
 from lightning_shard.planning.facts import ModelFacts, Training
 from lightning_shard.planning.memory_trace import Trace
 from lightning_shard.planning.operators import Device, Work
-from lightning_shard.planning.predict import collectives, predict
+from lightning_shard.planning.predict import collectives, step_memory
 from lightning_shard.planning.traffic import Collective, Nodes
 
 INSIDE, BETWEEN, HOST = "the links inside nodes", "the links between nodes", "the link to the host"
@@ -73,10 +74,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What carries the bytes of a step; speeds in bytes per second, None: free."""
+    """What computes a step and carries its bytes; speeds in bytes per second, None: free."""
 
-    device: Device
     nodes: Nodes
+    device: Device
     inside: float | None = None  # Of a device to others of its node.
     between: float | None = None  # Of a node to others.
 
@@ -106,20 +107,13 @@ def transfer(sent: Collective, rates: Rates) -> Transfer:
     return Transfer(seconds=seconds, by=BETWEEN if between > inside else INSIDE, copies=copies)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """What an engine does beside a unit's operators."""
+Schedule = Mapping[str, Mapping[str, Transfer]]
+"""What an engine does beside a unit's operators, by unit.
 
-    forward: Mapping[str, Transfer]  # A unit is gathered ahead of its forward,
-    backward: Mapping[str, Transfer]  # ahead of its backward,
-    reduce: Mapping[str, Transfer]  # and its gradients are reduced,
-    across: Mapping[str, Transfer]  # and then among copies of the model, on a communicator of their own.
-    overlaps: bool  # Whether reductions go beside backward.
-    at_boundary: bool  # Whether accumulated gradients are reduced in the last micro-batch alone.
-    after: tuple[Transfer, ...] = ()  # After backward: the step, and what it sends.
-
-
-_NAMES = {
+It is gathered ahead of its "forward" and of its "backward", its gradients are reduced ("reduce"), and then ("across")
+among copies of the model, on a communicator of their own.
+"""
+_PARTS = {
     "parameters, forward": "forward",
     "parameters, backward": "backward",
     "gradients": "reduce",
@@ -127,55 +121,47 @@ _NAMES = {
 }
 
 
-def schedule(training: Training, engine: EngineFacts, rates: Rates) -> Schedule:
-    """The collectives of each unit by the engine's own arithmetic, and what passes between device and host."""
-    found: dict[str, dict[str, Transfer]] = {"forward": {}, "backward": {}, "reduce": {}, "across": {}}
+def schedule(training: Training, engine: EngineFacts, rates: Rates) -> tuple[Schedule, list[Transfer]]:
+    """The collectives of each unit by the engine's own arithmetic, and what passes between device and host.
+
+    Then what follows backward: the step, and what it sends.
+    """
+    found: dict[str, dict[str, Transfer]] = {part: defaultdict(Transfer) for part in _PARTS.values()}
     after: list[Transfer] = []
-    memory, total = predict(training, engine).step, max(1, training.model.numel)
+    memory = step_memory(training, engine).step
     away = memory.host + memory.nvme
+    reduced = away.gradients
+    if away.masters and reduced:  # summed there, in another dtype than they are sent in
+        reduced = away.masters // training.policy.master.itemsize * training.policy.compute.itemsize
+    moved = {"forward": away.parameters, "backward": away.parameters, "reduce": reduced}
     for unit, members in training.model.units.items():
         own = replace(training, model=ModelFacts(parameters=members), micro_batches=1)
-        part = own.model.numel / total
         for sent in collectives(own, engine):
-            if kind := _NAMES.get(sent.what):
-                found[kind][unit] = found[kind].get(unit, Transfer()) + transfer(sent, rates)
+            if part := _PARTS.get(sent.what):
+                found[part][unit] += transfer(sent, rates)
             else:
                 after.append(transfer(sent, rates))
-        host, reduced = rates.device.host, away.gradients
-        if away.masters and reduced:  # summed there, in another dtype than they are sent in
-            reduced = away.masters // training.policy.master.itemsize * training.policy.compute.itemsize
-        for kind, size in (("forward", away.parameters), ("backward", away.parameters), ("reduce", reduced)):
+        for part, size in moved.items():
             if size:
-                moved = Transfer(seconds=size * part / host, by=HOST)
-                found[kind][unit] = found[kind].get(unit, Transfer()) + moved
-    zero = isinstance(engine, DeepSpeedFacts)
-    return Schedule(
-        **found,
-        overlaps=not isinstance(engine, DeepSpeedFacts) or engine.overlap_comm,
-        at_boundary=engine.stage < 2 if isinstance(engine, DeepSpeedFacts) else engine.reduce_at_boundary,
-        after=(
-            *after,
-            *_step(training, memory.device, memory.host, memory.nvme, rates, by=CPU_ADAM if zero else TORCH_ADAM),
-        ),
-    )
+                seconds = size * own.model.numel / max(1, training.model.numel) / rates.device.host
+                found[part][unit] += Transfer(seconds=seconds, by=HOST)
+    return found, [*after, *_step(training, memory, rates, by=CPU_ADAM if engine.own_cpu_optimizer else TORCH_ADAM)]
 
 
-def _step(
-    training: Training, device: KindBytes, host: KindBytes, nvme: KindBytes, rates: Rates, *, by: float
-) -> Iterable[Transfer]:
+def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float) -> Iterable[Transfer]:
     """The optimizer's step where its state is, and what passes between there and the device for it."""
-    master, optimizer = training.policy.master.itemsize, training.optimizer
+    master, optimizer, device = training.policy.master.itemsize, training.optimizer, memory.device
     if device.optimizer:
         stepped = device.masters or device.parameters
         yield Transfer(seconds=stepped * optimizer.moved / rates.device.memory, by=MEMORY)
-    if away := (host + nvme).optimizer:
+    if away := (memory.host + memory.nvme).optimizer:
         slots = sum((slot or training.policy.master).itemsize for slot in optimizer.slots)
         elements = away / max(1, slots or master)
         yield Transfer(seconds=elements * rates.nodes.devices / by, by=CPU_STEP)
-        if device.parameters and not host.parameters:
+        if device.parameters and not memory.host.parameters:
             # The new parameters, in the compute dtype.
             yield Transfer(seconds=elements * training.policy.compute.itemsize / rates.device.host, by=HOST)
-    if swapped := nvme.optimizer + nvme.masters:
+    if swapped := memory.nvme.optimizer + memory.nvme.masters:
         yield Transfer(seconds=2 * swapped * rates.nodes.devices / NVME_SPEED, by=NVME)
 
 
@@ -210,7 +196,7 @@ _AHEAD = 0.05
 
 
 def _micro_batch(
-    trace: Trace, work: Sequence[Work], plan: Schedule, device: Device, *, compiled: bool, reduces: bool
+    trace: Trace, plan: Schedule, engine: EngineFacts, device: Device, *, compiled: bool, reduces: bool
 ) -> dict[str, float]:
     clock, order = _Clock(), trace.order
     ready: dict[tuple[str, str], float] = {}
@@ -218,36 +204,34 @@ def _micro_batch(
 
     def gather(phase: str, unit: str) -> None:
         if (phase, unit) not in ready:
-            sent = (plan.forward if phase == "forward" else plan.backward).get(unit, Transfer())
+            sent = plan[phase][unit]
             clock.wire = ready[phase, unit] = max(clock.wire, clock.device) + sent.seconds if sent.seconds else 0.0
             clock.spend(MEMORY, sent.copies)
 
     gather("forward", "")
-    for segment, own in zip(trace.segments, work, strict=True):
+    for segment, own in zip(trace.segments, trace.work, strict=True):
         phase, unit = segment.phase, segment.unit
-        table = plan.forward if phase == "forward" else plan.backward
         if unit and unit not in done:
             gather(phase, unit)
-            clock.wait(ready[phase, unit], table.get(unit, Transfer()).by)
+            clock.wait(ready[phase, unit], plan[phase][unit].by)
             beside = order.index(unit) + (1 if phase == "forward" else -1) if unit in order else -1
             if 0 <= beside < len(order):
                 gather(phase, order[beside])
         elif not unit:
-            clock.wait(ready["forward", ""], plan.forward.get("", Transfer()).by)
+            clock.wait(ready["forward", ""], plan["forward"][""].by)
             if phase == "backward" and not done and order:
                 gather("backward", order[-1])
         clock.compute(own, device, compiled=compiled and bool(unit))
         for name in [name for name in segment.complete if name not in done and reduces]:
-            sent = plan.reduce.get(name, Transfer())
+            sent = plan["reduce"][name]
             clock.spend(MEMORY, sent.copies)
             clock.wire = max(clock.wire, clock.device) + sent.seconds
-            clock.across = max(clock.across, clock.wire) + plan.across.get(name, Transfer()).seconds
-            if not plan.overlaps:
+            clock.across = max(clock.across, clock.wire) + plan["across"][name].seconds
+            if not engine.overlaps:
                 clock.wait(clock.wire, sent.by)
         done = segment.complete or done
-    for until, table in ((clock.wire, plan.reduce), (clock.across, plan.across)):
-        if reduces:
-            clock.wait(until, max(table.values(), key=lambda sent: sent.seconds, default=Transfer()).by)
+    for until, part in ((clock.wire, "reduce"), (clock.across, "across")) if reduces else ():
+        clock.wait(until, max(plan[part].values(), key=lambda sent: sent.seconds, default=Transfer()).by)
     return clock.spent
 
 
@@ -255,20 +239,17 @@ def step_time(
     training: Training, engine: EngineFacts, trace: Trace, rates: Rates, *, compiled: bool = False
 ) -> StepTime:
     """The step of a rank, of the trace's batch; ``trace`` was made with ``rates``' device."""
-    plan, count = schedule(training, engine, rates), training.micro_batches
-    last = _micro_batch(trace, trace.work, plan, rates.device, compiled=compiled, reduces=True)
-    parts = dict(last)
-    if count > 1:
-        other = last
-        if plan.at_boundary:
-            other = _micro_batch(trace, trace.work, plan, rates.device, compiled=compiled, reduces=False)
-        for by, seconds in other.items():
-            parts[by] = parts.get(by, 0.0) + (count - 1) * seconds
-    for sent in plan.after:
-        parts[sent.by] = parts.get(sent.by, 0.0) + sent.seconds
+    plan, after = schedule(training, engine, rates)
+    parts: dict[str, float] = defaultdict(float)
+    for count, reduces in ((1, True), (training.micro_batches - 1, not engine.reduce_at_boundary)):
+        own = _micro_batch(trace, plan, engine, rates.device, compiled=compiled, reduces=reduces) if count else {}
+        for by, seconds in own.items():
+            parts[by] += count * seconds
+    for sent in after:
+        parts[sent.by] += sent.seconds
     every = collectives(training, engine)
     return StepTime(
-        parts=parts,
+        parts=dict(parts),
         inside=sum(c.inside(rates.nodes) for c in every) / rates.inside if rates.inside else 0.0,
         between=sum(c.between(rates.nodes) for c in every) / rates.between if rates.between else 0.0,
     )

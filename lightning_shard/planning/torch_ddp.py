@@ -7,7 +7,7 @@ from lightning_shard.engines.facts import ReplicateFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device, with_segment
+from lightning_shard.planning.step_memory import Point, StepMemory, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 
 
@@ -23,35 +23,30 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
         communication=0 if in_buckets else gradients,
     )
     waiting = gradients if training.micro_batches > 1 else 0
-    # Reduced after each micro-batch, the sums of those before wait beside DDP's own gradients.
-    beside = 0 if engine.reduce_at_boundary else waiting
-    return StepMemory(
-        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
-        forward=on_device(resident, gradients=gradients if in_buckets else waiting),
-        backward=on_device(resident, gradients=gradients + beside),
-        step=on_device(resident, gradients=gradients),
-        waiting=waiting,
-    )
+    return StepMemory(step=on_device(resident, gradients=gradients), waiting=waiting)
 
 
 def step_points(training: Training, engine: TorchDDPFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
     """See `lightning_shard.planning.predict.step_points`: backward makes gradients in full, and they stay."""
     elements = gradient_elements(training.model, lambda p: p.numel)
+    total = memory.step.device.gradients
     base = MemoryAccount(device=replace(memory.step.device, gradients=0))
     done: tuple[str, ...] = ()
     in_buckets = engine.gradient_as_bucket_view
     # Gradients that lie in buckets, and those that are added to sums, take no memory of their own.
     in_place = in_buckets or (engine.reduce_at_boundary and memory.waiting > 0)
     for segment in trace.segments:
-        gradients = memory.forward.device.gradients
+        # The strategy drops the last step's gradients ahead of forward, which frees what is not in a bucket.
+        gradients = total if in_buckets else memory.waiting
         if segment.phase == "backward" and not in_place:
             reduced = sum(elements[name] for name in done) * training.policy.master.itemsize
             gradients = memory.waiting + reduced + segment.peak_gradients
         elif segment.phase == "backward" and in_buckets and not engine.reduce_at_boundary:
+            # The sums of the micro-batches before wait beside DDP's own gradients.
             gradients += memory.waiting
-        if in_place:
-            segment = replace(segment, peak=segment.activations, peak_gradients=0)
-        yield Point(name=segment.name, account=with_segment(base, segment, gradients=gradients))
+        activations = segment.activations if in_place else segment.peak - segment.peak_gradients
+        kinds = KindBytes(gradients=gradients, activations=activations)
+        yield Point(name=segment.name, account=base + MemoryAccount(device=kinds))
         done = segment.complete or done
 
 

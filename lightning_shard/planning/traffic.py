@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NoReturn
 
 from lightning_shard.errors import ConfigurationError
 
@@ -61,7 +62,7 @@ class Collective:
 
 
 FORMAT = "lightning_shard links 1"
-_SPEEDS = ("intra_node", "inter_node")
+_SPEEDS = {"intra_node": "intra_node_bytes_per_second", "inter_node": "inter_node_bytes_per_second"}
 _REACHED = ("products", "single", "memory", "host", "launch")
 
 
@@ -77,10 +78,7 @@ class Links:
 
 def write_links(links: Links, path: Path) -> None:
     """Write them as JSON, in bytes per second."""
-    content: dict[str, object] = {
-        "format": FORMAT,
-        **{f"{name}_bytes_per_second": getattr(links, name) for name in _SPEEDS},
-    }
+    content = {"format": FORMAT, **{key: getattr(links, name) for name, key in _SPEEDS.items()}}
     if links.device:
         content["device"] = dict(links.device)
     try:
@@ -92,33 +90,28 @@ def write_links(links: Links, path: Path) -> None:
 
 
 def read_links(path: Path) -> Links:
+    """What `write_links` wrote. ConfigurationError: it is none of these files."""
+
+    def refuse(why: str) -> NoReturn:
+        make = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."
+        raise ConfigurationError(f"--links {path}{why}. {make}")
+
+    def speed(content: Mapping[str, Any], key: str) -> Any:
+        value = content.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            refuse(f": {key} is {value!r}, but is a number of bytes per second greater than 0, or null")
+        return float(value)
+
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigurationError(f"--links {path} can't be read: {reason}. {_MAKE}") from error
-    try:
-        content = json.loads(text)
+        content = json.loads(path.read_text())
+    except OSError as error:
+        refuse(f" can't be read: {error.strerror}")
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigurationError(f"--links {path} has no speeds of links in it (format {FORMAT!r}). {_MAKE}")
+        refuse(f" has no speeds of links in it (format {FORMAT!r})")
     device = content.get("device", {})
     if not isinstance(device, dict) or (device and sorted(device) != sorted(_REACHED)):
-        raise ConfigurationError(f"--links {path}: device has {device!r}, and not {', '.join(_REACHED)}. {_MAKE}")
-    speeds = {name: _speed(path, f"{name}_bytes_per_second", content) for name in _SPEEDS}
-    return Links(**speeds, device={name: _speed(path, name, device) or 0.0 for name in device})
-
-
-_MAKE = "Make the file on the nodes of the run: srun lightning-shard doctor --output links.json."
-
-
-def _speed(path: Path, key: str, content: dict[str, object]) -> float | None:
-    value = content.get(key)
-    if value is None and key in content:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigurationError(
-            f"--links {path}: {key} is {value!r}, but is a number of bytes per second greater than 0, or null. {_MAKE}"
-        )
-    return float(value)
+        refuse(f": device has {device!r}, and not {', '.join(_REACHED)}")
+    speeds = {name: None if content.get(key, 0) is None else speed(content, key) for name, key in _SPEEDS.items()}
+    return Links(**speeds, device={name: speed(device, name) for name in device})

@@ -13,7 +13,7 @@ from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Trace
-from lightning_shard.planning.step_memory import Point, StepMemory, compute_bytes, gradient_elements, on_device
+from lightning_shard.planning.step_memory import Point, ZeroMemory, compute_bytes, gradient_elements, on_device
 from lightning_shard.planning.traffic import Collective
 from lightning_shard.planning.zero_stages_1_2 import reduction_copies, stages_1_2
 
@@ -21,7 +21,7 @@ ALLREDUCE_BUCKET = 500_000_000
 """Elements of gradients that stage 0 reduces at a time (``runtime/engine.py``, MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
-def step_memory(training: Training, engine: DeepSpeedFacts) -> StepMemory:
+def step_memory(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     if engine.stage == 0:
         return _stage_0(training)
     memory = (stages_1_2 if engine.stage < 3 else stage_3)(training, engine)
@@ -33,7 +33,7 @@ def step_memory(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     return replace(memory, forward=memory.forward + host, backward=memory.backward + host, step=memory.step + host)
 
 
-def _stage_0(training: Training) -> StepMemory:
+def _stage_0(training: Training) -> ZeroMemory:
     """Nothing is sharded; gradients are flattened into buckets at the accumulation boundary."""
     model, policy = training.model, training.policy
     sizes = [p.numel for p in model.trainable]
@@ -45,7 +45,7 @@ def _stage_0(training: Training) -> StepMemory:
     )
     bucket = min(sum(sizes), ALLREDUCE_BUCKET) * policy.reduce.itemsize
     waiting = gradients if training.micro_batches > 1 else 0
-    return StepMemory(
+    return ZeroMemory(
         forward=on_device(resident, gradients=waiting),
         backward=on_device(resident, gradients=gradients, communication=bucket),
         step=on_device(resident, gradients=gradients),
@@ -54,7 +54,7 @@ def _stage_0(training: Training) -> StepMemory:
     )
 
 
-def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, trace: Trace) -> Iterator[Point]:
+def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, trace: Trace) -> Iterator[Point]:
     """See `lightning_shard.planning.predict.step_points`.
 
     DeepSpeed takes gradients one by one, so that only those that it keeps are resident beside the activations.
@@ -70,7 +70,9 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: StepMemory, 
     for segment in trace.segments:
         # Buckets are allocated with the first gradient.
         base = backward if segment.has_gradients else forward
-        device = replace(base.device, activations=segment.activations)
+        # Where activations are not known, of backward's gradients the newest.
+        newest = memory.newest_gradient if segment.has_gradients else 0
+        device = replace(base.device, activations=segment.activations or newest)
         if segment.has_gradients:
             reached = sum(elements[name] for name in {*done, *([] if engine.stage <= 1 else [segment.unit])})
             # Stage 2 allocates its partition when the first bucket is full, stage 3 for the whole run.
@@ -128,7 +130,7 @@ MIN_SWAPPED_BYTES = 1024**2
 """What is smaller stays in memory under NVMe offload (``swap_tensor/utils.py``, ``MIN_AIO_BYTES``)."""
 
 
-def stage_3(training: Training, engine: DeepSpeedFacts) -> StepMemory:
+def stage_3(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
     model, policy, optimizer = training.model, training.policy, training.optimizer
     compute, master, trainable = policy.compute, policy.master, model.trainable
     groups = _sub_groups(trainable, engine)
@@ -166,7 +168,7 @@ def stage_3(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     # A bucket's gradients are copied together for the reduce-scatter (``reduce_scatter_coalesced``).
     copies, after_backward = reduction_copies(model, engine, policy.reduce.itemsize)
     computing = always + MemoryAccount(device=KindBytes(gathered=at_most))
-    return StepMemory(
+    return ZeroMemory(
         forward=computing,
         backward=computing + MemoryAccount(device=KindBytes(gradients=newest, communication=copies)),
         step=always + MemoryAccount(device=KindBytes(communication=update)),

@@ -15,11 +15,11 @@ import torch
 from lightning_shard.engines.facts import DeepSpeedFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
-from lightning_shard.planning.step_memory import StepMemory, compute_bytes, on_device
+from lightning_shard.planning.step_memory import ZeroMemory, compute_bytes, on_device
 
 
-def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
-    """See `lightning_shard.planning.predict.predict`.
+def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
+    """See `lightning_shard.planning.predict.step_memory`.
 
     Masters and optimizer state are one flat partition for each of the optimizer's groups; parameters are replicated.
     """
@@ -54,7 +54,7 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> StepMemory:
     def account(kept: int, communication: int) -> MemoryAccount:
         return MemoryAccount(device=replace(device, gradients=kept, communication=communication), host=host)
 
-    return StepMemory(
+    return ZeroMemory(
         forward=account(waiting or (own if summed else 0), passing + (gradients.buckets if waiting else 0)),
         backward=account(
             gradients.full if stage_1 else own + gradients.largest, gradients.buckets + gradients.copies + passing
@@ -104,7 +104,7 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
     return most
 
 
-def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> StepMemory:
+def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> ZeroMemory:
     """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
 
     Backward's own are set to zero, and not freed, before the next micro-batch, and are resident in the step.
@@ -112,7 +112,7 @@ def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> StepM
     sums = flat.full * torch.float32.itemsize
     own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
     waiting = own if training.micro_batches > 1 else 0
-    return StepMemory(
+    return ZeroMemory(
         forward=on_device(always, gradients=sums + waiting),
         backward=on_device(always, gradients=sums + own),
         step=on_device(always, gradients=sums),

@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident, is_sharded
-from lightning_shard.memory import MemoryAccount
+from lightning_shard.memory import MemoryAccount, most
 from lightning_shard.meters.memory_meter import StepMeter, account
 from lightning_shard.meters.memory_table import advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
-from lightning_shard.planning.memory_trace import Step, trace_step
-from lightning_shard.planning.planner import Run, Traces, largest_batch
-from lightning_shard.planning.predict import predict
+from lightning_shard.planning.memory_trace import Step, batch_size_of, trace_step
+from lightning_shard.planning.planner import Run, largest_batch
+from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import with_averages
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.tensors.fake import fake_mode, make_fake
@@ -61,9 +61,10 @@ class Memory:
         """
         if self._facts is None:
             return None
-        training = self._training(self._facts, optimizers)
-        predicted = predict(training, self._engine.facts(self._module, self._run)).largest
-        return with_averages(predicted, None if self.averaging is None else self.averaging.place)
+        engine = self._engine.facts(self._module, self._run)
+        points = step_points(self._training(self._facts, optimizers), engine, None)
+        place = None if self.averaging is None else self.averaging.place
+        return with_averages(most(*(point.account for point in points)), place)
 
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
@@ -83,11 +84,13 @@ class Memory:
         mode = fake_mode()
         make_fake(module, mode)
         step = replace(step, units=self._engine.units(module))
-        one, two = (trace_step(module, step, self._run.policy, mode, scale=scale) for scale in (1, 2))
+        size, policy = batch_size_of(step.batch), self._run.policy
+        traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
         training = self._training(facts_of(module, self._engine), optimizers)
         place = None if self.averaging is None else self.averaging.place
-        run = Run(training=training, traces=Traces(one=one, two=two), averages=place)
-        return largest_batch(run, self._engine.facts(self._module, self._run), limit)
+        engine = self._engine.facts(self._module, self._run)
+        run = Run(training=training, engine=engine, traces=tuple(traces), averages=place)
+        return largest_batch(run, limit, lambda tensors: tensors)
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""

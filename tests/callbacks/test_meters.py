@@ -99,18 +99,17 @@ ACCOUNT = MemoryAccount(device=KindBytes(parameters=400, gradients=400, optimize
 
 def test_what_would_hold_less_is_arithmetic() -> None:
     everything = suggestions(ACCOUNT, TorchDDPFacts(ranks=4), aligned=True)
-    found = {each.text.removeprefix("strategy: "): each.saves for each in everything}
+    found = {text.removeprefix("strategy: "): saves for text, saves in everything.items()}
     assert found["shard_fsdp_aligned"] == 1200
     assert found["shard_fsdp_offload_aligned"] == 1600
     assert found["half the batch size, with accumulate_grad_batches doubled"] == 50
-    texts = [each.text for each in everything]
+    texts = list(everything)
     assert texts[0] == "strategy: shard_fsdp_offload_aligned"
     assert "activation_checkpointing: units (at most, less what one unit keeps)" in texts
-    found = {each.text: each.saves for each in suggestions(ACCOUNT, FSDPFacts(replicate=1, shard=4))}
+    found = suggestions(ACCOUNT, FSDPFacts(replicate=1, shard=4))
     assert found["activation_checkpointing: units (at most, less what one unit keeps)"] == 100
     assert "strategy: shard_fsdp" not in found
-    stage_1 = suggestions(ACCOUNT, DeepSpeedFacts(ranks=4, stage=1), checkpointing=True)
-    found = {each.text: each.saves for each in stage_1}
+    found = suggestions(ACCOUNT, DeepSpeedFacts(ranks=4, stage=1), checkpointing=True)
     # Of the gradients three quarters, of gradients and parameters, of all.
     assert found["strategy: shard_deepspeed_stage_2"] == 300
     assert found["strategy: shard_deepspeed_stage_3"] == 600

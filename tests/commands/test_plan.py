@@ -45,7 +45,6 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "fewest devices for this batch: 1 x 1" in out
     assert re.search(r"^all-gather, parameters, backward +shard +32 ", out, re.MULTILINE)
     assert "a step takes about" in out
-    assert "hybrid sharding (shard_fsdp_hybrid) would send" in out
     forms = ("shard_fsdp + checkpointing", "shard_fsdp + selective checkpointing")
     for name in ("shard_ddp", *forms, "shard_deepspeed_stage_3_offload_nvme"):
         assert re.search(rf"^{re.escape(name)} .* fits ", out, re.MULTILINE), name

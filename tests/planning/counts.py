@@ -15,7 +15,7 @@ from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.memory import KINDS
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
-from lightning_shard.planning.predict import predict
+from lightning_shard.planning.predict import step_memory
 from lightning_shard.registry import PRESETS, build
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from lightning_shard.strategies.precision import ShardPrecision
@@ -148,7 +148,7 @@ def count(model: str, name: str, precision: str) -> tuple[dict[str, int], dict[s
         whole, strategy.planned_run(ranks=ranks, per_node=ranks, device_type="cpu")
     )
     slots = OptimizerFacts(slots=(None,) * SLOTS[model], fixed_bytes=4 if SLOTS[model] == 2 else 0)
-    step = predict(Training(model=facts, policy=strategy.policy, optimizer=slots), engine).step
+    step = step_memory(Training(model=facts, policy=strategy.policy, optimizer=slots), engine).step
     trainer.fit(MODELS[model](), loader())
     predicted = {k: sum(getattr(getattr(step, place), k) for place in ("device", "host", "nvme")) for k in KINDS}
     return counter.found, predicted

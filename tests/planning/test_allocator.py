@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFac
 from lightning_shard.engines.units import find_units
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.allocator import Allocator, MiB
-from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, DeviceMemory, communicators, replay
+from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, DeviceMemory, replay
 from lightning_shard.planning.device_memory import device_memory as all_of
 from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Segment, Step, Trace, trace_step
@@ -119,15 +121,15 @@ def test_a_step_by_hand() -> None:
 
 def test_communicators() -> None:
     engines = (TorchDDPFacts(ranks=1), TorchDDPFacts(ranks=2), FSDPFacts(replicate=2, shard=1))
-    assert [communicators(e) for e in engines] == [0, 1, 1]
-    assert communicators(DeepSpeedFacts(ranks=8, stage=3, zero_hpz_partition_size=4)) == 2
+    assert [e.communicators for e in engines] == [0, 1, 1]
+    assert DeepSpeedFacts(ranks=8, stage=3, zero_hpz_partition_size=4).communicators == 2
 
 
 def test_larger_batches() -> None:
     small = DeviceMemory(tensors=100, beside={BLOCKS: (5, 20), "x": (1, 2)})
-    growing = small.growing(DeviceMemory(tensors=150, beside={BLOCKS: (0, 30)}))
-    assert growing.growth == 10 / 50
-    assert (growing.at(100), growing.at(200), growing.at(50)) == (122, 122 + 100 + 20, 122 - 50 - 10)
+    assert (small.at(100), small.at(200), small.at(50)) == (122, 122 + 100 + 20, 122 - 50 - 10)
+    small = replace(small, growth=0.1)
+    assert (small.at(200), small.at(50)) == (122 + 100 + 10, 122 - 50 - 10)
 
 
 class _Two(nn.Module):

@@ -10,14 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
-from lightning_shard.memory import KindBytes
+from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
+from lightning_shard.memory import KindBytes, MemoryAccount, most
 from lightning_shard.planning import fully_shard as fully_shard_bytes
 from lightning_shard.planning.facts import ModelFacts, Training
-from lightning_shard.planning.predict import collectives, padding_note, predict, start_points
+from lightning_shard.planning.predict import collectives, padding_note, start_points, step_memory, step_points
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
 from tests.planning.support import BF16, FP32, model
+
+
+def largest(training: Training, engine: EngineFacts) -> MemoryAccount:
+    """Each kind where there is most of it, without activations."""
+    return most(*(point.account for point in step_points(training, engine, None)))
 
 
 def test_bytes_of_the_zero_paper() -> None:
@@ -27,7 +32,7 @@ def test_bytes_of_the_zero_paper() -> None:
     one = model(1000)
     count, ranks = 10_000, 10
     for stage, parameters, gradients, rest in [(1, 1, 1, ranks), (2, 1, ranks, ranks), (3, ranks, ranks, ranks)]:
-        device = predict(Training(model=one, policy=BF16), DeepSpeedFacts(ranks=ranks, stage=stage)).step.device
+        device = step_memory(Training(model=one, policy=BF16), DeepSpeedFacts(ranks=ranks, stage=stage)).step.device
         assert device.parameters == 2 * count // parameters
         assert device.gradients == 4 * count // gradients
         assert device.masters == 4 * count // rest
@@ -35,45 +40,37 @@ def test_bytes_of_the_zero_paper() -> None:
 
 
 def test_padding_of_uneven_cuts() -> None:
+    def device(engine: EngineFacts) -> KindBytes:
+        return step_memory(Training(model=model(7), policy=FP32), engine).step.device
+
     # 7 rows over 4 ranks are 2, 2, 2 and 1, and all are padded to 2.
-    assert (
-        predict(Training(model=model(7), policy=FP32), FSDPFacts(replicate=1, shard=4)).step.device.parameters
-        == 2 * 10 * 4
-    )
+    assert device(FSDPFacts(replicate=1, shard=4)).parameters == 2 * 10 * 4
     # Of 16 ranks 9 have a row of nothing.
-    assert (
-        predict(Training(model=model(7), policy=FP32), FSDPFacts(replicate=1, shard=16)).step.device.parameters
-        == 10 * 4
-    )
+    assert device(FSDPFacts(replicate=1, shard=16)).parameters == 10 * 4
     # ZeRO-3 cuts 70 elements into pieces of 18.
-    assert (
-        predict(Training(model=model(7), policy=FP32), DeepSpeedFacts(ranks=4, stage=3)).step.device.parameters
-        == 18 * 4
-    )
+    assert device(DeepSpeedFacts(ranks=4, stage=3)).parameters == 18 * 4
     # ZeRO-1 and -2 pad the whole to twice the ranks.
-    assert (
-        predict(Training(model=model(7), policy=FP32), DeepSpeedFacts(ranks=4, stage=2)).step.device.masters == 18 * 4
-    )
+    assert device(DeepSpeedFacts(ranks=4, stage=2)).masters == 18 * 4
 
 
 def test_offload_moves_bytes_and_adds_none_on_the_device() -> None:
-    here = predict(Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2)).largest
-    away = predict(
+    here = largest(Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2))
+    away = largest(
         Training(model=model(100, 50, units=1), policy=BF16), FSDPFacts(replicate=1, shard=2, cpu_offload=True)
-    ).largest
+    )
     assert (away.device.parameters, away.device.optimizer) == (0, 0)
     assert (away.host.parameters, away.host.optimizer) == (here.device.parameters, here.device.optimizer)
 
 
 def test_units_with_settings_of_their_own() -> None:
     plain, engine = model(100, 50, 50, 50, units=3), FSDPFacts(replicate=1, shard=2)
-    *others, last = plain.parameters
-    stays, wide = replace(last, reshard=False), replace(last, compute=torch.float32)
+    root, first, *others = plain.parameters
+    stays, wide = replace(first, reshard=False), replace(first, compute=torch.float32)
     kinds = {
-        name: Training(model=ModelFacts(parameters=(*others, one)), policy=BF16)
-        for name, one in (("plain", last), ("stays", stays), ("wide", wide))
+        name: Training(model=ModelFacts(parameters=(root, one, *others)), policy=BF16)
+        for name, one in (("plain", first), ("stays", stays), ("wide", wide))
     }
-    gathered = {name: predict(training, engine).backward.device.gathered for name, training in kinds.items()}
+    gathered = {name: largest(training, engine).device.gathered for name, training in kinds.items()}
     assert gathered == {"plain": 2 * 1500, "stays": 2 * 1500 + 2 * 500, "wide": 2 * 1000 + 4 * 500}
     sent = collectives(kinds["stays"], engine)
     assert next(c.payload for c in sent if c.what == "parameters, backward") == 2 * 1000
@@ -82,7 +79,7 @@ def test_units_with_settings_of_their_own() -> None:
 def test_ranks_cost_nothing() -> None:
     many = model(*[1000] * 400, units=399)
     few, most = (
-        predict(Training(model=many, policy=BF16), engine(ranks)).step.device.parameters
+        step_memory(Training(model=many, policy=BF16), engine(ranks)).step.device.parameters
         for engine in (lambda n: FSDPFacts(replicate=1, shard=n),)
         for ranks in (8, 16384)
     )

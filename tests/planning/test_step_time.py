@@ -12,7 +12,7 @@ from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.operators import Device, OperatorTimes, Work, product_seconds
-from lightning_shard.planning.planner import Traces
+from lightning_shard.planning.planner import Run
 from lightning_shard.planning.step_time import (
     BETWEEN,
     CPU_STEP,
@@ -175,5 +175,6 @@ def test_small_kernels_wait_for_their_launch() -> None:
 
 def test_time_grows_with_the_batch() -> None:
     one, two = trace(1.0), replace(trace(2.0), batch_size=2)
-    assert [w.products for w in Traces(one=one, two=two).at(3).work] == [3.0] * 3 + [6.0] * 3 + [0.0]
+    run = Run(training=training(), engine=FULL, traces=(one, two))
+    assert [w.products for w in run.at(3).work] == [3.0] * 3 + [6.0] * 3 + [0.0]
     assert FP32.compute == torch.float32
