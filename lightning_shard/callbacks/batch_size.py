@@ -1,7 +1,6 @@
 """The largest batch that fits, by what steps with small ones were measured to take."""
 
-import sys
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -9,13 +8,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_shard._lightning.trials import first_batch, forget_loaders, makes_loaders, trials
+from lightning_shard.callbacks.memory import MetersStep
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
 from lightning_shard.planning.memory_trace import Step
 from lightning_shard.tensors.fake import meta_copy
@@ -117,17 +114,19 @@ class BatchSizeCallback(Callback):
         given: Any = lightning_getattr(module, self.attribute)
         start = int(given)
         device, samples = trainer.strategy.root_device, start * trainer.accumulate_grad_batches
-        limit = _capacity(device) if self.limit is None else self.limit
+        if (limit := self.limit) is None:  # what is free, or torch's own already
+            limit = torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
         limit, self.measured = int((1 - self.margin) * limit), {}
         with trials(trainer) as run:
-            size: int | None = self._first(trainer, start, limit)
+            batch, most = first_batch(trainer)
+            size: int | None = self._first(trainer, batch, limit, min(most, self.largest)) or start
             while size is not None:
                 lightning_setattr(module, self.attribute, size)
                 watch = _Watch()
                 run(watch, _STEPS)
                 rows = gather_rows([watch.bytes, limit], dtype=torch.int64, device=device)
                 self.measured[size], limit = max(row[0] for row in rows), min(row[1] for row in rows)
-                found = min(largest_that_fits(self.measured, limit), self.largest, _samples(trainer))
+                found = min(largest_that_fits(self.measured, limit), most, self.largest)
                 size = next_trial(self.measured, found)
         if found < 1:
             raise ConfigurationError(
@@ -135,27 +134,26 @@ class BatchSizeCallback(Callback):
                 f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
             )
         self._settle(found, samples, accumulate=trainer.accumulate_grad_batches)
-        most = f"{size_text(largest_line(self.measured, self.found or 1))} of {size_text(limit)} per rank"
-        rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {most}")
+        taken = f"{size_text(largest_line(self.measured, self.found or 1))} of {size_text(limit)} per rank"
+        rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {taken}")
 
-    def _first(self, trainer: Trainer, start: int, limit: int) -> int:
-        """What is tried first: a quarter of the plan's largest batch, of the rank with the least, or ``start``."""
+    def _first(self, trainer: Trainer, batch: Any, limit: int, most: int) -> int:
+        """What is tried first: a quarter of the plan's largest batch, of the rank with the least; 0: not planned."""
         planned, copy, strategy = 0, self._copy, cast(Any, trainer.strategy)
         self._copy = None
         try:
             assert copy is not None, "the module can't be copied"
-            batch, samples = first_batch(trainer)
             own = Step(
                 training_step=lambda batch: copy.training_step(batch, 0),
                 batch=batch,
                 checkpointing=strategy.activation_checkpointing,
             )
             largest = strategy.memory.largest_batch(copy, own, trainer.optimizers, limit)
-            planned = 0 if largest is None else max(1, min(largest // 4, samples, self.largest))
+            planned = 0 if largest is None else max(1, min(largest // 4, most))
         except Exception as error:
             rank_zero_info(f"BatchSizeCallback: the first trial is not planned ({first_line(error)}).")
         rows = gather_rows([planned], dtype=torch.int64, device=trainer.strategy.root_device)
-        return min(row[0] for row in rows) or start
+        return int(min(row[0] for row in rows))
 
     def _settle(self, found: int, samples: int, *, accumulate: int) -> None:
         self.found, self._accumulate = found, accumulate
@@ -186,23 +184,11 @@ def largest_that_fits(measured: Mapping[int, int], limit: int) -> int:
     return int((limit - fixed) // slope) if slope > 0 else max(measured) * 2**20
 
 
-def _samples(trainer: Trainer) -> int:
-    """How many of the training data's samples a rank has, where that is known."""
-    dataset = getattr(trainer.train_dataloader, "dataset", None)
-    return len(dataset) // trainer.world_size if isinstance(dataset, Sized) else sys.maxsize
-
-
-def _capacity(device: torch.device) -> int:
-    """Bytes of a GPU that are free, or torch's own already."""
-    return torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
-
-
-class _Watch(Callback):
+class _Watch(MetersStep):
     """Measures the last step of a trial: torch's peak on a GPU, on a CPU what the memory account counts."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._meter: StepMeter | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 < trainer.fit_loop.epoch_loop.max_steps or self._meter is not None:
@@ -212,14 +198,6 @@ class _Watch(Callback):
         else:
             self._meter = trainer.strategy.memory.step_meter()  # type: ignore[attr-defined]
             self._meter.start()
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._meter is not None:
-            self._meter.forward_ended()
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._meter is not None:
-            self._meter.ready_to_step()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """After the last step of the trial: its bytes."""

@@ -16,7 +16,21 @@ from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
 
 
-class MemoryCallback(Callback):
+class MetersStep(Callback):
+    """Tells a `StepMeter` that has begun when forward has ended, and when the optimizer is to step."""
+
+    _meter: StepMeter | None = None
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._meter is not None:
+            self._meter.forward_ended()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._meter is not None:
+            self._meter.ready_to_step()
+
+
+class MemoryCallback(MetersStep):
     """Prints the bytes per rank of parameters, masters, gradients, optimizer state, activations and buffers.
 
     At the start of a fit by arithmetic, without activations; after the first optimizer step as counted on live tensors
@@ -41,7 +55,6 @@ class MemoryCallback(Callback):
         self.predicted: MemoryAccount | None = None
         self.measured: MemoryAccount | None = None
         self.ranks: list[MemoryAccount] = []
-        self._meter: StepMeter | None = None
         self._started = False
 
     def before_sharding(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,14 +93,6 @@ class MemoryCallback(Callback):
         if self._meter is not None and self._forward_is_next and watches:
             self._meter.start()
         self._forward_is_next = False
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._meter is not None:
-            self._meter.forward_ended()
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._meter is not None:
-            self._meter.ready_to_step()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first optimizer step, count its state, meet the other ranks and print."""
