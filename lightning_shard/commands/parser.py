@@ -7,8 +7,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
@@ -107,22 +107,24 @@ def _explain_value(message: str) -> str:
     if owned:
         return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
     tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
-    if key == "trainer.precision" and tried is not None and tried.given:
-        return f"{key}: got {_shown(tried.given)}; strategies of lightning_shard run {ALL}."
+    given = "" if tried is None else tried.said.get("Given value", "")
+    if key == "trainer.precision" and given:
+        return f"{key}: got {_shown(given)}; strategies of lightning_shard run {ALL}."
     value = re.match(r"Expected an? (.*?)\.? Got value: (.*)", text)
     if value:
         return f"{key}: got {_shown(value[2])}; allowed: {_readable(value[1])}"
     if tried is None:
         return f"{key}: {text}"
     if telling:
-        return f"{key}: got {_shown(tried.given)}. {text}"
+        return f"{key}: got {_shown(given)}. {text}"
     no_class = re.search(r"Expected a dot import path string: ([\w-]+)$", message, re.MULTILINE)
     if no_class and no_class[1].lower() in StrategyRegistry:
         return (
-            f"{key}: {no_class[1]!r} is a name, and a name takes no arguments, but got {_shown(tried.given)}. "
+            f"{key}: {no_class[1]!r} is a name, and a name takes no arguments, but got {_shown(given)}. "
             f"Give class_path and init_args: `lightning-shard strategies {no_class[1]}` prints them."
         )
-    return f"{key}: got {_shown(tried.given)}; allowed: {_readable(tried.types)}{_how_to_give(tried.types)}"
+    types = tried.said["Subtypes"].removeprefix("[").removesuffix("]")
+    return f"{key}: got {_shown(given)}; allowed: {_readable(types)}{_how_to_give(types)}"
 
 
 def _how_to_give(types: str) -> str:
@@ -138,45 +140,38 @@ class _Scope:
     """What a statement of the tree stands under: a key, a class, or a union of types that were tried in turn."""
 
     indent: int
-    kind: Literal["key", "class", "union"]
-    name: str = ""
-    types: str = ""
-    given: str = ""
+    kind: str
+    name: str
+    said: dict[str, str] = field(default_factory=dict)  # Of a union: ``Subtypes``, ``Given value``.
 
 
-_Branch = tuple[tuple[_Scope, ...], str]
+_HEADS = {
+    "key": r"Parser key \"([\w.]+)\":\s*(.*)",
+    "class": r"Problem with given class_path '(.*?)':\s*(.*)",
+    "union": r"()(Does not validate against any.*)",
+}
+"""Kind of a scope to how it begins: its name, and what is said of it on the same line."""
 
 
-def _branches(tree: str) -> list[_Branch]:
+def _branches(tree: str) -> list[tuple[tuple[_Scope, ...], str]]:
     """Each statement of the tree with its scopes, outermost first."""
     stack: list[_Scope] = []
-    found: list[_Branch] = []
+    found = []
     for line in tree.splitlines():
         text = line.lstrip(" -")
-        if not text:
-            continue
         indent = len(line) - len(text)
-        union = re.match(r"(Subtypes|Errors|Given value type|Given value): ?(.*)", text)
-        if union:
-            # These stand as deep as their union, or one bullet less.
-            while stack and stack[-1].indent > indent + 2:
-                stack.pop()
-            if stack and union[1] == "Subtypes":
-                stack[-1].types = union[2].removeprefix("[").removesuffix("]")
-            elif stack and union[1] == "Given value":
-                stack[-1].given = union[2]
-            continue
-        while stack and stack[-1].indent >= indent:
+        of_union = re.match(r"(Subtypes|Errors|Given value type|Given value): ?(.*)", text)
+        # These stand as deep as their union, or one bullet less.
+        while stack and text and stack[-1].indent >= indent + (3 if of_union else 0):
             stack.pop()
-        scope = re.match(r"Parser key \"([\w.]+)\":\s*(.*)", text)
-        klass = re.match(r"Problem with given class_path '(.*?)':\s*(.*)", text)
-        if scope:
-            stack.append(_Scope(indent, "key", scope[1]))
-        elif klass:
-            stack.append(_Scope(indent, "class", klass[1]))
-        elif text.startswith("Does not validate against any"):
-            stack.append(_Scope(indent, "union"))
-        text = scope[2] if scope else klass[2] if klass else text
+        if of_union and stack:
+            stack[-1].said[of_union[1]] = of_union[2]
+            continue
+        for kind, pattern in _HEADS.items():
+            if head := re.match(pattern, text):
+                stack.append(_Scope(indent, kind, head[1]))
+                text = head[2]
+                break
         if text:
             found.append((tuple(stack), text))
     return found
