@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
 from lightning_shard.commands.options import UsageError, options_parser
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.migrate.lightning_fields import FIELDS
 from lightning_shard.migrate.lightning_yaml import Known
 from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.migrate.migration import migrate as read_and_migrate
@@ -114,8 +116,14 @@ def migrate(
 
 
 def known() -> Known:
+    presets: dict[str, Any] = {name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()}
+    presets["auto"] = "lightning.pytorch.strategies.DDPStrategy", {}
+    for name, entry in StrategyRegistry.items():
+        if (kind := getattr(entry["strategy"], "__name__", "")) in FIELDS:
+            arguments = {key: value for key, value in entry["init_params"].items() if value != "popen"}
+            presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
     return Known(
-        presets={name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()},
+        presets=presets,
         top_keys=_TOP_KEYS,
         trainer_keys=list(inspect.signature(Trainer).parameters),
     )

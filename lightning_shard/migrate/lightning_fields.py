@@ -1,4 +1,4 @@
-"""Stock Lightning's strategy names and the arguments of their classes, as data.
+"""The arguments of stock Lightning's strategies, as data.
 
 After ``lightning/pytorch/strategies`` of Lightning 2.6. Arguments that are read elsewhere are read in
 ``lightning_strategies.py``.
@@ -10,38 +10,6 @@ from typing import Any
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS
 from lightning_shard.migrate.accelerate_fields import backward_prefetch
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, satisfied, setting, unsupported
-
-_OFFLOAD = {"offload_optimizer": True}
-_NVME = {
-    **_OFFLOAD, "offload_parameters": True, "remote_device": "nvme", "offload_params_device": "nvme",
-    "offload_optimizer_device": "nvme",
-}  # fmt: skip
-
-
-def _ddp_names() -> dict[str, tuple[str, dict[str, Any]]]:
-    names: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name, start in (("ddp", "popen"), ("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "fork")):
-        how = {} if start == "popen" else {"start_method": start}
-        names[name] = ("DDPStrategy", how)
-        for unused in (False, True):
-            arguments = {"find_unused_parameters": unused, **how}
-            names[f"{name}_find_unused_parameters_{str(unused).lower()}"] = ("DDPStrategy", arguments)
-    return names
-
-
-NAMES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "auto": ("DDPStrategy", {}),
-    "single_device": ("SingleDeviceStrategy", {}),
-    **_ddp_names(),
-    "fsdp": ("FSDPStrategy", {}),
-    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
-    "deepspeed": ("DeepSpeedStrategy", {}),
-    **{f"deepspeed_stage_{stage}": ("DeepSpeedStrategy", {"stage": stage}) for stage in (1, 2, 3)},
-    "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, **_OFFLOAD}),
-    "deepspeed_stage_3_offload": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD, "offload_parameters": True}),
-    "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", {"stage": 3, **_NVME}),
-}
-"""What the name of a stock strategy stands for: its class and arguments."""
 
 ENGINES: Mapping[str, Engine] = {
     "DDPStrategy": "ddp",

@@ -18,7 +18,7 @@ from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 class Known:
     """What Lightning and the table of strategy names know, of which this layer knows nothing."""
 
-    # Strategy name of this package to its class path and arguments.
+    # Strategy name, of this package or stock, to its class path and arguments.
     presets: Mapping[str, tuple[str, Mapping[str, Any]]]
     top_keys: Collection[str]  # Keys of ``lightning-shard fit`` outside of ``trainer``.
     trainer_keys: Collection[str]  # Arguments of the Trainer.
@@ -102,13 +102,10 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
     elif isinstance(strategy, str) and strategy.lower() in known.presets:
         path, preset = known.presets[strategy.lower()]
         arguments = dict(preset)
-    elif isinstance(strategy, str) and strategy.lower() in stock.NAMES:
-        path, arguments = f"lightning.pytorch.strategies.{stock.NAMES[strategy.lower()][0]}", {}
-        arguments |= stock.NAMES[strategy.lower()][1]
     elif isinstance(strategy, str) and ("." in strategy or strategy.endswith("Strategy")):
         path, arguments = strategy, {}
     else:
-        near = nearest(str(strategy), [*known.presets, *stock.NAMES])
+        near = nearest(str(strategy), known.presets)
         reading.problems.append(
             f"{field} is {shown(strategy)!r}, but must be the name or the class of a strategy of this package, or of "
             f"stock DDP, FSDP, DeepSpeed or model parallelism{near}"
