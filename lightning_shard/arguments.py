@@ -74,7 +74,9 @@ def read(
     with suppress(_Mismatch):
         return _converted(kinds, value)
     path = f"{whose}.{name}" if whose.islower() else name
-    raise error(f"{path} is {_shown(value)}, but must be {_rule(kinds)}.{_fix(kinds, value, name)}")
+    *words, last = [word for kind in kinds for word in _words(kind)]
+    rule = f"{', '.join(words)} or {last}" if words else last
+    raise error(f"{path} is {_shown(value)}, but must be {rule}.{_fix(kinds, value, name)}")
 
 
 class _Mismatch(Exception):
@@ -156,11 +158,6 @@ def imported(path: str) -> Any:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _rule(kinds: Sequence[Any]) -> str:
-    words = [word for kind in kinds for word in _words(kind)]
-    return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
 
 
 def _words(kind: Any) -> list[str]:

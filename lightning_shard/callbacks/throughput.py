@@ -114,7 +114,7 @@ class ThroughputCallback(Callback):
             self.flops.why_not = (
                 f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known; give it as peak_tflops"
             )
-        elif self.flops.ready:
+        elif self.flops.copied is not None:
             self.flops.measure(batch, batch_idx, device=device)
         if self.flops.count is None:
             whose = class_name(trainer.lightning_module)
@@ -327,29 +327,24 @@ class StepFlops:
     def __init__(self) -> None:
         self.count: FlopCount | None = None
         self.why_not: str | None = "the module was sharded before it could be copied"
-        self._copy: LightningModule | None = None
+        self.copied: LightningModule | None = None  # not counted yet
 
     def copy(self, module: LightningModule) -> None:
         """Copy ``module`` while its parameters are whole."""
-        self.count, self._copy, self.why_not = None, None, None
+        self.count, self.copied, self.why_not = None, None, None
         if not module.automatic_optimization:
             self.why_not = "its training_step optimizes manually"
         elif any(map(is_sharded, module.parameters())):
             self.why_not = "its parameters are sharded already"
         else:
             try:
-                self._copy = without_side_effects(meta_copy(module))
+                self.copied = without_side_effects(meta_copy(module))
             except Exception as error:
                 self.why_not = f"it can't be copied ({first_line(error)})"
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is a copy that was not counted yet."""
-        return self._copy is not None
-
     def measure(self, batch: Any, batch_idx: int, *, device: torch.device) -> None:
         """Count a step on ``batch``; afterwards either ``count`` or ``why_not`` is set."""
-        module, self._copy = self._copy, None
+        module, self.copied = self.copied, None
         assert module is not None
 
         def step() -> object:

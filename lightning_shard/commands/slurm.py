@@ -15,6 +15,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
 _SIGNAL = "USR1"  # SLURM sends it before the time limit.
+_BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
 
 
 def check(options: argparse.Namespace) -> None:
@@ -77,7 +78,7 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.signal_seconds}",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
-        f"{srun} {shlex.quote(_beside('torchrun') or 'torchrun')} --nnodes={options.nodes} "
+        f"{srun} {shlex.quote(shutil.which('torchrun', path=_BESIDE) or 'torchrun')} --nnodes={options.nodes} "
         f"--nproc-per-node={options.devices} \\",
         f"    --max-restarts={options.max_restarts} \\",
         '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \\',
@@ -208,13 +209,8 @@ def _program() -> list[str]:
     """This program or script, so that the job finds it without an activated environment."""
     if _is_script():
         return [sys.executable, sys.argv[0]]
-    own = _beside("lightning-shard")
+    own = shutil.which("lightning-shard", path=_BESIDE)
     return [own] if own is not None else [sys.executable, "-m", "lightning_shard"]
-
-
-def _beside(name: str) -> str | None:
-    path = Path(sys.executable).with_name(name)
-    return str(path) if path.exists() else None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,10 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     engine = _engine(reading, content)
     _processes(reading, content, reading.read_fields("", tables.TOP, content))
     _launch(reading, content)
-    sections = {name: _section(reading, content, name) for name in _SECTIONS}
+    given = {name: content.get(name) or {} for name in _SECTIONS}
+    wrong = [name for name, section in given.items() if not isinstance(section, Mapping)]
+    reading.problems += [f"{name} is {shown(given[name])!r}, but must be a mapping of keys" for name in wrong]
+    sections = {name: {} if name in wrong else dict(section) for name, section in given.items()}
     _check_sections(reading, str(content.get("distributed_type", "NO")).upper(), sections)
     if engine == "fsdp" and sections["fsdp_config"]:
         read_fsdp(reading, sections["fsdp_config"])
@@ -55,13 +58,6 @@ _UNSUPPORTED_SECTIONS = {
 
 
 _SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
-
-
-def _section(reading: Reading, content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = content.get(name)
-    if section is not None and not isinstance(section, Mapping):
-        reading.problems.append(f"{name} is {shown(section)!r}, but must be a mapping of keys")
-    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:

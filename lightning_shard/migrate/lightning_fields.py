@@ -107,10 +107,12 @@ DEEPSPEED: Mapping[str, Field] = {
     **dict.fromkeys(
         (
             "config", "zero_optimization", "stage", "offload_optimizer", "offload_optimizer_device",
-            "offload_parameters", "offload_params_device", "nvme_path", "pin_memory", *SCALE_KEYS,
+            "offload_parameters", "offload_params_device", "nvme_path", "pin_memory",
         ),
         READ_ELSEWHERE,
     ),
+    **dict.fromkeys(SCALE_KEYS, Field(kind="int")),
+    **dict.fromkeys(("loss_scale", "min_loss_scale"), Field(kind="float")),
     "remote_device": satisfied(
         "build the model in configure_model, on the meta device: each unit is sharded as it is made", "str"
     ),

@@ -24,9 +24,8 @@ def read_stock(reading: Reading, kind: str, arguments: Mapping[str, Any], path: 
     def field(name: str) -> str:
         return f"{path}.{name}" if named else path
 
-    for name, value in given.items():
-        if name in known and known[name] != READ_ELSEWHERE:
-            reading.read_field(field(name), known[name], value)
+    for name in [name for name in given if known.get(name, READ_ELSEWHERE) != READ_ELSEWHERE]:
+        given[name] = reading.read_field(field(name), known[name], given[name])
     if "timeout" in given:
         _timeout(reading, field("timeout"), given["timeout"])
     if kind in _SPECIAL:
@@ -165,9 +164,7 @@ def _deepspeed(reading: Reading, given: Mapping[str, Any], field: Any) -> None:
                 reading.ask(f"{group}.nvme_path", given.get("nvme_path", default), field("nvme_path"), default)
             if pin is not None:
                 reading.ask(f"{group}.pin_memory", pin, field("pin_memory"), pin)
-    kinds = {name: Field(kind="float" if name in ("loss_scale", "min_loss_scale") else "int") for name in SCALE_KEYS}
-    read = {name: reading.read_field(field(name), kind, given.get(name)) for name, kind in kinds.items()}
-    scale = {name: value for name, value in read.items() if value is not None}
+    scale = {name: given[name] for name in SCALE_KEYS if given.get(name) is not None}
     if scale.pop("loss_scale", 0):
         near = "initial_scale_power, to begin at such a scale"
         reading.lose(field("loss_scale"), given["loss_scale"], "the loss scale is dynamic", near)
