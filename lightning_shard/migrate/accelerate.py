@@ -10,7 +10,8 @@ from lightning_shard.migrate import accelerate_fields as tables
 from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
 from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, shown
 
-REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
+_REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
+NOTES: Mapping[Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}
 
 
 def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) -> None:
@@ -193,7 +194,7 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
         engine = reading.engine
         if engine == "deepspeed" and kind == "FP16":
             reading.meet(field, given, SCALE_NOTE)
-        note = {"fsdp": REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}.get(str(engine), "")
+        note = NOTES[engine] if engine is not None else ""
         loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
         reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
 

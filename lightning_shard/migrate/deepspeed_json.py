@@ -10,7 +10,7 @@ from lightning_shard.engines.zero.config.keys import FOREIGN, REMOVED, REMOVED_Z
 from lightning_shard.engines.zero.config.merging import KEYS, ZERO, merge
 from lightning_shard.engines.zero.config.reading import AUTO, get, is_off
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate.neutral import LEVELS, Reading
+from lightning_shard.migrate.neutral import LEVELS, Reading, setting
 
 CAST_NOTE = "modules cast their parameters and inputs, autocast is not used"
 CLIP_NOTE = "the norm is summed in fp64, then torch's formula; DeepSpeed's own sums in fp32"
@@ -27,6 +27,13 @@ _TRAINERS = ("gradient_clipping", "gradient_accumulation_steps", "fp16", "bf16")
 
 _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
 """Typed fields for which "auto" is a value of this package's too."""
+
+
+RENAMED = {
+    "communication_data_type": setting("reduce", "str", words={name: name for name in ("fp32", "bf16", "fp16")}),
+    "zero_plus_plus.hpz_partition_size": setting("reshard_ranks", "int", 0, 1),
+}
+"""Typed fields that have another name as settings."""
 
 
 @cache
@@ -142,20 +149,10 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             continue
         if value == AUTO and name not in _DEFAULTS:
             reading.meet(f"{prefix}{path}", value, "DeepSpeed's own choice")
-        elif name == "communication_data_type":
-            reading.ask("reduce", str(value).lower(), f"{prefix}{path}", value)
-        elif name == "zero_plus_plus.hpz_partition_size":
-            add_hpz(reading, f"{prefix}{path}", value)
+        elif name in RENAMED:
+            reading.read_field(f"{prefix}{path}", RENAMED[name], value)
         else:
             reading.ask(name, value, f"{prefix}{path}", value)
-
-
-def add_hpz(reading: Reading, field: str, value: int) -> None:
-    """Add the number of ranks that a second copy of the parameters is sharded over."""
-    if value in (0, 1):
-        reading.rest(field, value)
-    else:
-        reading.ask("reshard_ranks", value, field, value)
 
 
 def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:

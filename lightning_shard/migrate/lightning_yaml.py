@@ -8,7 +8,7 @@ from typing import Any
 from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.migrate import lightning_fields as stock
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
-from lightning_shard.migrate.deepspeed_json import add_hpz, read_deepspeed
+from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
 from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
 from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
@@ -198,8 +198,7 @@ SPECIAL: Mapping[Engine, Mapping[str, Field]] = {
         "stage": setting("shard", "int", words=dict(enumerate(LEVELS))),
         "offload_optimizer.device": setting("offload_optimizer.device", "str"),
         "offload_parameters.device": setting("offload_parameters.device", "str"),
-        "zero_plus_plus.hpz_partition_size": READ_ELSEWHERE,
-        "communication_data_type": setting("reduce", "str"),
+        **RENAMED,
     },
 }
 """Arguments that are not in the table of counterparts under their own name."""
@@ -226,9 +225,6 @@ def read_own(reading: Reading, engine: Engine, arguments: Mapping[str, Any], pat
     if "mesh.replicate" in flat or "mesh.shard" in flat:
         mesh = {"replicate": flat.get("mesh.replicate", 1), "shard": flat.get("mesh.shard", "auto")}
         reading.ask("mesh", mesh, f"{path}.mesh", mesh)
-    if flat.get("zero_plus_plus.hpz_partition_size") is not None:
-        field = f"{path}.zero_plus_plus.hpz_partition_size"
-        add_hpz(reading, field, flat["zero_plus_plus.hpz_partition_size"])
     if engine == "fsdp":
         _reshard(reading, flat.get("reshard_after_forward"), f"{path}.reshard_after_forward")
     elif engine == "deepspeed" and flat.get("stage") is None and flat.get("config") is None:

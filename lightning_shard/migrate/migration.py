@@ -149,7 +149,6 @@ def build(reading: Reading, engine: Engine, preset: Mapping[str, Any] | None) ->
 
 def _once(reading: Reading, problems: list[str]) -> list[Asked]:
     """The settings in the order in which the engine needs them, once each; a default gives way to what a file says."""
-    kept: dict[tuple[str, str], Asked] = {}
     said: dict[str, Asked] = {}
     for asked in reading.asked:
         before = said.get(asked.name)
@@ -160,10 +159,9 @@ def _once(reading: Reading, problems: list[str]) -> list[Asked]:
             )
         if asked.given is not None or before is None:
             said[asked.name] = asked
-    for asked in reading.asked:
-        if said[asked.name].value == asked.value:
-            kept[asked.name, asked.field] = asked
-    return sorted(kept.values(), key=lambda asked: _FIRST.index(asked.name) if asked.name in _FIRST else len(_FIRST))
+    kept = {(asked.name, asked.field): asked for asked in reading.asked if said[asked.name].value == asked.value}
+    order = {name: place for place, name in enumerate(_FIRST)}
+    return sorted(kept.values(), key=lambda asked: order.get(asked.name, len(order)))
 
 
 _FIRST = (

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_config
-from lightning_shard.migrate.accelerate import REDUCED, read_fsdp, read_mesh
-from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, read_deepspeed
+from lightning_shard.migrate.accelerate import NOTES, read_fsdp, read_mesh
+from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, setting, shown
 from lightning_shard.migrate.neutral import satisfied as met
 
@@ -62,9 +62,8 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     given = [name for name in ("bf16", "fp16") if str(content.get(name)).lower() == "true"]
     if len(given) > 1:
         reading.problems.append("bf16 and fp16 are both true: set one of them")
-    note = {"fsdp": REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}[engine]
     for name in given[:1]:
-        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, True, note)
+        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, True, NOTES[engine])
     if not given:
         reading.ask("precision", "32-true", "bf16, fp16", None)
     others = sorted(str(name) for name in content if name not in FIELDS)
