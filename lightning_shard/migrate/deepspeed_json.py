@@ -22,7 +22,10 @@ SCALE_NOTE = (
 )
 _OWN_SCALE_NOTE = "powers of two, so that scaling back does not round; the same rules as DeepSpeed's"
 
-_TRAINERS = ("gradient_clipping", "gradient_accumulation_steps", "fp16", "bf16")
+_TRAINERS = {
+    "gradient_clipping": setting("trainer.gradient_clip_val", "float", 0.0, note=CLIP_NOTE),
+    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
+}
 """What becomes a setting of the Trainer's."""
 
 _DEFAULTS = {"buckets.reduce", "stage3.prefetch_bucket_size", "stage3.param_persistence_threshold"}
@@ -95,7 +98,12 @@ def read_deepspeed(
     note = "" if given is not None else "the default"
     reading.ask("shard", LEVELS[merged[ZERO]["stage"]], f"{prefix}{ZERO}.stage", given, note)
     _typed(reading, merged, prefix)
-    _trainers(reading, merged, prefix)
+    for key, described in _TRAINERS.items():
+        if merged.get(key) == AUTO:
+            reading.meet(f"{prefix}{key}", AUTO, f"the Trainer's {described.name.partition('.')[2]}")
+        else:
+            reading.read_field(f"{prefix}{key}", described, merged.get(key))
+    _precision(reading, merged, prefix)
     _rest(reading, merged, prefix)
 
 
@@ -155,21 +163,6 @@ def _typed(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
             reading.ask(name, value, f"{prefix}{path}", value)
 
 
-def _trainers(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
-    for key, name, note in (
-        ("gradient_clipping", "gradient_clip_val", CLIP_NOTE),
-        ("gradient_accumulation_steps", "accumulate_grad_batches", ""),
-    ):
-        value, field = merged.get(key), f"{prefix}{key}"
-        if value == AUTO:
-            reading.meet(field, value, f"the Trainer's {name}")
-        elif value == 0 and key == "gradient_clipping":
-            reading.rest(field, value)
-        elif value is not None:
-            reading.ask(f"trainer.{name}", value, field, value, note)
-    _precision(reading, merged, prefix)
-
-
 def _precision(reading: Reading, merged: dict[str, Any], prefix: str) -> None:
     fp16, bf16 = merged.get("fp16", {}), merged.get("bf16", {})
     given = {name: section.get("enabled") for name, section in (("fp16", fp16), ("bf16", bf16)) if section}
@@ -206,7 +199,7 @@ _HANDLED = {
     *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "fp16.enabled", "fp16.fp16_master_weights_and_grads"),
     *("fp16.auto_cast", "fp16.consecutive_hysteresis", *(f"fp16.{key}" for key in SCALE_KEYS)),
     *(f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.leaf_module"),
-    *_TRAINERS,
+    *("fp16", "bf16", *_TRAINERS),
     *KEYS.values(),
 }
 
