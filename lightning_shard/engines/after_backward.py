@@ -9,12 +9,12 @@ module's; so it runs after them and the accumulation of their gradients, and bef
 """
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_shard.precision.casting import rebuilt
 
 
 def mark(after: Callable[[], Any], device: torch.device) -> Tensor | None:
@@ -36,28 +36,8 @@ def join(output: Tensor, marked: Tensor, before: Callable[[], Any] | None = None
 
 
 def replaced(output: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """``output`` with what ``replace`` makes of the tensors in it that require gradients.
-
-    They are found in tuples, lists, dicts and dataclasses.
-    """
-    if isinstance(output, Tensor):
-        return replace(output) if output.requires_grad else output
-    if isinstance(output, tuple | list):
-        items = [replaced(item, replace) for item in output]
-        return output._make(items) if hasattr(output, "_make") else type(output)(items)
-    changed: Any
-    if isinstance(output, dict):
-        changed = copy(output)
-        for key, value in output.items():
-            changed[key] = replaced(value, replace)
-        return changed
-    if is_dataclass(output) and not isinstance(output, type):
-        changed = copy(output)
-        for field in fields(output):
-            # Frozen dataclasses refuse the plain way.
-            object.__setattr__(changed, field.name, replaced(getattr(output, field.name), replace))
-        return changed
-    return output
+    """``output`` with what ``replace`` makes of the tensors in it that require gradients; see `rebuilt`."""
+    return rebuilt(output, lambda tensor: tensor.requires_grad, replace)
 
 
 class _Mark(torch.autograd.Function):

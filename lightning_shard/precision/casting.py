@@ -33,48 +33,53 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     container in which nothing changes is itself returned, so that a module can still write to it. A tensor that
     occurs twice is cast once: ``nn.MultiheadAttention`` computes otherwise where its inputs are one tensor.
     """
-    return _cast(value, dtype, {}) if _holds_others(value, dtype) else value
+    done: dict[Tensor, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor not in done:
+            done[tensor] = tensor.to(dtype)
+        return done[tensor]
+
+    return rebuilt(value, lambda tensor: tensor.is_floating_point() and tensor.dtype != dtype, cast)
 
 
 # Written so that torch.compile can follow: it breaks a graph at a comprehension that names what it computes, and at
 # `is` between containers.
-def _holds_others(value: Any, dtype: torch.dtype) -> bool:
+def rebuilt(value: Any, wants: Callable[[Tensor], bool], make: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with what ``make`` gives for each tensor in it that is wanted; a container without any is returned.
+
+    Tensors are found in tuples, lists, dicts, dataclasses and their subclasses.
+    """
     if isinstance(value, Tensor):
-        return value.is_floating_point() and value.dtype != dtype
-    return any(_holds_others(item, dtype) for item in _items(value))
-
-
-def _items(value: Any) -> list[Any]:
+        return make(value) if wants(value) else value
+    if not _holds(value, wants):
+        return value
     if isinstance(value, tuple | list):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name) for f in fields(value)]
-    return []
-
-
-def _cast(value: Any, dtype: torch.dtype, done: dict[Tensor, Tensor]) -> Any:
-    """``value``, which holds others, with all in ``dtype``."""
-    if isinstance(value, Tensor):
-        if value not in done:
-            done[value] = value.to(dtype)
-        return done[value]
-    if isinstance(value, tuple | list):
-        items = [_cast(v, dtype, done) if _holds_others(v, dtype) else v for v in value]
+        items = [rebuilt(item, wants, make) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     changed = copy(value)
     if isinstance(value, dict):
-        for key, old in value.items():
-            if _holds_others(old, dtype):
-                changed[key] = _cast(old, dtype, done)
+        for key, item in value.items():
+            changed[key] = rebuilt(item, wants, make)
         return changed
     for field in fields(value):
-        old = getattr(value, field.name)
-        if _holds_others(old, dtype):
-            # Frozen dataclasses refuse the plain way.
-            object.__setattr__(changed, field.name, _cast(old, dtype, done))
+        # Frozen dataclasses refuse the plain way.
+        object.__setattr__(changed, field.name, rebuilt(getattr(value, field.name), wants, make))
     return changed
+
+
+def _holds(value: Any, wants: Callable[[Tensor], bool]) -> bool:
+    if isinstance(value, Tensor):
+        return wants(value)
+    if isinstance(value, tuple | list):
+        items = list(value)
+    elif isinstance(value, dict):
+        items = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, f.name) for f in fields(value)]
+    else:
+        return False
+    return any(_holds(item, wants) for item in items)
 
 
 def install_casts(
