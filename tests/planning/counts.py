@@ -106,7 +106,7 @@ class Count(pl.Callback):
             for group in (getattr(zero, "averaged_gradients", None) or {}).values():
                 gradients += group or []
             self.found["masters"] = _bytes([group.flat for group in optimizer.groups], but=parameters)
-            self.found["masters"] += _bytes(part.data for part in tensors._values.kept.values())
+            self.found["masters"] += _bytes(part.data for part in tensors.values.kept.values())
         self.found["gradients"] = _bytes(gradients)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

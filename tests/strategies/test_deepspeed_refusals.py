@@ -72,6 +72,12 @@ def refused(kind: type[TinyLM], settings: dict[str, Any], trainer: dict[str, Any
 
 REFUSALS: list[tuple[type[TinyLM], dict[str, Any], dict[str, Any], str]] = [
     (TwoOptimizers, {"stage": 0}, {}, "returns 2 optimizers, but DeepSpeed's engine steps one in stage 0"),
+    (
+        TwoOptimizers,
+        {"config": {"scheduler": {"type": "WarmupLR"}}},
+        {},
+        "a scheduler section, which does not say whose",
+    ),
     (Lbfgs, {}, {}, "returns LBFGS"),
     (Thaws, {}, {}, "frozen or thawed after the fit began"),
     (DropsGradients, {}, {}, "was dropped (zero_grad, parameter.grad = None) between a backward pass and the"),

@@ -239,6 +239,12 @@ class Zero(Engine):
                 f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
                 "Use another stage without NVMe, or shard_ddp."
             )
+        if len(optimizers) > 1 and "scheduler" in merge(self._fields, []):
+            raise ConfigurationError(
+                f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
+                "scheduler section, which does not say whose learning rate it sets. Return schedules from "
+                "configure_optimizers, and remove the section."
+            )
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ConfigurationError(
                 "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
