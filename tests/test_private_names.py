@@ -85,7 +85,6 @@ USES = {
         " _orig_dtype _reduce_dtype _register_post_backward_hook _register_pre_backward_hook"
         " _sharded_post_forward_param_data _unsharded_param",
     ),
-    "engines/after_backward.py": ("a named tuple's documented method", "_make"),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
     "engines/transforms.py": ("whether an operator is traced; its arguments", "_guards _schema"),
