@@ -20,9 +20,12 @@ _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environm
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what SLURM or Lightning would take for something else."""
-    for name in ("nodes", "devices", "signal_seconds"):
+    for name in ("devices", "signal_seconds"):
         if getattr(options, name) < 1:
             raise ConfigurationError(f"{name} is {getattr(options, name)}, but must be 1 or more.")
+    counts = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", options.nodes)
+    if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
+        raise ConfigurationError(f"nodes is {options.nodes}, but must be 1 or more, or a range such as 2-4.")
     if options.name in ("bash", "interactive"):
         raise ConfigurationError(f"name is {options.name!r}, which Lightning takes for a shell. Choose another.")
     if options.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
@@ -71,14 +74,14 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     # A task that fails ends the step, so that the job ends with it.
     srun = "srun --kill-on-bad-exit=1"
     if not torchrun:
-        return "\n".join([*text, "", f"{srun} {shlex.join(command)}"]) + "\n"
+        return "\n".join([*text, "", f"{srun} {_joined(command)}"]) + "\n"
     text += [
         "",
         # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.signal_seconds}",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
-        f"{srun} {shlex.quote(shutil.which('torchrun', path=_BESIDE) or 'torchrun')} --nnodes={options.nodes} "
+        f"{srun} {shlex.quote(shutil.which('torchrun', path=_BESIDE) or 'torchrun')} --nnodes={_nodes_of(options)} "
         f"--nproc-per-node={options.devices} \\",
         f"    --max-restarts={options.max_restarts} \\",
         '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" \\',
@@ -89,11 +92,22 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     return "\n".join(text) + "\n"
 
 
+def _nodes_of(options: argparse.Namespace) -> str:
+    """The number of nodes, as the script says it: of a range the queue gives another number at each start."""
+    return "$SLURM_JOB_NUM_NODES" if "-" in options.nodes else str(options.nodes)
+
+
+def _joined(command: Sequence[str]) -> str:
+    """A line for the shell, which is to fill in the number of nodes."""
+    number = "--trainer.num_nodes=$SLURM_JOB_NUM_NODES"
+    return shlex.join(command).replace(f"'{number}'", f'"{number}"')
+
+
 def _as_module(command: Sequence[str]) -> str:
     """The command as torchrun takes it: a script, or ``-m`` and a module."""
     if command[0].rpartition("/")[2] == "lightning-shard":
-        return shlex.join(["-m", "lightning_shard", *command[1:]])
-    return shlex.join(command[1:] if command[0].rpartition("/")[2].startswith("python") else command)
+        return _joined(["-m", "lightning_shard", *command[1:]])
+    return _joined(command[1:] if command[0].rpartition("/")[2].startswith("python") else command)
 
 
 _DESCRIPTION = """\
@@ -108,7 +122,7 @@ limit and when it is preempted, and goes back into the queue then.
 def parser() -> argparse.ArgumentParser:
     parser = options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
-    add("--nodes", type=int, default=1, help="nodes of the job (default: 1)")
+    add("--nodes", default="1", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: 1)")
     add("--devices", type=int, default=1, help="devices, and so processes, on each node (default: 1)")
     add("--cpu", action="store_true", help="devices are CPUs: ask for no GPUs, and set trainer.accelerator: cpu")
     add("--cpus-per-task", type=int, help="CPUs of each process (default: the cluster's)")
@@ -140,7 +154,7 @@ def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     for key in ("num_nodes", "devices"):
         if any(word.partition("=")[0] == f"--trainer.{key}" for word in rest):
             raise ConfigurationError(f"--trainer.{key} is set by --{key.removeprefix('num_')}: remove it.")
-    command += [f"--trainer.num_nodes={options.nodes}", f"--trainer.devices={options.devices}"]
+    command += [f"--trainer.num_nodes={_nodes_of(options)}", f"--trainer.devices={options.devices}"]
     if options.cpu:
         command.append("--trainer.accelerator=cpu")
     if options.command == "fit" and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):

@@ -55,6 +55,14 @@ def test_one_task_for_each_device() -> None:
     assert text.replace("export PYTHONUNBUFFERED=1\n", "") == SRUN.replace("'ib0,ib1'", "ib0,ib1")
 
 
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_of_a_range_of_nodes_the_job_takes_what_the_queue_gave_it(launcher: str) -> None:
+    text = _text("--nodes=2-4", f"--launcher={launcher}", "--model.name=a b")
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert """ '--model.name=a b' "--trainer.num_nodes=$SLURM_JOB_NUM_NODES" """ in text
+    assert ("torchrun --nnodes=$SLURM_JOB_NUM_NODES " in text) == (launcher == "torchrun")
+
+
 def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
     lines = _job("--name=my run; touch a", "--logs=my logs").splitlines()
     assert "#SBATCH --job-name='my run; touch a'" in lines
@@ -144,7 +152,9 @@ def test_the_examples_are_what_the_command_writes() -> None:
     ("settings", "says"),
     [
         (["--name=bash"], "takes for a shell"),
-        (["--nodes=0"], "nodes is 0, but must be 1 or more"),
+        (["--nodes=0"], "nodes is 0, but must be 1 or more, or a range such as 2-4"),
+        (["--nodes=4-2"], "nodes is 4-2, but must be 1 or more"),
+        (["--nodes=two"], "nodes is two, but must be 1 or more"),
         (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
         (["--sbatch=qos=high"], "must be one that sbatch has"),
     ],
