@@ -48,11 +48,14 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
     check(options)
     torchrun = options.launcher == "torchrun"
     cpus = (options.cpus_per_task or 0) * (options.devices if torchrun else 1)
+    tasks = f"--ntasks-per-node={1 if torchrun else options.devices}"
+    # sbatch takes one task on each node for the number of all tasks, and so the fewest nodes of a range.
+    later = "-" in options.nodes and tasks.endswith("=1")
     lines: list[str | None] = [
         # sbatch reads quotes in these lines as a shell does.
         f"--job-name={shlex.quote(options.name)}",
         f"--nodes={options.nodes}",
-        f"--ntasks-per-node={1 if torchrun else options.devices}",
+        None if later else tasks,
         None if options.cpu else f"--gpus-per-node={options.devices}",
         f"--cpus-per-task={cpus}" if cpus else None,
         f"--time={options.time}" if options.time else None,
@@ -72,7 +75,7 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         text.append(f"export SRUN_CPUS_PER_TASK={cpus}  # srun does not take it from sbatch since SLURM 22.05")
     text += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
     # A task that fails ends the step, so that the job ends with it.
-    srun = "srun --kill-on-bad-exit=1"
+    srun = "srun --kill-on-bad-exit=1" + f" {tasks}" * later
     if not torchrun:
         return "\n".join([*text, "", f"{srun} {_joined(command)}"]) + "\n"
     text += [

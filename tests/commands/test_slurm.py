@@ -59,6 +59,10 @@ def test_one_task_for_each_device() -> None:
 def test_of_a_range_of_nodes_the_job_takes_what_the_queue_gave_it(launcher: str) -> None:
     text = _text("--nodes=2-4", f"--launcher={launcher}", "--model.name=a b")
     assert "#SBATCH --nodes=2-4\n" in text
+    # Seen on SLURM 22.05: with one task per node in sbatch's options the job gets two nodes, whatever is free.
+    assert "#SBATCH --ntasks" not in text
+    assert "\nsrun --kill-on-bad-exit=1 --ntasks-per-node=1 " in text
+    assert "#SBATCH --ntasks-per-node=8\n" in _text("--nodes=2-4", "--devices=8")
     assert """ '--model.name=a b' "--trainer.num_nodes=$SLURM_JOB_NUM_NODES" """ in text
     assert ("torchrun --nnodes=$SLURM_JOB_NUM_NODES " in text) == (launcher == "torchrun")
 

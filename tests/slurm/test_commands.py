@@ -52,6 +52,8 @@ def test_a_job_of_a_range_of_nodes_goes_on_with_those_that_there_are(jobs: Jobs,
     options, rest = slurm.parser().parse_known_args(arguments.split())
     path = tmp_path / "job.sh"
     path.write_text(script(options, slurm.command_of(options, rest)))
+    # Else the job begins with the first node that has said that it is there.
+    until(lambda: set(jobs.cluster.command("sinfo", "-h", "-N", "-o", "%t").split()) == {"idle"}, 60)
     job = jobs.cluster.submit(path, cwd=tmp_path)
     until(lambda: said.exists() and "train 5" in said.read_text(), 90)
     drained = "nodename=lsh2,lsh3"
