@@ -19,7 +19,6 @@ from lightning_shard.run.takeover import (
     begin_averaging,
     keep_batch,
     keeps_optimizers,
-    let_callbacks_wait,
     settle_fit,
     take_over,
 )

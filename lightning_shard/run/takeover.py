@@ -81,17 +81,13 @@ def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
         trainer.accumulate_grad_batches = keeps
 
 
-def let_callbacks_wait(replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
-    """Let the Trainer's callbacks know of checkpoints that are written in the background."""
-    let_checkpoints_wait(replacements, trainer, is_writing=checkpoints.saver.is_writing, link=checkpoints.link)
-
-
 def settle_fit(
     replacements: Replacements, trainer: Trainer, engine: Engine, checkpoints: Checkpoints, async_save: bool | str
 ) -> None:
     """In a fit let errors through, count and log sharded tensors in full, validate at one time, save after a step.
 
-    ``async_save``: the strategy's; if it is "continuous", when no other save is under way.
+    ``async_save``: the strategy's; if it is "continuous", when no other save is under way. With it the Trainer's
+    callbacks know of checkpoints that are written in the background.
     """
     module = trainer.lightning_module
     tensors = FullTensors(module, engine, checkpoints, device=trainer.strategy.root_device)
@@ -100,6 +96,8 @@ def settle_fit(
     callbacks.let_errors_through(replacements, trainer)
     if not engine.follows_freezing:
         callbacks.leave_flat_groups_unnamed(replacements, trainer)
+    if async_save:
+        let_checkpoints_wait(replacements, trainer, is_writing=checkpoints.saver.is_writing, link=checkpoints.link)
     save_between_steps(replacements, trainer, lambda: async_save == "continuous" and checkpoints.saver.is_busy)
     results.log_full_values(replacements, module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)

@@ -345,8 +345,6 @@ class ShardStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         trainer = self._module.trainer
         self.checkpoints.start_of_training()
-        if self.async_save:
-            parts.let_callbacks_wait(self._replacements, trainer, self.checkpoints)
         self._ledger.start_of_training()
         self._preemption.start(self._identity)
         go_back = self.precision_plugin.after_batch

@@ -118,10 +118,8 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
 
 def _new_name(key: str, rename: Rename) -> str | None:
     fitting = [old for old in rename if old.rstrip(".") in ("", key) or key.startswith(old.rstrip(".") + ".")]
-    if not fitting:
-        return key
-    old = max(fitting, key=len)
-    new = rename[old]
+    old = max(fitting, key=len, default="")
+    new = rename.get(old, "")
     if new is None:
         return None
     rest = key[len(old.rstrip(".")) :].lstrip(".")
