@@ -28,6 +28,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "a folder is made": (commit, "begin", 0),
     "tensors are copied": (HostBuffers, "copy", 1),
     "tensors are written": (save, "write_boxes", 1),
+    "tensors are written by the first rank": (save, "write_boxes", 0),
     "the manifest is written": (Manifest, "to_json", 0),
     "names are exchanged": (commit, "_replace", 0),
     "leftovers are deleted": (commit, "_delete_leftovers", 0),
