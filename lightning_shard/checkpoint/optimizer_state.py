@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.checkpoint.files.layout import SlotName
-from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, has_a
+from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state, parts
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
@@ -175,7 +175,7 @@ def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterato
 
 
 def _checked_value(name: SlotName, value: Any, *, is_sharded: bool) -> Any:
-    if is_sharded and has_a(value, Tensor):
+    if is_sharded and any(isinstance(part, Tensor) for part in parts(value)):
         raise CheckpointError(
             f"{name.key} is a {type(value).__name__} of tensors; of a sharded parameter only scalars and tensors of "
             "its shape can be saved: use an optimizer without it"

@@ -41,13 +41,6 @@ class Directory:
         with os.scandir(self.descriptor) as entries:
             return {e.name: e.stat(follow_symlinks=False).st_size for e in entries if e.is_file(follow_symlinks=False)}
 
-    def has(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
     def compare(self, files: Mapping[str, FileEntry]) -> None:
         """From here on compare each of ``files`` with its size and checksum when it is first opened."""
         self._unchecked.update(files)

@@ -192,7 +192,7 @@ def open_checkpoint_directory(path: AnyPath, *, lock: bool = True) -> tuple[Dire
         return _with_manifest(open_store(path))
     try:
         directory = open_directory(path, lock=lock)
-        if not directory.has(layout.MANIFEST):
+        if layout.MANIFEST not in os.listdir(directory.descriptor):
             directory.close()
             raise FileNotFoundError
     except (FileNotFoundError, NotADirectoryError):

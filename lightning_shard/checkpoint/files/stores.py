@@ -84,9 +84,6 @@ class StoreDirectory(Directory):
     def sizes(self) -> dict[str, int]:
         return self._sizes
 
-    def has(self, name: str) -> bool:
-        return name in self._sizes
-
     def _open(self, name: str) -> BinaryIO:
         if name not in self._sizes:
             self._missing(name)
@@ -124,7 +121,7 @@ def open_store(path: StorePath) -> StoreDirectory:
             directory = StoreDirectory(path, path / pointer.folder if pointer.folder else path)
         except FileNotFoundError:
             continue
-        if directory.has(MANIFEST):
+        if MANIFEST in directory.sizes():
             return directory  # else it was replaced twice in between
     else:
         raise CheckpointCorruptError(f"{path / MANIFEST} names a folder that has none")

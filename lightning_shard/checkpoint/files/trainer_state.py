@@ -8,7 +8,7 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +35,7 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
     """
     data, problem = _encode(dict(state))
     # Of a DTensor only rank 0's shard would be written.
-    if problem is None and not has_a(state, DTensor):
+    if problem is None and not any(isinstance(part, DTensor) for part in parts(state)):
         return data
     offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
     raise CheckpointError(
@@ -55,7 +55,7 @@ def read_trainer_state(directory: Directory, manifest: Manifest) -> dict[str, An
     where, data = directory.path / TRAINER_STATE, directory.read(TRAINER_STATE, manifest.files)
     with damaged_if(partial(refusal, where)):
         state = load_archive(io.BytesIO(data), where)
-        if _any_part(state, lambda part: isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES):
+        if any(isinstance(part, Tensor) and part.nbytes > 2 * len(data) + _MOST_BYTES for part in parts(state)):
             raise CheckpointCorruptError(f"{where} has {len(data)} bytes, and a tensor of many more in them")
     if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{where} holds a {type(state).__name__}, not a dictionary")
@@ -119,7 +119,7 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
 
 def _offenders(value: Any, path: str) -> Iterator[str]:
     """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
-    if _encode(value)[1] is None and not has_a(value, DTensor):
+    if _encode(value)[1] is None and not any(isinstance(part, DTensor) for part in parts(value)):
         return
     found = False
     if isinstance(value, Mapping):
@@ -140,17 +140,13 @@ def _offenders(value: Any, path: str) -> Iterator[str]:
         yield f"{path or 'top level'}: {_type_name(value)}"
 
 
-def has_a(value: Any, kind: type) -> bool:
-    """Whether ``value`` is of this class, or a container with such a value in it."""
-    return _any_part(value, lambda part: isinstance(part, kind))
-
-
-def _any_part(value: Any, is_one: Callable[[Any], bool]) -> bool:
-    if isinstance(value, Mapping):
-        return any(_any_part(part, is_one) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_any_part(part, is_one) for part in value)
-    return is_one(value)
+def parts(value: Any) -> Iterator[Any]:
+    """The innermost parts of ``value``, or itself."""
+    if isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from parts(part)
+    else:
+        yield value
 
 
 def _type_name(value: Any) -> str:
