@@ -107,12 +107,8 @@ def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: P
         return [(target, commit.begin(target, token), all(known))] * ranks.size
 
     target, temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
-    try:
+    with commit.deleted_on_failure(temporary, here=ranks.is_first):
         plan = plans.agreed(ranks, still_holds=still_holds)
-    except BaseException:
-        if ranks.is_first:
-            commit.delete_tree(temporary)
-        raise
     return Begun(
         target=target,
         temporary=temporary,
@@ -140,13 +136,9 @@ class Begun:
 
         ``ranks``: the same processes as at the beginning, over the same or another group. Errors as for `save`.
         """
-        try:
+        with commit.deleted_on_failure(self.temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
             ranks.first(f"completing {self.target}", lambda: self._complete(written))
-        except BaseException:
-            if ranks.is_first:
-                commit.delete_tree(self.temporary)
-            raise
         self.then(ranks)
 
     def _write(self, rank: int, values: Values) -> Written:

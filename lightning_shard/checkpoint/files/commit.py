@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_shard.checkpoint.files import layout, stores
@@ -123,11 +123,8 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
     name, token = Path(name), layout.new_token()
     temporary = layout.temporary_sibling(name, token)
     os.symlink(os.path.relpath(path, name.parent), temporary)
-    try:
+    with deleted_on_failure(temporary):
         _replace(temporary, name, token)
-    except BaseException:
-        delete_tree(temporary)
-        raise
     _delete_leftovers(name)
 
 
@@ -194,6 +191,17 @@ def delete_tree(path: Place) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+@contextlib.contextmanager
+def deleted_on_failure(temporary: Place, *, here: bool = True) -> Iterator[None]:
+    """Delete ``temporary`` where the block fails; ``here``: whether this is the process that does."""
+    try:
+        yield
+    except BaseException:
+        if here:
+            delete_tree(temporary)
+        raise
 
 
 def sizes(directory: Place) -> dict[str, int]:

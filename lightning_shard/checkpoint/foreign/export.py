@@ -134,10 +134,7 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.
 def _publish(folder: Path, name: str, write: Callable[[Path], object]) -> None:
     """Write a file beside its place and move it there."""
     temporary = layout.temporary_sibling(folder / name, layout.new_token())
-    try:
+    with commit.deleted_on_failure(temporary):
         write(temporary)
         os.replace(temporary, folder / name)
-    except BaseException:
-        commit.delete_tree(temporary)
-        raise
     commit.sync_directory(folder)

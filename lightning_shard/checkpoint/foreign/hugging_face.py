@@ -136,13 +136,10 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
     try:
-        ranks.first(f"writing {target}", lambda: commit.begin(target, token))
-        written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
-        ranks.first(f"completing {target}", lambda: _complete(temporary, target, token, parts, wanted, written))
-    except BaseException:
-        if ranks.is_first:
-            commit.delete_tree(temporary)
-        raise
+        with commit.deleted_on_failure(temporary, here=ranks.is_first):
+            ranks.first(f"writing {target}", lambda: commit.begin(target, token))
+            written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
+            ranks.first(f"completing {target}", lambda: _complete(temporary, target, token, parts, wanted, written))
     finally:
         if ranks.is_first:
             commit.remove(parts)

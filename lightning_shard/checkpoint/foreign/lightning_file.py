@@ -37,16 +37,13 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
-    try:
+    with commit.deleted_on_failure(temporary):
         temporary.touch()
         commit.lock(temporary)
         with layout.damaged_if("the run's state has another form"):
             tree = _stock_checkpoint(stored)
         write_archive(temporary, tree)
         commit.publish(temporary, target, token)
-    except BaseException:
-        commit.delete_tree(temporary)
-        raise
 
 
 def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
