@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from lightning_shard import registry
 from lightning_shard.commands import COMMANDS, FIT
-from lightning_shard.commands.options import actions, options_parser
-
-_CONFIGURED = ("config", "print_config", "seed_everything", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
+from lightning_shard.commands.options import KEYS, actions, options_parser
 
 _SCRIPT = """\
 _lightning_shard() {{
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     values["strategies"] = values["--to"] = values["--trainer.strategy"]
     trainer = [f"--trainer.{name}" for name in inspect.signature(Trainer).parameters if name != "self"]
     options = {name: _options(name) for name in COMMANDS}
-    options["|".join(FIT)] = [*(f"--{name}" for name in _CONFIGURED), *trainer]
+    options["|".join(FIT)] = [*(f"--{name}" for name in ("config", "print_config", *KEYS)), *trainer]
     print("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "", end="")
     print(_SCRIPT.format(values=_cases(values, 4), options=_cases(options, 6), commands=" ".join([*FIT, *COMMANDS])))
     return 0

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
-from lightning_shard.commands.options import UsageError, options_parser
+from lightning_shard.commands.options import KEYS, UsageError, options_parser
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
@@ -36,7 +36,6 @@ The YAML goes to --output and the table to stdout; without --output the YAML goe
 A field that has no counterpart is refused, with the reason and what comes nearest, unless --lossy is given.
 """
 
-_TOP_KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
 # Keys of the Trainer whose classes are carried over, and may not be importable here.
 _CARRIED = ("callbacks", "logger", "profiler")
 
@@ -124,7 +123,7 @@ def known() -> Known:
             presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
     return Known(
         presets=presets,
-        top_keys=_TOP_KEYS,
+        top_keys=KEYS,
         trainer_keys=list(inspect.signature(Trainer).parameters),
     )
 

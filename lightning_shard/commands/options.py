@@ -5,6 +5,9 @@ from typing import Any
 
 from lightning_shard.private_names import require
 
+KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
+"""At the top of a configuration of ``lightning-shard fit``."""
+
 require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 

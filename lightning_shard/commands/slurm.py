@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_shard.commands.options import actions, options_parser
+from lightning_shard.commands.options import KEYS, actions, options_parser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -179,10 +179,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     return environment
 
 
-_KEYS = (
-    "config", "seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only",
-    "verbose", "return_predictions", "print_config", "traceback",
-)  # fmt: skip
+_KEYS = ("config", *KEYS, "verbose", "return_predictions", "print_config", "traceback")
 """Options of the command, or what stands before their first dot."""
 
 
