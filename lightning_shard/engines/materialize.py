@@ -136,11 +136,8 @@ def _initializer(module: nn.Module, fqn: str, modules: Mapping[str, nn.Module]) 
 
 
 def _own_reset(module: nn.Module) -> Callable[[], object] | None:
-    for method in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, method, None)
-        if callable(reset):
-            return reset
-    return None
+    own = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, own), None)
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:

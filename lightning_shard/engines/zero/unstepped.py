@@ -1,9 +1,8 @@
 """Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +76,7 @@ class Unstepped:
 
     def with_gradients(self, shard: Shard) -> Shard:
         """``shard`` without the gradient of zeros where no rank used it."""
-        return replace(shard, gradient=partial(self._gradient, shard.fqn, shard.gradient))
-
-    def _gradient(self, fqn: str, read: Callable[[], Tensor | None]) -> Tensor | None:
-        return None if fqn in self._unused else read()
+        return replace(shard, gradient=lambda: None if shard.fqn in self._unused else shard.gradient())
 
     def close(self) -> None:
         """Look no more, and give the optimizer its step back."""

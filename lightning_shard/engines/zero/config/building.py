@@ -51,14 +51,9 @@ def deepspeed_config(fields: DeepSpeedFields, facts: RunFacts) -> dict[str, Any]
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     try:
-        return json.loads(dump_config(_without_auto(config)))
+        return json.loads(json.dumps(_without_auto(config), sort_keys=True, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{RULE}: it holds a value that JSON does not have ({error}).") from error
-
-
-def dump_config(config: dict[str, Any]) -> str:
-    """The configuration as JSON text, keys sorted."""
-    return json.dumps(config, indent=2, sort_keys=True, allow_nan=False)
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:

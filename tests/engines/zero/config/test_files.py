@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_shard.engines.zero.config.building import deepspeed_config, dump_config
+from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.checks import check_fields
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
 from lightning_shard.engines.zero.config.merging import effective, merge
@@ -33,7 +33,7 @@ def test_a_zero_2_file_with_auto_values() -> None:
     assert "bf16" not in config
     # What a file says outright stays, larger than the model or not.
     assert config[ZERO]["reduce_bucket_size"] == config[ZERO]["allgather_bucket_size"] == 200_000_000
-    assert "auto" not in dump_config(config)
+    assert "auto" not in json.dumps(config, sort_keys=True)
 
 
 def test_a_zero_3_file_with_offload() -> None:
