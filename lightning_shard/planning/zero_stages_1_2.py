@@ -7,7 +7,7 @@ becomes with bf16 parameters and fp32 sums.
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -23,72 +23,68 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
     Masters and optimizer state are one flat partition for each of the optimizer's groups; parameters are replicated.
     """
-    model, policy = training.model, training.policy
-    compute, master = policy.compute, policy.master
-    flat = _flat_partitions(model.trainable, engine.ranks)
+    model, policy, stage_1 = training.model, training.policy, engine.stage == 1
+    compute, master, sums = policy.compute, policy.master, engine.accumulate
+    partitions, overlapping = _flat_partitions(model.trainable, engine.ranks)
+    flat = sum(partitions)
     frozen = compute_bytes((p for p in model.parameters if not p.trainable), compute)
-    device = KindBytes(parameters=flat.full * compute.itemsize + frozen, buffers=model.buffer_bytes)
-    slots = training.optimizer.state_bytes(flat.partitions, master)
-    state = KindBytes(masters=flat.own * master.itemsize, optimizer=slots)
+    device = KindBytes(parameters=flat * engine.ranks * compute.itemsize + frozen, buffers=model.buffer_bytes)
+    state = KindBytes(masters=flat * master.itemsize, optimizer=training.optimizer.state_bytes(partitions, master))
     offload = engine.optimizer_device != "none"
-    if engine.stage == 1 and not offload and compute == torch.bfloat16 and engine.accumulate == torch.float32:
-        return _bf16_optimizer(device + state, flat, training)
-    gradients, stage_1 = _gradients(training, engine, flat), engine.stage == 1
-    summed = (gradients.full if stage_1 else gradients.own) if training.micro_batches > 1 else 0
+    if stage_1 and not offload and compute == torch.bfloat16 and sums == torch.float32:
+        return _bf16_optimizer(device + state, flat * engine.ranks, training)
+    numel = [p.numel for p in model.trainable]
+    full, largest = sum(numel) * sums.itemsize, max(numel, default=0) * compute.itemsize
+    # Summed in a flat fp32 partition beside 16-bit parameters; else each parameter that has a part in this rank's
+    # partition keeps its full gradient.
+    in_partition = compute != sums and sums == torch.float32
+    own = flat * sums.itemsize if in_partition else overlapping * compute.itemsize
+    buckets, copies, copies_after = _reduction(training, engine)
+    summed = (full if stage_1 else own) if training.micro_batches > 1 else 0
     # Stage 1 allocates its buckets in the first micro-batch, and frees them at the accumulation boundary.
     waiting = summed if stage_1 else 0
     if offload:
         # Masters, state and gradients are resident on the host; what is reduced passes through the device.
-        own, late, passing, update = gradients.own * gradients.in_flat_partition, 0, gradients.largest, 0
-        staging = flat.own * compute.itemsize + passing
-        if summed and not gradients.in_flat_partition:
-            staging += flat.overlapping * master.itemsize
-        host = state + KindBytes(gradients=flat.own * master.itemsize, communication=staging)
+        late, kept, passing, update = 0, own * in_partition, largest, 0
+        staging = (
+            flat * compute.itemsize + passing + (overlapping * master.itemsize if summed and not in_partition else 0)
+        )
+        host = state + KindBytes(gradients=flat * master.itemsize, communication=staging)
     else:
-        device, host, own, passing = device + state, KindBytes(), gradients.own, 0
+        device, host, kept, passing = device + state, KindBytes(), own, 0
         # The optimizer steps with a flat copy, unless gradients are summed in a flat partition of the masters' dtype.
-        update = 0 if gradients.in_flat_partition and engine.accumulate == master else flat.own * master.itemsize
+        update = 0 if in_partition and sums == master else flat * master.itemsize
         # Stage 2 allocates the gradients of its partition's parameters after the bucket's copies are freed.
-        late = 0 if gradients.in_flat_partition or summed else min(own, gradients.copies)
+        late = 0 if in_partition or summed else min(own, copies)
+    # At the peak of stage 1's reduction what was copied into the first bucket is freed, and of this rank's own there is
+    # a flat partition, which is allocated while the bucket's copies are there, or full gradients once they are freed.
+    bucket = min(full, engine.reduce_bucket_size * (sums if stage_1 else compute).itemsize)
+    freed = bucket - (own if in_partition else max(0, own - copies))
 
-    def account(kept: int, communication: int) -> MemoryAccount:
-        return MemoryAccount(device=replace(device, gradients=kept, communication=communication), host=host)
+    def account(gradients: int, communication: int) -> MemoryAccount:
+        return MemoryAccount(device=replace(device, gradients=gradients, communication=communication), host=host)
 
     return ZeroMemory(
-        forward=account(waiting or (own if summed else 0), passing + (gradients.buckets if waiting else 0)),
-        backward=account(
-            gradients.full if stage_1 else own + gradients.largest, gradients.buckets + gradients.copies + passing
-        ),
-        step=account(own, passing + update),
-        copies_after_backward=gradients.copies_after_backward,
-        newest_gradient=0 if stage_1 else gradients.largest,
-        freed_in_reduction=gradients.freed_in_reduction if stage_1 else late,
+        forward=account(waiting or (kept if summed else 0), passing + (buckets if waiting else 0)),
+        backward=account(full if stage_1 else kept + largest, buckets + copies + passing),
+        step=account(kept, passing + update),
+        copies_after_backward=copies_after,
+        newest_gradient=0 if stage_1 else largest,
+        freed_in_reduction=freed if stage_1 else late,
         waiting=waiting,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Flat:
-    """The flat tensors of the optimizer's groups, in elements."""
+def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[list[int], int]:
+    """Elements of one rank's partition of each group, and of the parameters that have a part in these, where most have.
 
-    full: int  # Of all ranks' partitions.
-    partitions: tuple[int, ...]  # Of one rank's partition of each group.
-    overlapping: int  # Of the parameters that have a part in one rank's partitions, on the rank where these are most.
-
-    @property
-    def own(self) -> int:
-        """Of one rank's partitions."""
-        return sum(self.partitions)
-
-
-def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> _Flat:
-    """Each group's parameters follow one another in a flat tensor, padded to ``2 * ranks``, split evenly."""
+    Each group's parameters follow one another in a flat tensor, padded to ``2 * ranks``, split evenly.
+    """
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
         groups[p.group].append(p.numel)
     partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups.values()]
-    overlapping = sum(map(_most_overlapping, groups.values(), partitions))
-    return _Flat(full=sum(partitions) * ranks, partitions=tuple(partitions), overlapping=overlapping)
+    return partitions, sum(map(_most_overlapping, groups.values(), partitions))
 
 
 def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
@@ -104,12 +100,12 @@ def _most_overlapping(sizes: Sequence[int], partition: int) -> int:
     return most
 
 
-def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> ZeroMemory:
+def _bf16_optimizer(always: KindBytes, flat: int, training: Training) -> ZeroMemory:
     """``BF16_Optimizer``: one fp32 buffer of all gradients for as long as the run lasts, beside backward's own.
 
     Backward's own are set to zero, and not freed, before the next micro-batch, and are resident in the step.
     """
-    sums = flat.full * torch.float32.itemsize
+    sums = flat * torch.float32.itemsize
     own = sum(p.numel for p in training.model.trainable) * training.policy.compute.itemsize
     waiting = own if training.micro_batches > 1 else 0
     return ZeroMemory(
@@ -121,48 +117,19 @@ def _bf16_optimizer(always: KindBytes, flat: _Flat, training: Training) -> ZeroM
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Gradients:
-    """Gradients in stages 1 and 2, in bytes."""
+def _reduction(training: Training, engine: DeepSpeedFacts) -> tuple[int, int, int]:
+    """Bytes of the buckets, of what the reduction of one copies, and of these copies those made after backward only.
 
-    in_flat_partition: bool  # Whether this rank's are summed in a flat fp32 partition beside 16-bit parameters.
-    own: int  # Of this rank's, as they are kept until the step.
-    full: int  # Of all, as stage 1 sums them until the accumulation boundary.
-    largest: int  # Of the largest parameter's, as backward makes it.
-    buckets: int  # Of the buffers that they are reduced in.
-    # Of what the reduction of a bucket copies: flattened, and in ``reduce`` where the bucket has another dtype.
-    copies: int
-    copies_after_backward: int  # Of these copies, those that are allocated after backward only.
-    # Of ``full``, what stage 1 no longer has at the peak of its reduction: the gradients that were copied into the
-    # first bucket are freed, less what this rank has allocated of ``own`` at that time.
-    freed_in_reduction: int
-
-
-def _gradients(training: Training, engine: DeepSpeedFacts, flat: _Flat) -> _Gradients:
-    model, policy = training.model, training.policy
-    compute, sums = policy.compute, engine.accumulate
-    in_flat_partition = compute != sums and sums == torch.float32
-    bucket_dtype = sums if engine.stage == 1 else compute
-    buckets = engine.reduce_bucket_size * bucket_dtype.itemsize * (2 if engine.overlap_comm else 1)
-    numel = [p.numel for p in model.trainable]
-    converted = policy.reduce.itemsize if policy.reduce != bucket_dtype else 0
-    copies, after_backward = reduction_copies(model, engine, bucket_dtype.itemsize + converted)
-    full = sum(numel) * sums.itemsize
-    # Outside of a flat partition, each parameter that has a part in this rank's keeps its full gradient.
-    own = flat.own * sums.itemsize if in_flat_partition else flat.overlapping * compute.itemsize
-    # The flat partition is allocated while the bucket's copies are there, full gradients once they are freed.
-    allocated = own if in_flat_partition else max(0, own - copies)
-    return _Gradients(
-        in_flat_partition=in_flat_partition,
-        own=own,
-        full=full,
-        largest=max(numel, default=0) * compute.itemsize,
-        buckets=buckets if engine.contiguous_gradients or engine.optimizer_device != "none" else 0,
-        copies=copies,
-        # Stage 1 reduces at the accumulation boundary, after backward.
-        copies_after_backward=after_backward if engine.stage == 2 else copies,
-        freed_in_reduction=min(full, engine.reduce_bucket_size * bucket_dtype.itemsize) - allocated,
-    )
+    Copies are flattened, and in ``reduce`` where the bucket has another dtype.
+    """
+    stage_1, reduce = engine.stage == 1, training.policy.reduce
+    dtype = engine.accumulate if stage_1 else training.policy.compute
+    converted = reduce.itemsize if reduce != dtype else 0
+    copies, after_backward = reduction_copies(training.model, engine, dtype.itemsize + converted)
+    has_buckets = engine.contiguous_gradients or engine.optimizer_device != "none"
+    buckets = engine.reduce_bucket_size * dtype.itemsize * (2 if engine.overlap_comm else 1) if has_buckets else 0
+    # Stage 1 reduces at the accumulation boundary, after backward.
+    return buckets, copies, copies if stage_1 else after_backward
 
 
 def reduction_copies(model: ModelFacts, engine: DeepSpeedFacts, per_element: int) -> tuple[int, int]:
