@@ -109,7 +109,7 @@ class ThroughputCallback(Callback):
         device = trainer.strategy.root_device
         dtype = compute_dtype(trainer)
         name = name_of(device)
-        self._peak = peak_flops(name, dtype, override=None if self.peak_tflops is None else self.peak_tflops * 1e12)
+        self._peak = peak_flops(name, dtype) if self.peak_tflops is None else self.peak_tflops * 1e12
         if self._peak is None:
             self.flops.why_not = (
                 f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known; give it as peak_tflops"

@@ -101,17 +101,12 @@ def find_peaks(device_name: str) -> Peaks | None:
     return None
 
 
-def peak_flops(
-    device_name: str, dtype: torch.dtype, *, tf32: bool | None = None, override: float | None = None
-) -> float | None:
+def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool | None = None) -> float | None:
     """Dense peak FLOP/s of one device (``torch.cuda.get_device_name``) for products in ``dtype``; None: not known.
 
     ``tf32``: whether fp32 products may run on tensor cores; default: as torch is set
-    (``torch.set_float32_matmul_precision``, ``torch.backends.cuda.matmul.fp32_precision``). ``override`` is given in
-    place of the table's.
+    (``torch.set_float32_matmul_precision``, ``torch.backends.cuda.matmul.fp32_precision``).
     """
-    if override is not None:
-        return override
     peaks = find_peaks(device_name)
     if peaks is None:
         return None

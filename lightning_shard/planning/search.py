@@ -42,8 +42,7 @@ class Form:
 
 def divisors(number: int) -> list[int]:
     """All of them, the largest first."""
-    low = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*low, *(number // i for i in low)}, reverse=True)
+    return [i for i in range(number, 0, -1) if number % i == 0]
 
 
 def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:

@@ -26,13 +26,11 @@ class StepMemory:
 class ZeroMemory(StepMemory):
     """The same under ZeRO, which takes gradients one by one. Bytes below are of its device."""
 
-    forward: MemoryAccount  # While the unit computes that needs most.
-    # While the unit is reduced that needs most, with all gradients there that the engine keeps.
-    backward: MemoryAccount
-    # Bytes of ``backward``'s communication that are allocated after backward only: copies for the last reduction.
+    forward: MemoryAccount  # But for what is gathered for one unit.
+    backward: MemoryAccount  # Likewise, with all gradients there that the engine keeps.
+    # Bytes of communication that are allocated after backward only: copies for the last reduction.
     copies_after_backward: int = 0
-    # Bytes of ``backward``'s gradients that are of the one that backward just made, which a trace counts among its
-    # activations.
+    # Bytes of the gradient that backward just made, which a trace counts among its activations.
     newest_gradient: int = 0
     # Bytes of ``backward``'s gradients that are freed again, or not yet allocated, while those are reduced that wait
     # until backward is over.

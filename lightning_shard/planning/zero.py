@@ -47,7 +47,7 @@ def _stage_0(training: Training) -> ZeroMemory:
     waiting = gradients if training.micro_batches > 1 else 0
     return ZeroMemory(
         forward=on_device(resident, gradients=waiting),
-        backward=on_device(resident, gradients=gradients, communication=bucket),
+        backward=on_device(resident, gradients=gradients),
         step=on_device(resident, gradients=gradients),
         copies_after_backward=bucket,
         waiting=waiting,
@@ -63,8 +63,7 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
     total = max(1, sum(elements.values()))
     gathered = gathered_elements(training.model, engine, trace.order) if engine.stage == 3 else {}
     forward, backward = memory.forward, memory.backward
-    before, after = forward.device.gradients, backward.device.gradients - memory.newest_gradient
-    communication = backward.device.communication - memory.copies_after_backward
+    before, after = forward.device.gradients, backward.device.gradients
     always_gathered = memory.step.device.gathered
     done: tuple[str, ...] = ()
     for segment in trace.segments:
@@ -79,7 +78,7 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
             made = (after - before) * (reached > engine.reduce_bucket_size)
             if engine.stage <= 1:
                 made = int((after - before) * reached / total)
-            device = replace(device, gradients=before + made, communication=communication)
+            device = replace(device, gradients=before + made)
         if engine.stage <= 1 and not memory.waiting:
             # Gradients stay as backward made them, also in a unit of which some are missing.
             gradients = device.gradients + segment.peak_gradients
@@ -95,6 +94,7 @@ def step_points(training: Training, engine: DeepSpeedFacts, memory: ZeroMemory, 
         backward.device,
         gathered=always_gathered,
         gradients=after - memory.freed_in_reduction,
+        communication=backward.device.communication + memory.copies_after_backward,
         activations=trace.segments[-1].end_activations,
     )
     yield Point(name="end of backward", account=replace(backward, device=end))
@@ -162,18 +162,14 @@ def stage_3(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
             buffers = max(engine.optimizer_buffer_count, needed) * max(groups, default=0) * master.itemsize
         gradients += sum(in_memory) * master.itemsize
         always += MemoryAccount(host=state + KindBytes(gradients=gradients, communication=buffers))
-    order = tuple(name for name in model.units if name)
-    at_most = max(gathered_elements(model, engine, order).values()) * compute.itemsize
-    newest = max((p.numel for p in trainable), default=0) * compute.itemsize
     # A bucket's gradients are copied together for the reduce-scatter (``reduce_scatter_coalesced``).
     copies, after_backward = reduction_copies(model, engine, policy.reduce.itemsize)
-    computing = always + MemoryAccount(device=KindBytes(gathered=at_most))
     return ZeroMemory(
-        forward=computing,
-        backward=computing + MemoryAccount(device=KindBytes(gradients=newest, communication=copies)),
+        forward=always,
+        backward=always + MemoryAccount(device=KindBytes(communication=copies - after_backward)),
         step=always + MemoryAccount(device=KindBytes(communication=update)),
         copies_after_backward=after_backward,
-        newest_gradient=newest,
+        newest_gradient=max((p.numel for p in trainable), default=0) * compute.itemsize,
     )
 
 

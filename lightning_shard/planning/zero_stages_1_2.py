@@ -66,7 +66,7 @@ def stages_1_2(training: Training, engine: DeepSpeedFacts) -> ZeroMemory:
 
     return ZeroMemory(
         forward=account(waiting or (kept if summed else 0), passing + (buckets if waiting else 0)),
-        backward=account(full if stage_1 else kept + largest, buckets + copies + passing),
+        backward=account(full if stage_1 else kept, buckets + copies - copies_after + passing),
         step=account(kept, passing + update),
         copies_after_backward=copies_after,
         newest_gradient=0 if stage_1 else largest,

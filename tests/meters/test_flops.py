@@ -257,7 +257,6 @@ def test_the_peak_of_fp32_follows_torchs_newer_settings() -> None:
 
 def test_a_given_peak_stands_for_the_tables() -> None:
     assert find_peaks("own chip") is None
-    assert peak_flops("own chip", torch.bfloat16, override=1e15) == 1e15
     # 6e14 FLOPs in 0.1 s on 8 devices of 1e15 FLOP/s.
     assert mfu(6e14, 0.1, 1e15, devices=8) == pytest.approx(0.75)
 
