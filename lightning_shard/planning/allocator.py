@@ -115,15 +115,14 @@ class Allocator:
         room = tail.size if tail is not None and tail.free else 0
         added = up_to(size - room, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
         self.reserved += added
-        address = tail.address + tail.size if tail is not None else 0
-        block = Block(added, address=address, pool=pool, below=tail)
-        if tail is not None:
-            tail.above = block
-        pool.tail = block
         if tail is not None and room:
             pool.take(tail)
-            self._merge(tail, block)
-            block = tail
+            tail.size += added
+            return tail
+        address = tail.address + tail.size if tail is not None else 0
+        pool.tail = block = Block(added, address=address, pool=pool, below=tail)
+        if tail is not None:
+            tail.above = block
         return block
 
     def _split(self, block: Block, size: int) -> None:

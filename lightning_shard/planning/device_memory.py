@@ -7,6 +7,7 @@ backward has left.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -97,9 +98,9 @@ def replay(points: Sequence[Point], trace: Trace, training: Training, *, expanda
     # Small ones, of which there may be thousands, are taken for one.
     full = sorted({size for p in training.model.parameters if (size := p.numel * itemsize) > SMALL}, reverse=True)
     device = _Device(Allocator(expandable=expandable), full)
-    made: dict[int, list[tuple[int, int]]] = {}
+    made: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for segment, key, size in trace.events:
-        made.setdefault(segment, []).append((key, size))
+        made[segment].append((key, size))
     sizes, slots = [p.numel for p in training.model.parameters], len(training.optimizer.slots)
     start, points = [p for p in points if p.name == START], [p for p in points if p.name != START]
     states = points[0].account.device
@@ -119,7 +120,7 @@ def replay(points: Sequence[Point], trace: Trace, training: Training, *, expanda
             for block in device.state(point.account.device.optimizer - states.optimizer, sizes):
                 device.allocator.free(block)
             if point.name == trace.segments[reached % len(trace.segments)].name:
-                device.run(made.get(reached % len(trace.segments), ()))
+                device.run(made[reached % len(trace.segments)])
                 reached += 1
     return device.allocator.reserved
 

@@ -240,8 +240,13 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
     the largest of those whose own traces fit.
     """
     fits: dict[int, bool] = {}
+    known_high: dict[int, int] = {}  # Bytes of a device by those of its tensors, at batches that were traced.
+
+    def device(tensors: int) -> int:
+        return known_high.get(tensors, replace(run.needs, growth=None).at(tensors))
+
     for _ in range(MOST_TRACES // 2):
-        batch = largest_batch(run, memory, replace(run.needs, growth=None).at)
+        batch = largest_batch(run, memory, device)
         if not batch or batch >= LARGEST_BATCH - 1:
             # Not known, none, or no end in sight.
             break
@@ -251,7 +256,8 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
             known = {trace.batch_size: trace for trace in run.traces}
             trace = known.pop(size) if size in known else trace_at(size)
             run = replace(run, traces=(trace, *known.values()))
-            fits[size] = replace(run, traces=run.traces[:1]).needs.high <= memory
+            own = replace(run, traces=run.traces[:1]).needs
+            known_high[own.tensors], fits[size] = own.high, own.high <= memory
         if fits[batch] and not fits[larger]:
             return batch
     return max((size for size, does in fits.items() if does), default=0 if fits else batch)
