@@ -126,8 +126,8 @@ def test_deepspeeds_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"communication_data_type": "fp32", "zero_optimization": {"stage": 1}}))
     read: list[str] = []
-    text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *args, **kwargs: read.append(self.name) or text(self, **kwargs))
+    data = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or data(self))
     strategy = ShardDeepSpeedStrategy(config=str(file))
     assert read == ["ds.json"]
     before = strategy.policy, compared(strategy)
