@@ -60,7 +60,8 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     name = name or str(path)
     if not path.is_file():
         raise ConfigurationError(f"{name}: there is no such file (from {Path.cwd()}).")
-    text, is_json = path.read_bytes(), path.suffix == ".json"
+    text = path.read_bytes()
+    is_json = path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith(b"{"))
     try:
         content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -176,6 +176,13 @@ def test_axes_of_size_1_are_no_axes(key: str, value: Any) -> None:
     assert f"{key} can't be used: " in refusal({key: larger})
 
 
+@pytest.mark.parametrize("name", ["ds.json", "ds.conf", "ds"])
+def test_json_is_read_by_whatever_name_the_file_has(tmp_path: Path, name: str) -> None:
+    # YAML takes no tabs.
+    (tmp_path / name).write_text('\n{\n\t"zero_optimization": {\n\t\t"stage": 1\n\t}\n}\n')
+    assert reading.read_config(str(tmp_path / name)) == {"zero_optimization": {"stage": 1}}
+
+
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.json"
     assert f"config {str(missing)!r}: there is no such file" in refusal(str(missing))
