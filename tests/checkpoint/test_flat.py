@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -234,7 +235,7 @@ class FlatHead(TorchDDP):
 
     @property
     def tensors(self) -> ModuleTensors:
-        return FlatHeadTensors(self, self._module, self._optimizers, device=self._run.device)
+        return FlatHeadTensors(engine=self, module=self._module, stepping=self._optimizers, device=self._run.device)
 
     def publish(self) -> None:
         weight = self._module.head.weight.detach()
@@ -243,24 +244,23 @@ class FlatHead(TorchDDP):
             dist.broadcast(rows, rank)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FlatHeadTensors(ModuleTensors):
-    def __init__(self, engine: FlatHead, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        self._engine, self._weight, self._names = engine, module.head.weight, fqns(module)
+    engine: FlatHead
 
     def masters(self) -> dict[str, FlatTensor]:
-        shape = self._weight.shape
-        start = shape[1] * (shape[0] // 2) * dist.get_rank()
-        return {"head.weight": FlatTensor(shape, self._weight.dtype, [FlatSlice(self._engine.rows, start)])}
+        weight = self.module.head.weight
+        start = weight.shape[1] * (weight.shape[0] // 2) * dist.get_rank()
+        return {"head.weight": FlatTensor(weight.shape, weight.dtype, [FlatSlice(self.engine.rows, start)])}
 
     def optimizers(self) -> list[FlatOptimizer]:
-        self._engine.flattened += 1
-        optimizer = self._optimizers[0]
+        self.engine.flattened += 1
+        optimizer, names = self.stepping[0], fqns(self.module)
         group = optimizer.param_groups[0]
         groups = [
             FlatGroup(
                 flat=flat,
-                members=(FlatMember(fqn=self._names.of(flat), shape=flat.shape, length=len(flat)),),
+                members=(FlatMember(fqn=names.of(flat), shape=flat.shape, length=len(flat)),),
                 group=group,
             )
             for flat in group["params"]

@@ -127,12 +127,13 @@ def clean_up(folders: list[Path]) -> None:
     """
     while folders:
         folder = folders.pop()
-        for files in folder.glob(f"zero_stage_3/*/rank{Ranks.of().rank}"):
-            shutil.rmtree(files, ignore_errors=True)
-        for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
-            # Other ranks' files are there still, or another rank was faster.
-            with suppress(OSError):
-                empty.rmdir()
+        with suppress(FileNotFoundError):  # another rank was faster, and removes all of them
+            for files in folder.glob(f"zero_stage_3/*/rank{Ranks.of().rank}"):
+                shutil.rmtree(files, ignore_errors=True)
+            for empty in (*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder):
+                # Other ranks' files are there still, or another rank was faster.
+                with suppress(OSError):
+                    empty.rmdir()
 
 
 def _locks(ranks: Ranks, needed: tuple[str, ...]) -> list[str]:
