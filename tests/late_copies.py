@@ -52,6 +52,8 @@ class LateCopies:
         if not non_blocking or into == of:
             _copy(target, source)
         elif into:
+            # What the stream was to read there it has read before it writes.
+            self._read({id(copy) for copy in self._to_device if copy[0] is _current and _overlap(copy[1], target)})
             self._to_host.append((_current, target.detach(), source.detach().to(target.dtype, copy=True)))
             target.detach().fill_(torch.nan)
             self.late += 1
@@ -63,12 +65,21 @@ class LateCopies:
         """Make the copies of a stream, or all."""
         done = [copy for copy in self._to_host if stream in (None, copy[0])]
         self._to_host = [copy for copy in self._to_host if stream not in (None, copy[0])]
-        read = [copy for copy in self._to_device if stream in (None, copy[0])]
-        self._to_device = [copy for copy in self._to_device if stream not in (None, copy[0])]
-        for _, source, values in read:
-            assert torch.equal(source.view(torch.uint8), values.view(torch.uint8)), "written while the device read it"
+        self._read({id(copy) for copy in self._to_device if stream in (None, copy[0])})
         for _, target, values in done:
             _copy(target, values)
+
+    def _read(self, copies: set[int]) -> None:
+        """Let these copies to the device end, of sources that are still as they were."""
+        for _, source, values in (copy for copy in self._to_device if id(copy) in copies):
+            assert torch.equal(source.view(torch.uint8), values.view(torch.uint8)), "written while the device read it"
+        self._to_device = [copy for copy in self._to_device if id(copy) not in copies]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether contiguous tensors have memory in common."""
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    return second.data_ptr() < first.data_ptr() + first.nbytes
 
 
 class Stream:
