@@ -29,9 +29,9 @@ def gather_full(live: LiveTensor, *, device: torch.device) -> Tensor:
     full = torch.zeros(live.shape, dtype=live.dtype, device=device)
     for index, part in _boxes(live):
         full[index] = part.to(device)
-    # Each element is on one rank, and the others have zeros: as bytes, so that a sum keeps every bit.
+    # Ranks that have an element have the same, replicas too, and the others zeros: the largest byte keeps every bit.
     if full.numel() > 0:
-        dist.all_reduce(full.reshape(-1).view(torch.uint8))
+        dist.all_reduce(full.reshape(-1).view(torch.uint8), dist.ReduceOp.MAX)
     return full
 
 
