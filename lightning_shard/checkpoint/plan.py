@@ -139,7 +139,7 @@ def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tup
     Returns by rank the numbers of the boxes that it writes, counted over all that it has; and the boxes of all ranks.
     CheckpointError: the boxes do not make up full tensors, or ranks disagree about a tensor.
     """
-    tensors = _alike(tensors, by_rank)
+    tensors = _by_key(tensors, by_rank)
     number_of = {_name(facts): number for number, facts in enumerate(tensors)}
     names, index = np.unique(np.concatenate([local.names for local in by_rank]), return_inverse=True)
     numbers = np.array([number_of[name] for name in names.tolist()], dtype=np.int64)[index]
@@ -157,7 +157,7 @@ def divide(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> tup
     return mine, written
 
 
-def _alike(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> list[TensorFacts]:
+def _by_key(tensors: Sequence[TensorFacts], by_rank: Sequence[LocalBoxes]) -> list[TensorFacts]:
     """The tensors by key; CheckpointError where ranks have another tensor under the same key."""
     found: dict[str, TensorFacts] = {}
     for facts in tensors:

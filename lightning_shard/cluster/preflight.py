@@ -170,7 +170,7 @@ def _allow_connections(ranks: int) -> None:
 
 
 def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Path | None = None) -> list[str]:
-    """Tell the others, and see that all are alike. All ranks call it; returns warnings, on rank 0.
+    """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0.
 
     ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
     nothing is written. The same ConfigurationError on every rank says the first thing that differs, with the ranks and

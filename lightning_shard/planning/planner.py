@@ -164,7 +164,7 @@ class Run:
     averages: str | None = None
 
     @property
-    def _alike(self) -> list[Trace]:
+    def _of_same_parts(self) -> list[Trace]:
         """The traces with the parts of the first, by batch."""
         first = self.traces[0].parts
         return sorted((t for t in self.traces if t.parts == first), key=lambda t: t.batch_size)
@@ -172,7 +172,7 @@ class Run:
     @property
     def scales(self) -> bool:
         """Whether other batches than those of the traces are known."""
-        return bool(self.traces) and len(self._alike) > 1
+        return bool(self.traces) and len(self._of_same_parts) > 1
 
     def at(self, batch: int | None = None) -> Trace:
         """The step at the run's batch or at another: on the line through the two nearest, one on each side if it is."""
@@ -180,7 +180,7 @@ class Run:
             if batch is None or trace.batch_size == batch or len(self.traces) == 1:
                 return trace
         assert batch is not None
-        known = self._alike
+        known = self._of_same_parts
         above = next((i for i, t in enumerate(known) if t.batch_size > batch), len(known) - 1)
         a, b = known[max(0, above - 1)], known[max(1, above)]
         ratio = (batch - a.batch_size) / (b.batch_size - a.batch_size)

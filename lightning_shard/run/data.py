@@ -182,12 +182,12 @@ def before_validation(trainer: Trainer) -> dict[str, Any]:
 def _each_once(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same, with one tensor where ranks' generators and loaders have equal ones, which a file then has once.
 
-    Most ranks draw alike from the same seed: of 17 kB a rank one or two are its own.
+    Most ranks draw the same numbers from the same seed: of 17 kB a rank one or two are its own.
     """
     known: dict[tuple[torch.dtype, bytes], Tensor] = {}
 
     def first(tensor: Tensor) -> Tensor:
         return known.setdefault((tensor.dtype, tensor.numpy().tobytes()), tensor)
 
-    alike = ("rng", "loaders")
-    return [state | {name: tree_map_only(Tensor, first, state[name]) for name in alike} for state in states]
+    shared = ("rng", "loaders")
+    return [state | {name: tree_map_only(Tensor, first, state[name]) for name in shared} for state in states]

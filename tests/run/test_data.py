@@ -12,7 +12,7 @@ from lightning_shard.resume.rng import rng_state
 from lightning_shard.run.data import _each_once
 
 
-def test_generators_that_ranks_have_alike_are_in_the_file_once() -> None:
+def test_generators_that_are_equal_on_ranks_are_in_the_file_once() -> None:
     torch.manual_seed(1)
     common = rng_state()
     torch.manual_seed(2)

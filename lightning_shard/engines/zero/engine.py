@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, PlannedRun, Run
@@ -24,7 +24,7 @@ from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
 from lightning_shard.engines.zero import layout, offload, partition, process, running
 from lightning_shard.engines.zero.config.building import deepspeed_config
-from lightning_shard.engines.zero.config.checks import check_policy, loss_scaling_of
+from lightning_shard.engines.zero.config.checks import check_optimizers, check_policy, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
 from lightning_shard.engines.zero.config.merging import effective, merge
 from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
@@ -156,7 +156,7 @@ class Zero(Engine):
 
     def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
         earlier_parameters.follow(optimizers, self._module)
-        self._check(optimizers)
+        check_optimizers(self._fields, optimizers)
         self._optimizers = optimizers
         if len(optimizers) > 1:
             for each in optimizers:
@@ -230,31 +230,6 @@ class Zero(Engine):
         # The values are there before DeepSpeed casts and gathers them.
         self._closing.enter_context(running.replaced_step(optimizer, running.step_nothing))
         return step
-
-    def _check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it."""
-        if len(optimizers) > 1 and (self._stage == 0 or self._effective.optimizer_device == "nvme"):
-            where = "in stage 0" if self._stage == 0 else "with the optimizer offloaded to NVMe"
-            raise ConfigurationError(
-                f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
-                "Use another stage without NVMe, or shard_ddp."
-            )
-        if len(optimizers) > 1 and "scheduler" in merge(self._fields, []):
-            raise ConfigurationError(
-                f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
-                "scheduler section, which does not say whose learning rate it sets. Return schedules from "
-                "configure_optimizers, and remove the section."
-            )
-        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-            raise ConfigurationError(
-                "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
-                "engine steps without a closure. Use another optimizer, or shard_ddp."
-            )
-        if not optimizers and not self._effective.has_optimizer:
-            raise ConfigurationError(
-                "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
-                "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
-            )
 
     def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
         run = self._run

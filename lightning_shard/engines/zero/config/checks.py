@@ -1,8 +1,10 @@
 """What can be refused when a strategy is built, before any process is started."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch.optim import LBFGS, Optimizer
 
 from lightning_shard.engines.engine import PlannedRun
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields
@@ -37,6 +39,34 @@ def check_fields(fields: DeepSpeedFields, aligned: bool) -> None:
         if aligned:
             _check_contract(merged, problems)
     raise_problems(problems, RULE)
+
+
+def check_optimizers(fields: DeepSpeedFields, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what ``configure_optimizers`` makes where DeepSpeed can't step it (ConfigurationError)."""
+    merged = merge(fields, [])
+    settings = effective(merged)
+    if len(optimizers) > 1 and (settings.stage == 0 or settings.optimizer_device == "nvme"):
+        where = "in stage 0" if settings.stage == 0 else "with the optimizer offloaded to NVMe"
+        raise ConfigurationError(
+            f"configure_optimizers returns {len(optimizers)} optimizers, but DeepSpeed's engine steps one {where}. "
+            "Use another stage without NVMe, or shard_ddp."
+        )
+    if len(optimizers) > 1 and "scheduler" in merged:
+        raise ConfigurationError(
+            f"configure_optimizers returns {len(optimizers)} optimizers, but the DeepSpeed configuration has a "
+            "scheduler section, which does not say whose learning rate it sets. Return schedules from "
+            "configure_optimizers, and remove the section."
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ConfigurationError(
+            "configure_optimizers returns LBFGS, which evaluates the loss several times in a step, but DeepSpeed's "
+            "engine steps without a closure. Use another optimizer, or shard_ddp."
+        )
+    if not optimizers and not settings.has_optimizer:
+        raise ConfigurationError(
+            "configure_optimizers returns none, and the DeepSpeed configuration has no optimizer section. Return "
+            "an optimizer, or write the section: optimizer: {type: AdamW, params: {lr: 1.0e-4}}."
+        )
 
 
 def loss_scaling_of(fp16: Mapping[str, Any]) -> LossScaling | None:
