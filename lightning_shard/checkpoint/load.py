@@ -4,6 +4,7 @@ A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and `
 is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
 """
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.metadata import boxes_file, read_boxes
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
-from lightning_shard.checkpoint.files.tensor_files import read_full, read_tensors
+from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
@@ -221,7 +222,46 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
         aliases=found.aliases,
         slots=found.slots,
         trainer_state=opened.trainer_state,
+        own_states=(lambda: _all_own_states(opened)) if _has_own_states(opened) else None,
     )
+
+
+def _has_own_states(checkpoint: OpenCheckpoint) -> bool:
+    return "ranks" not in checkpoint.trainer_state.get(layout.RUN_STATE, {"ranks": []})
+
+
+def _all_own_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
+    return [read_own_state(checkpoint.directory, rank) for rank in range(checkpoint.manifest.facts.world_size)]
+
+
+def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+    """`OpenCheckpoint.trainer_state` with what the ranks that saved keep of themselves. All ranks call it.
+
+    Where there are as many ranks now, and their states differ in no more than numbers and lengths of lists, each reads
+    its own alone, which then stands for those of all: what ranks do together with it they do alike.
+    """
+    state, ranks, mine = dict(checkpoint.trainer_state), Ranks.of(), list[dict[str, Any]]()
+    if not _has_own_states(checkpoint):
+        return state
+    doing, alike = f"reading {checkpoint.path}", False
+
+    def look() -> str:
+        mine.append(read_own_state(checkpoint.directory, ranks.rank))
+        return hashlib.sha256(repr(_outline(mine[0])).encode()).hexdigest()
+
+    if (saved := checkpoint.manifest.facts.world_size) == ranks.size:
+        alike = ranks.exchange(doing, look, lambda outlines: [len(set(outlines)) == 1] * ranks.size)
+    states = mine * saved if alike else ranks.agree(doing, lambda: _all_own_states(checkpoint))
+    return {**state, layout.RUN_STATE: {**state[layout.RUN_STATE], "ranks": states}}
+
+
+def _outline(value: Any) -> Any:
+    """``value`` without its numbers, and without what is in lists."""
+    if isinstance(value, Mapping):
+        return {key: _outline(part) for key, part in value.items()}
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    return value if isinstance(value, (str, bool)) else isinstance(value, (list, tuple))
 
 
 @dataclass(frozen=True, kw_only=True)

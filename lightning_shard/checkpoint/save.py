@@ -39,6 +39,7 @@ def training_state(
     optimizers: Sequence[AnyOptimizer],
     trainer_state: Mapping[str, Any],
     facts: Facts,
+    own_state: Mapping[str, Any] | None = None,
     leave_out: Collection[str] = (),
     masters: Mapping[str, LiveTensor] | None = None,
     averages: Mapping[str, Any] | None = None,
@@ -47,10 +48,10 @@ def training_state(
     """What there is to save of a module (wrapped or not), its optimizers and the rest of the run. No communication.
 
     ``optimizer_states`` in ``trainer_state`` is replaced by the groups' hyperparameters, and ``module_extra_state``
-    by what the module keeps beyond tensors. No ``optimizers``: weights only. ``leave_out``: FQNs of tensors of the
-    module that the checkpoint is not to have. ``masters``: FQN to what is saved in the place of the module's own
-    tensor. ``averages``: FQN to the average of the tensor. ``gradients``: by name those of a step so far. Buffers are
-    the same on all ranks.
+    by what the module keeps beyond tensors. ``own_state``: what this rank alone goes on with. No ``optimizers``:
+    weights only. ``leave_out``: FQNs of tensors of the module that the checkpoint is not to have. ``masters``: FQN to
+    what is saved in the place of the module's own tensor. ``averages``: FQN to the average of the tensor.
+    ``gradients``: by name those of a step so far. Buffers are the same on all ranks.
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
@@ -65,6 +66,7 @@ def training_state(
         slots=states.tensors,
         further={**averages_of, **(keyed(gradients, module) if gradients else {})},
         trainer_state={**trainer_state, **own},
+        own_state=own_state,
         facts=facts,
     )
 
@@ -96,13 +98,17 @@ def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: P
     token = layout.new_token()
     collected: list[Contents] = []
     encoded: list[bytes] = []
+    own_state = b""
 
     def look() -> bool:
+        nonlocal own_state
         collected.append(collect())
+        if (state := collected[0].own_state) is not None:
+            own_state = encode_trainer_state(state)
         return plans.still_holds(collected[0].tensors, collected[0].slots)
 
     def decide(known: list[bool]) -> list[tuple[Place, Place, bool]]:
-        encoded.append(encode_trainer_state(collected[0].trainer_state))
+        encoded.append(encode_trainer_state(collected[0].whole_state))
         target = place(path).absolute()
         return [(target, commit.begin(target, token), all(known))] * ranks.size
 
@@ -115,6 +121,7 @@ def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: P
         token=token,
         plan=plan,
         trainer_state=encoded[0] if encoded else b"",
+        own_state=own_state,
         state=collected[0],
     )
 
@@ -128,6 +135,7 @@ class Begun:
     token: str
     plan: Plan
     trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
+    own_state: bytes  # What follows this rank's boxes.
     state: Contents  # What is saved.
     then: Callable[[Ranks], object] = lambda ranks: None  # What makes another form of the directory; all ranks call it.
 
@@ -142,7 +150,7 @@ class Begun:
         self.then(ranks)
 
     def _write(self, rank: int, values: Values) -> Written:
-        written = write_boxes(self.temporary, rank, self.plan.mine, values)
+        written = write_boxes(self.temporary, rank, self.plan.mine, values, self.own_state)
         if rank == 0:
             entry = write_file(self.temporary / layout.TRAINER_STATE, self.trainer_state)
             return replace(written, files={**written.files, layout.TRAINER_STATE: entry})

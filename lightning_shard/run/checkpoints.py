@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
-from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint
+from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint, with_own_states
 from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import training_state, write_portable
@@ -38,11 +38,8 @@ from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns
 
-RUN_STATE = "lightning_shard"
-"""Where ``trainer.pt`` keeps what Lightning's checkpoint has no place for: the generators of every rank, ..."""
-
 ACCUMULATION = "accumulation"
-"""Where each rank's part of it says what a step has accumulated, if a checkpoint is saved in the middle of one."""
+"""Where each rank's own state says what a step has accumulated, if a checkpoint is saved in the middle of one."""
 
 
 class Checkpoints(CheckpointIO):
@@ -114,6 +111,7 @@ class Checkpoints(CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
         *,
+        own: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
@@ -122,7 +120,8 @@ class Checkpoints(CheckpointIO):
         A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead, and one that ends in ``.hf.ckpt``
         a folder for ``from_pretrained``.
 
-        ``checkpoint``: what Lightning dumped; rank 0's counts but for each rank's own generators, as does its ``path``.
+        ``checkpoint``: what Lightning dumped; rank 0's counts, as does its ``path``. ``own``: what each rank alone
+        goes on with.
         ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run. ``background``:
         return as soon as the tensors may change; see `Saver`.
 
@@ -143,7 +142,7 @@ class Checkpoints(CheckpointIO):
         with_optimizers = layout.OPTIMIZER_STATES in checkpoint
         if with_optimizers:
             self._engine.before_saving()
-        gradients = self._gradients(checkpoint, target)
+        gradients = self._gradients((own or {}).get(ACCUMULATION), target)
 
         def collect() -> Contents:
             tensors = self._engine.tensors
@@ -160,6 +159,7 @@ class Checkpoints(CheckpointIO):
                 averages=None if averaging is None else averaging.tensors(),
                 gradients=gradients,
                 trainer_state=checkpoint,
+                own_state=own,
                 facts=Facts(
                     engine=self._engine.name,
                     policy=self._policy.text(),
@@ -176,9 +176,8 @@ class Checkpoints(CheckpointIO):
         with nullcontext() if averaging is None else averaging.out_of_module():
             self.saver.save(where, collect, background=background and self._training, wanted=self._skeleton)
 
-    def _gradients(self, checkpoint: Mapping[str, Any], target: str) -> Mapping[str, Accumulated]:
-        """The gradients of a step in the middle of which ``checkpoint`` is saved; none between steps."""
-        step = checkpoint.get(RUN_STATE, {"ranks": [{}]})["ranks"][0].get(ACCUMULATION)
+    def _gradients(self, step: Mapping[str, Any] | None, target: str) -> Mapping[str, Accumulated]:
+        """The gradients of a ``step`` in the middle of which a checkpoint is saved; None: between steps."""
         if step is None:
             return {}
         why = "inside of a batch, which runs again on resuming," if step["inside"] else ""
@@ -272,7 +271,7 @@ class Checkpoints(CheckpointIO):
             path = self._convert(path)
         opened, self.opened = self.opened, None
         self._loading = opened if opened is not None and str(opened.path) == str(place(path)) else open_checkpoint(path)
-        return dict(self._loading.trainer_state)
+        return with_own_states(self._loading)
 
     def _convert(self, path: str | os.PathLike[str]) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""

@@ -2,7 +2,7 @@
 
 Beyond parameters, optimizers and Lightning's own checkpoint a run needs to go on bitwise, per rank: the random number
 generators, the states of metrics and of values logged so far in the epoch, and the positions of the dataloaders. They
-are gathered into the checkpoint, and given back at the latest moment at which nothing else draws from or resets them.
+are saved by each rank for itself, and given back at the latest moment at which nothing else draws from or resets them.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -14,20 +14,19 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_shard._lightning import progress, results
 from lightning_shard._lightning.callbacks import thaw_again, thawed
 from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
 from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
 from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state
 from lightning_shard.resume.wrap import order_warning
 from lightning_shard.run import accumulation
-from lightning_shard.run.checkpoints import RUN_STATE, Checkpoints
-from lightning_shard.tensors.tracing import tree_map_only
+from lightning_shard.run.checkpoints import Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -95,23 +94,26 @@ class Data:
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
         return checked(loader, stage)
 
-    def saved(self, trainer: Trainer, loops: Mapping[str, Any], rewound: Mapping[str, Any]) -> dict[str, Any]:
-        """What a checkpoint keeps of the loops and of the run's state on all ranks. All ranks call it.
+    def saved(
+        self, trainer: Trainer, checkpoint: Mapping[str, Any], rewound: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only there is none.
 
-        ``rewound``: parts of the state to be saved as they were before.
+        ``rewound``: parts of the latter to be saved as they were before.
         """
-        rewound = {**rewound, **accumulation.state(trainer)}
-        loops, epoch_ends = progress.saved_after_batch(trainer, loops)
+        if OPTIMIZER_STATES not in checkpoint:
+            return dict(checkpoint), None
+        loops, epoch_ends = progress.saved_after_batch(trainer, checkpoint["loops"])
         own = {
             "rng": rng_state(),
             "metrics": metric_states(trainer.lightning_module),
             "logged": results.training_results_state(trainer),
             "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
             **rewound,
+            **accumulation.state(trainer),
         }
-        states = _each_once(Ranks.of().collect("collecting the state of the ranks", lambda: own) or [own])
-        kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "ranks": states, "batch": _factors(trainer)}
-        return {"loops": loops, RUN_STATE: kept, **thawed(trainer)}
+        kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
+        return {**checkpoint, "loops": loops, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
@@ -177,17 +179,3 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
 def before_validation(trainer: Trainer) -> dict[str, Any]:
     """The parts of this rank's state that validation changes, copied."""
     return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
-
-
-def _each_once(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, with one tensor where ranks' generators and loaders have equal ones, which a file then has once.
-
-    Most ranks draw the same numbers from the same seed: of 17 kB a rank one or two are its own.
-    """
-    known: dict[tuple[torch.dtype, bytes], Tensor] = {}
-
-    def first(tensor: Tensor) -> Tensor:
-        return known.setdefault((tensor.dtype, tensor.numpy().tobytes()), tensor)
-
-    shared = ("rng", "loaders")
-    return [state | {name: tree_map_only(Tensor, first, state[name]) for name in shared} for state in states]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from lightning_shard._lightning import averaging, progress
 from lightning_shard.arguments import checked_fields
-from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
+from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.files.place import place
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import CheckpointError, ConfigurationError, DataError
 from lightning_shard.ranks import Ranks, warn_on_first_rank
 from lightning_shard.resume.rng import set_rng_state
-from lightning_shard.run.checkpoints import RUN_STATE, Checkpoints
+from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor
 from lightning_shard.tensors.full import to_host_later

@@ -419,12 +419,11 @@ class ShardStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
-        trainer, checkpoint = self._module.trainer, dict(checkpoint)
-        if OPTIMIZER_STATES in checkpoint:
-            checkpoint |= self._data.saved(trainer, checkpoint["loops"], self._preemption.rewound)
+        trainer = self._module.trainer
+        checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.rewound)
         background = bool(self.async_save) and parts.Fit(trainer).is_running and not self._preemption.is_stopping
-        facts = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
-        self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, run=facts, background=background)
+        run = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
+        self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, own=own, run=run, background=background)
         self._preemption.saved()
 
     @override

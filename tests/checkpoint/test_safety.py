@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_shard.checkpoint.files import commit, directory
 from lightning_shard.checkpoint.files.layout import FileEntry, SlotName, check_relative
-from lightning_shard.checkpoint.files.manifest import Facts, Manifest, is_checkpoint, read_manifest
+from lightning_shard.checkpoint.files.manifest import FORMAT_VERSION, Facts, Manifest, is_checkpoint, read_manifest
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -265,9 +265,11 @@ def test_a_manifest_that_is_none(path, text):
 
 
 def test_a_newer_form_asks_for_an_upgrade(path):
-    newer = dataclasses.replace(read_manifest(path), format_version=7)
+    newer = dataclasses.replace(read_manifest(path), format_version=FORMAT_VERSION + 1)
     (path / "manifest.json").write_text(newer.to_json())
-    with pytest.raises(CheckpointError, match="format version 7; this lightning_shard reads up to 6: upgrade"):
+    with pytest.raises(
+        CheckpointError, match=f"version {FORMAT_VERSION + 1}; this lightning_shard reads up to {FORMAT_VERSION}: "
+    ):
         load_into(path, fresh())
 
 

@@ -117,6 +117,17 @@ class Lora(Blocks):
         return x
 
 
+class Wide(Blocks):
+    """Has weights of as many elements as optimizers with block-wise states quantise: 4,096 and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 512, bias=False), nn.Linear(512, WIDTH, bias=False)
+
+    def middle(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().middle(x + self.down(functional.gelu(self.up(x))), tokens)
+
+
 def _hugging_face(name: str, **config: Any) -> nn.Module:
     import transformers
 
@@ -172,6 +183,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "Llama": Decoder,
     "BERT": Encoder,
     "CLIP": Clip,
+    "wide": Wide,
 }
 
 

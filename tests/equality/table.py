@@ -49,9 +49,13 @@ OPTIMIZERS: dict[str, tuple[str, Make]] = {
     "Muon": ("torch", functools.partial(torch.optim.Muon, lr=1e-2)),
     "LAMB": ("torch", functools.partial(Lamb, lr=1e-2)),
     "SOAP": ("pytorch_optimizer", functools.partial(_from, "pytorch_optimizer", "SOAP", lr=1e-2)),
+    "8-bit AdamW": ("torchao", functools.partial(_from, "torchao.optim", "AdamW8bit", lr=1e-2)),
     "Prodigy": ("prodigyopt", functools.partial(_from, "prodigyopt", "Prodigy")),
 }
-COLUMNS = [*((module, "AdamW") for module in MODULES), *(("tied weights", name) for name in list(OPTIMIZERS)[1:])]
+COLUMNS = [
+    *((module, "AdamW") for module in MODULES),
+    *((module, name) for name in list(OPTIMIZERS)[1:] for module in ("tied weights", "wide")),
+]
 
 
 def _fit(strategy: Any, module: str, optimizer: str, precision: str) -> dict[str, Tensor]:
@@ -118,11 +122,16 @@ def rows() -> list[str]:
     return [name for name in PRESETS if "nvme" not in name]
 
 
+def head(title: tuple[str, str]) -> str:
+    """What a column is called."""
+    module, optimizer = title
+    return module if optimizer == "AdamW" else optimizer + ", wide" * (module == "wide")
+
+
 def markdown(results: Mapping[str, str], ranks: int, titles: list[tuple[str, str]]) -> str:
     """A table of names by columns, with what is refused in notes below."""
     notes: dict[str, int] = {}
-    heads = [module if optimizer == "AdamW" else optimizer for module, optimizer in titles]
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    lines = [f"| | {' | '.join(map(head, titles))} |", "|---" * (len(titles) + 1) + "|"]
     for name in rows():
         cells = [results[key(ranks, name, *title)] for title in titles]
         shown = [c if len(c) == 1 else f"no [{notes.setdefault(_reason(c), len(notes) + 1)}]" for c in cells]

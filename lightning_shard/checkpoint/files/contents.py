@@ -57,7 +57,18 @@ class Contents:
     aliases: Mapping[str, str] = field(default_factory=dict)  # Key of a tied name to the key of its tensor.
     # Key of each tensor of optimizer state to what it is.
     slots: Mapping[str, layout.SlotName] = field(default_factory=dict)
+    own_state: Mapping[str, Any] | None = None  # In a save: what this rank alone goes on with.
+    # Of what was stored: that of each rank that saved it, read when called; None: `trainer_state` has it, or nothing.
+    own_states: Callable[[], list[dict[str, Any]]] | None = None
     form: str = PORTABLE  # ``"portable"``, ``"full"``, or what another library calls its own.
+
+    @property
+    def whole_state(self) -> Mapping[str, Any]:
+        """`trainer_state` with what each rank keeps of itself, where other ranks, or other forms, are to have it."""
+        if self.own_states is None:
+            return self.trainer_state
+        run = {**self.trainer_state[layout.RUN_STATE], "ranks": self.own_states()}
+        return {**self.trainer_state, layout.RUN_STATE: run}
 
     @property
     def has_averages(self) -> bool:

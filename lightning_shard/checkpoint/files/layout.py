@@ -2,7 +2,8 @@
 
 ``NAME.ckpt/`` holds torch.distributed.checkpoint files (``.metadata`` and ``__<rank>_<n>.distcp``, tensors only),
 ``boxes.bin`` (where in these each box of a tensor lies), ``trainer.pt`` (everything else, loads with
-``weights_only=True``) and ``manifest.json``. The manifest is written last: a directory without a valid one is not a
+``weights_only=True``) and ``manifest.json``. A data file may end with what its rank alone goes on with
+(`tensor_files.read_own_state`). The manifest is written last: a directory without a valid one is not a
 checkpoint.
 
 Tensor keys are ``model.<fqn>``, ``optimizer.<i>.<fqn>.<slot>`` and, of averages of weights, ``average.<fqn>``. FQNs and
@@ -42,6 +43,9 @@ GRADIENT_PREFIXES = (GRADIENT_PREFIX, RANK_GRADIENT_PREFIX)
 
 OPTIMIZER_STATES = "optimizer_states"
 """Key in ``trainer.pt`` of the optimizers' hyperparameters by group, and of their state that is no tensor."""
+
+RUN_STATE = "lightning_shard"
+"""Key in ``trainer.pt`` of what Lightning's checkpoint has no place for. Its ``ranks``, by rank, are in data files."""
 
 EXTRA_STATE = "module_extra_state"  # Key in ``trainer.pt`` of what the module keeps beyond parameters and buffers.
 AVERAGING_STATE = "averaging_state"

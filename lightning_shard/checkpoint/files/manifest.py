@@ -22,8 +22,9 @@ from lightning_shard.checkpoint.files.stores import open_store
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 FORMAT = "lightning_shard.checkpoint"
-FORMAT_VERSION = 6
-"""Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients, 5 no compressed ``boxes.bin``."""
+FORMAT_VERSION = 7
+"""Version 1 had no ``slots``, 2 no ``boxes.bin``, 3 no averages, 4 no gradients, 5 no compressed ``boxes.bin``; up to 6
+``trainer.pt`` had the states of all ranks."""
 
 _MOST_BYTES = 1 << 30
 _LIBRARIES = ("lightning-shard", "torch", "lightning", "deepspeed", "numpy")

@@ -17,6 +17,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -31,10 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.checkpoint.files.boxes import BoxesByRank, StoredBoxes, TensorFacts, data_files, encode_boxes
 from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry
+from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry, damaged_if
 from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.place import Place
-from lightning_shard.checkpoint.files.trainer_state import load_archive
+from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
 from lightning_shard.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -43,6 +44,7 @@ from lightning_shard.errors import (
 )
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
+_LENGTH_BYTES = 8
 _VERSION = "1.0.0"  # torch.distributed.checkpoint's, of these files
 _MOST_IN_METADATA = 200_000  # boxes: 35 MB, for which rank 0 takes as long as for millions as numbers
 
@@ -109,17 +111,40 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0{DATA_SUFFIX}"
 
 
-def write_boxes(directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values) -> Written:
-    """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes."""
+def write_boxes(
+    directory: Place, rank: int, boxes: Sequence[dcp.MetadataIndex], values: Values, own_state: bytes = b""
+) -> Written:
+    """Write boxes into this rank's file in an existing directory, each copied to the host when its turn comes.
+
+    After them the file has ``own_state``, if there is some, and the number of its bytes.
+    """
     places = np.zeros((len(boxes), 2), dtype=np.int64)
-    if not boxes:
+    if not boxes and not own_state:
         return Written(places=places, files={})
     with HashedFile(directory / data_file(rank)) as stream:
         for number, index in enumerate(boxes):
             start = stream.tell()
             torch.save(_row_major(values(index)), cast(BinaryIO, stream))
             places[number] = start, stream.tell() - start
+        if own_state:
+            stream.write(own_state + len(own_state).to_bytes(_LENGTH_BYTES, "little"))
     return Written(places=places, files={data_file(rank): stream.entry()})
+
+
+def read_own_state(directory: Directory, rank: int) -> dict[str, Any]:
+    """What ``rank`` wrote behind its boxes; CheckpointCorruptError where there is nothing of the kind."""
+    name = data_file(rank)
+    with directory.open(name) as stream, damaged_if(partial(refusal, directory.path / name)):
+        end = stream.seek(0, os.SEEK_END) - _LENGTH_BYTES
+        stream.seek(max(end, 0))
+        length = int.from_bytes(stream.read(), "little")
+        if not 0 < length <= end:
+            raise CheckpointCorruptError(f"{directory.path / name} does not end with the state of rank {rank}")
+        stream.seek(end - length)
+        state = load_archive(io.BytesIO(stream.read(length)), directory.path / name)
+    if not isinstance(state, dict):
+        raise CheckpointCorruptError(f"{directory.path / name} ends with a {type(state).__name__}, not a dictionary")
+    return state
 
 
 def _row_major(tensor: Tensor) -> Tensor:

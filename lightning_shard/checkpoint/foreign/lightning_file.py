@@ -48,7 +48,7 @@ def write_full(path: str | os.PathLike[str], stored: Contents) -> None:
 
 def _stock_checkpoint(stored: Contents) -> dict[str, Any]:
     """What ``Trainer.dump_checkpoint`` would have returned under one process."""
-    state = dict(stored.trainer_state)
+    state = dict(stored.whole_state)
     extra = state.pop(layout.EXTRA_STATE, {})
     saved = state.pop(layout.OPTIMIZER_STATES, None)
     weights = layout.without_prefix(layout.MODEL_PREFIX, stored.tensors)
