@@ -18,9 +18,15 @@ from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 def state(trainer: Trainer) -> dict[str, Any]:
     """This rank's part of what a checkpoint keeps of the step, beside gradients; empty between two steps."""
+    plugin: Any = trainer.precision_plugin
+    if not trainer.lightning_module.automatic_optimization and plugin.backward_pending:
+        rank_zero_warn(
+            "This checkpoint is saved after a manual_backward that no optimizer step has followed. What steps manual "
+            "optimization makes of its batches is not known, so that these gradients are not saved, and the step after "
+            "resuming lacks them. Save after a step."
+        )
     if not (batches := accumulated_batches(trainer)):
         return {}
-    plugin: Any = trainer.precision_plugin
     return {ACCUMULATION: {"batches": batches, "factors": _factors(trainer), **plugin.accumulation(trainer)}}
 
 

@@ -109,6 +109,8 @@ class ShardPrecision(Precision):
         self._scale: LossScaleState | None = None
         self._optimizers: list[Optimizer] = []
         self._backward_after = -1  # Batches that the fit had behind it when a backward pass began last.
+        self.backward_pending = False
+        """Whether a backward pass was run since the last optimizer step."""
         self._overflows: dict[int, bool] = {}
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
@@ -214,6 +216,7 @@ class ShardPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
         now, self._backward_after = self._now, loops.processed_batches(module.trainer)
+        self.backward_pending = True
         if now.weights.given:
             ends = not loops.should_accumulate(module.trainer)
             tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
@@ -253,6 +256,7 @@ class ShardPrecision(Precision):
         def closure_with_reduction() -> Any:
             result = closure()
             engine.finish_gradients()
+            self.backward_pending = False
             return result
 
         plain = self._scale is None and not engine.steps_itself and self._watch is None

@@ -35,15 +35,15 @@ UNREDUCED = ("ddp_plain", "zero_0", "zero_1", "zero_1_offload")
 class Saves(pl.Callback):
     """Saves after batch `SAVED`, as no ModelCheckpoint does, or in its backward pass."""
 
-    def __init__(self, path: str, inside: bool) -> None:
-        self.path, self.inside = path, inside
+    def __init__(self, path: str, inside: bool, after: int = SAVED) -> None:
+        self.path, self.inside, self.after = path, inside, after
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == SAVED and not self.inside:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after and not self.inside:
             trainer.save_checkpoint(self.path)
 
     def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == SAVED and self.inside:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after and self.inside:
             trainer.save_checkpoint(self.path)
 
 
@@ -226,6 +226,33 @@ def test_what_has_no_gradients_says_so(tmp_path: Path) -> None:
     assert "21 gradients of a step so far" in describe(path, open_any(path))
     assert not any("gradient" in key for key in open_any(tmp_path / "file.ckpt").tensors)
     assert not any("gradient" in key for key in open_any(path, optimizers="none").tensors)
+
+
+class Manual(TinyLM):
+    """Steps after every second batch by itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _manual(path: str, saved: int) -> int:
+    """How often a save after so many batches was warned of."""
+    trainer = quiet_trainer(strategy="shard_ddp", max_steps=5, callbacks=[Saves(path, inside=False, after=saved)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Manual(), loader(count=40))
+    return sum("after a manual_backward that no optimizer step" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(("saved", "warned"), [(10, 0), (9, 1)])
+def test_manual_steps_that_are_not_complete_are_warned_of(tmp_path: Path, saved: int, warned: int) -> None:
+    assert run_distributed(_manual, 1, str(tmp_path / "a.ckpt"), saved) == [warned]
 
 
 def test_keys_that_are_no_ranks() -> None:
