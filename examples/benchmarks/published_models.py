@@ -1,7 +1,8 @@
 """The models of published runs, as their own code builds and checkpoints them; no weights, and nothing is trained.
 
 `Llama` follows torchtitan's ``models/llama/model.py`` (commit 9dec370) and the recomputation of its
-``parallelize_llama.py``; models of Hugging Face are built by ``transformers`` from their configurations.
+``parallelize_llama.py``, `MPT` llm-foundry's ``models/mpt/modeling_mpt.py`` (commit 5e85bd62d); models of Hugging Face
+are built by ``transformers`` from their configurations.
 """
 
 from __future__ import annotations
@@ -106,14 +107,18 @@ class Llama(nn.Module):
         length: int,
         kv_heads: int | None = None,
         recompute: Recompute = "none",
+        share: float = 1.0,
         chunks: int = 1,
         full_logits: bool = False,
     ) -> None:
         super().__init__()
+        # ``share``: of the blocks, spaced as fms-fsdp's ``policies/ac_handler.py`` does, what ``recompute`` is for.
         # In how many parts the loss is computed; whether the model itself makes logits fp32, and all live to the end.
         self.chunks, self.full_logits = chunks, full_logits
         self.tok_embeddings = nn.Embedding(vocabulary, width)
-        blocks = (Block(width, heads, kv_heads or heads, hidden, recompute) for _ in range(layers))
+        chosen = [int((i + 1) * share + 0.5) > int(i * share + 0.5) for i in range(layers)]
+        again: list[Recompute] = [recompute if own else "none" for own in chosen]
+        blocks = (Block(width, heads, kv_heads or heads, hidden, each) for each in again)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.output = nn.Linear(width, vocabulary, bias=False)
@@ -140,6 +145,59 @@ class Llama(nn.Module):
         parts = zip(logits.chunk(self.chunks, dim=1), tokens.chunk(self.chunks, dim=1), strict=True)
         losses = [functional.cross_entropy(x.flatten(0, 1).float(), y.flatten()) for x, y in parts]
         return torch.stack(losses).mean()
+
+
+class MPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int, recompute: bool) -> None:
+        super().__init__()
+        self.heads, self.recompute = heads, recompute
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wqkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._forward, x, use_reentrant=False) if self.recompute else self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.wqkv(self.norm_1(x)).chunk(3, dim=-1))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """FlashAttention's: one kernel reads the logits, another writes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.mean(dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return logits * 2
+
+
+class MPT(nn.Module):
+    """With learned positions, biases, and the embedding as output."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, length: int, recompute: bool) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(50368, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(MPTBlock(width, heads, recompute) for _ in range(layers))
+        self.norm_f = nn.LayerNorm(width)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = functional.linear(self.norm_f(x), self.wte.weight).flatten(0, 1)
+        with torch.no_grad():  # Composer's two metrics of each batch, which autocast has in fp32.
+            for _ in range(2):
+                functional.cross_entropy(logits.float(), tokens.flatten())
+        return FusedCrossEntropy.apply(logits)
 
 
 class OfTransformers(nn.Module):

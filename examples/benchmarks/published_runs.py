@@ -40,7 +40,8 @@ class Published:
     model: Callable[[], nn.Module]
     engine: EngineFacts
     policy: PrecisionPolicy = MIXED
-    batch: int = 1  # Samples of a device.
+    batch: int = 1  # Samples of a device and micro-batch.
+    micro_batches: int = 1
     length: int  # Tokens of a sample.
     units: str | tuple[str, ...] = "auto"
     unit_rules: Mapping[int, Any] = field(default_factory=dict)  # ``reshard_after_forward`` of units, by index.
@@ -48,13 +49,21 @@ class Published:
     tensors: float | None = None  # GiB of tensors at most.
     expandable: bool = True  # Whether segments were.
     largest: int | None = None  # The largest batch that ran; the device has ``memory``.
-    memory: float | None = None  # GiB of the device.
+    memory: float | None = None  # GiB of the device, in which the run had to fit.
     tokens: float | None = None  # Per second and device.
     device: str = "H100"
+    bandwidth: float | None = None  # TB/s of its memory, where it is not as the data sheet has it.
+    attention: float = 1.0  # How often as long as FlashAttention-2 its attention takes.
     nodes: Nodes
+    between: float | None = None  # Bytes per second of a node's links to others; None: as nodes of eight mostly have.
     compiled: bool = False
     whole_units: bool = False  # Whether its start has whole units on the device, of which it keeps shards.
     why: str = ""  # Why the plan misses it, where it does.
+
+    @property
+    def series(self) -> str:
+        """The model: runs of one model and length can be compared."""
+        return self.name.partition(",")[0]
 
 
 LLAMA_8B = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256}
@@ -64,6 +73,9 @@ _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 _COMPILED = "blocks are compiled: fused kernels save less than operators run one by one"
 _FP8 = "float8 products are planned as bf16"
 NODE = Nodes(nodes=1, devices=8)
+
+
+_BANDWIDTH = 2.4  # Of the Grand Teton's H100 with 96 GB of HBM2e, as the first of these sources has it.
 
 
 def _titan(
@@ -83,6 +95,7 @@ def _titan(
         length=model["length"],
         unit_rules=other.pop("unit_rules", {-1: False}),
         reserved=reserved,
+        bandwidth=_BANDWIDTH,
         nodes=nodes,
         why=why,
         **other,
@@ -101,6 +114,7 @@ def _llama_7b(name: str, recompute: str, reserved: float, *, half: str, batch: i
         length=2048,
         unit_rules={-1: False},
         reserved=reserved,
+        bandwidth=_BANDWIDTH,
         expandable=False,
         nodes=NODE,
         why=_COMPILED if other.get("compiled") else "",

@@ -1,13 +1,20 @@
-"""The plan against published runs: the table's rows, and one run whose memory has to be within its bar."""
+"""The plan against published runs: the tables' rows, and runs whose memory or step has to be within its bar."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from examples.benchmarks import published
-from examples.benchmarks.published_runs import RUNS
+from examples.benchmarks import published, published_report
+from examples.benchmarks.published_runs import RUNS, Published
+from examples.benchmarks.published_tables import FMS_FSDP, LLM_FOUNDRY, TORCHTITAN_A100
+
+
+def named(start: str) -> Published:
+    (run,) = [run for run in (*RUNS, *FMS_FSDP, *LLM_FOUNDRY) if run.name.startswith(start)]
+    return run
 
 
 def test_runs_are_published_and_in_halves() -> None:
@@ -20,11 +27,53 @@ def test_runs_are_published_and_in_halves() -> None:
 
 def test_a_run_within_its_bar(tmp_path: Path) -> None:
     """FSDP2 with 1.5 billion parameters on 8 H100: what the allocator reserved, within 10 %."""
-    (run,) = [run for run in RUNS if run.name.startswith("Qwen")]
-    row = published.row_of(run)
+    row = published.row_of(named("Qwen"))
     assert row["ratio"] == pytest.approx(1, abs=0.1)
     assert row["low"] <= row["predicted"] <= row["high"]
     assert row["why"] == ""
     batches = {"unit": "samples", "half": "fitted", "published": 8, "predicted": 6, "low": 6, "high": 9}
-    published.draw([row, batches], tmp_path / "published.png")
+    step = {"half": "judged", "tokens": 4000, "step_ratio": 0.9}
+    published_report.draw([row, batches, step], tmp_path / "published.png")
     assert (tmp_path / "published.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_of_throughput() -> None:
+    """Every row of the tables: 8, 18 + 52 + 7 + 61 + 78 and 3, in halves, with the models' published sizes."""
+    assert (len(FMS_FSDP), len(LLM_FOUNDRY), len(TORCHTITAN_A100)) == (8, 216, 3)
+    assert len({run.name for run in LLM_FOUNDRY}) == 216
+    assert sum(run.half == "fitted" for run in LLM_FOUNDRY) == 109
+    sizes = {"MPT 7b, 2048 tokens, 512 H100": 6_658_859_008, "MPT 30b, 8192 tokens, 8 H100": 30_019_254_272}
+    with torch.device("meta"):
+        for start, size in sizes.items():
+            assert sum(p.numel() for p in named(start).model().parameters()) == size
+    run = named("MPT 13b, 16384 tokens, 8 A100, 3 x 3, r")
+    assert (run.tokens, run.batch, run.micro_batches, run.nodes.ranks) == (1431, 3, 3, 8)
+    assert run.half == "fitted"
+
+
+def test_a_step_within_its_bar() -> None:
+    row = published.row_of(named("MPT 125m, 4096 tokens, 8 A100, 2 x 16"))
+    assert row["step_ratio"] == pytest.approx(1, abs=0.2)
+    assert row["fits"] == "fits"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("start", ["Llama 2 13b, 96 H100", "MPT 13b, 2048 tokens, 512 H100"])
+def test_steps_of_other_tables_within_their_bar(start: str) -> None:
+    assert published.row_of(named(start))["step_ratio"] == pytest.approx(1, abs=0.2)
+
+
+def test_spread_and_orders() -> None:
+    common = {"table": "own", "half": "judged", "device": "H100", "series": "model", "length": 512, "fits": "fits"}
+    few = {**common, "run": "few", "gpus": 8, "setting": "none", "tokens": 1000, "step_ratio": 0.9}
+    many = {**few, "run": "many", "gpus": 64, "tokens": 900, "step_ratio": 0.7}
+    again = {**few, "run": "again", "setting": "full", "tokens": 800, "step_ratio": 0.9, "fits": "may fit"}
+    (row,) = published_report.spread([few, many, again])
+    assert (row["runs"], row["median"], row["near"], row["fits"], row["may fit"]) == (3, 0.9, 2, 2, 1)
+    kinds, wrong = published_report.orders([few, many, again])
+    # Of 64 devices 900 / 0.7 tokens are predicted, more than of 8.
+    assert {row["kind"]: (row["pairs"], row["right"]) for row in kinds} == {
+        "GPUs": (1, 0),
+        "what is recomputed, resharded or compiled": (2, 2),
+    }
+    assert [(row["run"], row["other"]) for row in wrong] == [("few", "many")]
