@@ -35,8 +35,8 @@ USES = {
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",
-        "_combined_loader_states_to_load _data_connector _data_fetcher _data_source _prepare_dataloader"
-        " _requires_distributed_sampler _sampler",
+        "_combined_loader _combined_loader_states_to_load _data_connector _data_fetcher _data_source"
+        " _last_train_dl_reload_epoch _mode _prepare_dataloader _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
         "gradient accumulation; whether validation is due; signal handlers, the end of a run",
@@ -56,8 +56,8 @@ USES = {
     ),
     "_lightning/progress.py": (
         "the loops' counters",
-        "_can_stop_early _combined_loader_states_to_load _data_fetcher _is_training_done _num_ready_batches_reached"
-        " _restarting _should_check_val_fx _skip_next_val",
+        "_can_stop_early _combined_loader_states_to_load _current_fx_name _data_fetcher _is_training_done"
+        " _num_ready_batches_reached _restarting _should_check_val_fx _skip_next_val",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",

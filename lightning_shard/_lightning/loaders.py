@@ -1,6 +1,7 @@
 """The training dataloaders that Lightning was given and made, and what they resume from."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -97,6 +98,31 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
         if loader is not dataloader and state.get("kind") in KINDS:
             loader.load_state_dict(state | {"finished": True})
     return loader
+
+
+def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The training loaders' in the loops' part of a checkpoint.
+
+    Where an epoch iterates over each of several loaders once, those that have ended are spent until it ends.
+    """
+    loop: Any = trainer.fit_loop
+    states = loops["fit_loop"]["state_dict"].get("combined_loader", [])
+    if loop._combined_loader is None or loop._combined_loader._mode != "max_size":
+        return list(states)
+    goes_on = not loop.epoch_loop.batch_progress.is_last_batch
+    return [{**state, "spent": goes_on and state.get("finished", False)} for state in states]
+
+
+def reload_epoch(trainer: Trainer) -> int | None:
+    """The epoch at which the training loaders were made, where some are made anew every few epochs."""
+    every: int = vars(trainer)["reload_dataloaders_every_n_epochs"]
+    return int(trainer.fit_loop._last_train_dl_reload_epoch) if every else None
+
+
+def reload_as_before(trainer: Trainer, epoch: int | None) -> None:
+    """After the loaders of a resumed run were made: make new ones when the run that was saved would have."""
+    if epoch is not None:
+        trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
 def recount_batches(trainer: Trainer) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 
 from lightning_shard.private_names import require
@@ -21,7 +22,8 @@ update_dataloader = _update_dataloader
 _REQUIRED = (
     (Trainer, "_checkpoint_connector _data_connector _logger_connector _signal_connector"),
     (callbacks.BaseFinetuning, "_store"),
-    (LightningModule, "_apply_batch_transfer_handler _device_mesh"),
+    (CombinedLoader, "_mode"),
+    (LightningModule, "_apply_batch_transfer_handler _current_fx_name _device_mesh"),
     (LightningOptimizer, "_to_lightning_optimizer"),
     (callbacks.ModelCheckpoint, "file_exists _link_checkpoint _every_n_train_steps _monitor_candidates"),
     (callbacks.ModelCheckpoint, "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint"),
@@ -36,7 +38,7 @@ _REQUIRED = (
     (_DatasetSamplerWrapper, "_sampler"),
     (_EvaluationLoop, "inference_mode _results"),
     (_FitLoop, "_can_stop_early _combined_loader_states_to_load _data_fetcher _data_source _should_accumulate"),
-    (_FitLoop, "_combined_loader _skip_backward"),
+    (_FitLoop, "_combined_loader _last_train_dl_reload_epoch _skip_backward"),
     (_LoggerConnector, "_callback_metrics _first_loop_iter"),
     (_Loop, "_restarting"),
     (_SignalConnector, "register_signal_handlers teardown"),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_shard._lightning import names
 from lightning_shard._lightning.loops import should_accumulate
@@ -22,6 +23,19 @@ from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.shape import KINDS
 
 # When a run stops
+
+
+def in_validation(trainer: Trainer) -> bool:
+    """Whether a validation of a fit has begun, and its end was not reached."""
+    hook = trainer.lightning_module._current_fx_name
+    fits = trainer.validating and trainer.state.fn == TrainerFn.FITTING
+    return fits and hook not in ("on_validation_end", "on_validation_model_train")
+
+
+def in_batch(trainer: Trainer) -> bool:
+    """Whether a training batch has begun, and was not processed."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return bool(batches.ready > batches.processed)
 
 
 def validation_follows(trainer: Trainer, fetcher: Any) -> bool:
@@ -62,15 +76,17 @@ def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[
     """The loops' part of a checkpoint, such that nothing is left out that follows the batch in which it is saved.
 
     Lightning takes a state saved in ``on_train_batch_end`` for one in which the validation after that batch, and the
-    end of the epoch, have been. Where one of them is still to come, the state is made that of the moment before it.
+    end of the epoch, have been, and most that are saved in a validation too. Where one of them is still to come, or has
+    not come to its end, the state is made that of the moment before it.
     Returns it, and whether the end of the epoch comes next, for `end_epoch` to be told; ``loops`` is not changed.
     """
     fit_loop = trainer.fit_loop
     loop = fit_loop.epoch_loop
     batches: Any = loop.batch_progress.total
-    if batches.completed != batches.processed - 1:
+    interrupted = in_validation(trainer)
+    if not interrupted and batches.completed != batches.processed - 1:
         return dict(loops), False
-    validates = validation_follows(trainer, fit_loop._data_fetcher)
+    validates = interrupted or validation_follows(trainer, fit_loop._data_fetcher)
     if not validates and not loop._num_ready_batches_reached():
         return dict(loops), False
     state = copy.deepcopy(dict(loops))
@@ -107,10 +123,15 @@ def settle_progress(trainer: Trainer) -> None:
         for state in loop._combined_loader_states_to_load:
             if state.get("kind") in KINDS:
                 state["finished"] = True
-        if closed:
-            # The fit loop's own setter would force it back on for iteration-based training.
-            names.Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
-    elif closed and batches.current.ready > 0:
+                # Where the epoch's end comes next a stream has nothing more to give, not even to be fetched ahead.
+                state["spent"] = state["kind"] == "iterable" and current.started == current.processed + 1
+    if current.started == current.ready - 1:
+        # Saved in ``on_train_epoch_start``, with the batches of the epoch before.
+        loop.epoch_loop._restarting = batches.is_last_batch = False
+    elif batches.is_last_batch and closed:
+        # The fit loop's own setter would force it back on for iteration-based training.
+        names.Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+    elif not batches.is_last_batch and closed and batches.current.ready > 0:
         for counter in (epochs.total, epochs.current):
             counter.processed -= 1
             counter.completed = min(counter.completed, counter.processed)

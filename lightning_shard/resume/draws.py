@@ -6,6 +6,8 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -25,14 +27,14 @@ class DrawingDataset(Delegating, Dataset[Any]):
     ahead of each sample by the run's seed, the epoch and the sample's index; of a dataset with ``__getitems__``, by the
     indices of the batch. In a worker that holds for what comes after the sample too, such as collating; in the training
     process the global generators are as if nothing had been drawn. Without it, it is noted whether workers (where
-    `workers` load samples in other processes) draw any.
+    `workers` load samples in other processes) draw any; there `collate` may have generators of its own too.
     """
 
-    _own = frozenset({"_seeded", "_now", "_generators", "_looks", "_before"})
+    _own = frozenset({"_seeded", "_now", "_drawers", "_generators", "_looks", "_before"})
 
-    def __init__(self, samples: Any, *, seeded: bool, workers: bool) -> None:
+    def __init__(self, samples: Any, collate: Any, *, seeded: bool, workers: bool) -> None:
         super().__init__(samples)
-        self._seeded = seeded
+        self._seeded, self._drawers = seeded, [samples, collate] if workers else [samples]
         now = torch.zeros(4, dtype=torch.int64)  # seed, epoch, iteration in the epoch, whether numbers were drawn
         self._now = now.share_memory_() if workers else now
         self._generators: list[Any] | None = None
@@ -60,7 +62,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
     def _get(self, get: Callable[[Any], Any], index: Any) -> Any:
         if self._generators is None:
-            self._generators = list(_generators(self._inner, set()))
+            self._generators = generators_of(self._drawers)
         if self._seeded:
             key = index.tolist() if isinstance(index, torch.Tensor | np.ndarray) else index
             digest = hashlib.sha256(repr((*self._now[:3].tolist(), key)).encode()).digest()
@@ -97,10 +99,21 @@ def _loads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _generators(owner: Any, seen: set[int], depth: int = 4) -> Iterator[Any]:
-    """The generators among the attributes of ``owner``, and of the datasets and transforms that it holds."""
-    held = owner if isinstance(owner, list | tuple) else getattr(owner, "__dict__", {}).values()
-    for value in itertools.islice(list(held), 100):
+def generators_of(drawers: list[Any]) -> list[Any]:
+    """The generators among the attributes of datasets and collate functions, and of the transforms that they hold."""
+    return list(_generators(drawers, set()))
+
+
+def _generators(owner: Any, seen: set[int], depth: int = 5) -> Iterator[Any]:
+    if isinstance(owner, partial):
+        held: Any = [owner.func, *owner.args, *owner.keywords.values()]
+    elif isinstance(owner, MethodType):
+        held = [value for value in vars(owner.__self__).values() if generator_kind(value) is not None]
+    elif isinstance(owner, list | tuple):
+        held = owner
+    else:
+        held = (owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})).values()
+    for value in list(itertools.islice(held, 100)):
         if id(value) in seen:
             continue
         seen.add(id(value))

@@ -64,7 +64,7 @@ class StatefulIterableLoader(DelegatingLoader):
     many: 1 for a loader without a length, else 0; set it to 0 for a loop that takes batches only as it uses them.
     """
 
-    _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_stateful", "_first"})
+    _own = frozenset({"lookahead", "_world_size", "_history", "_ended", "_spent", "_stateful", "_first"})
 
     def __init__(self, inner: DataLoader[Any], *, world_size: int, source: Any) -> None:
         super().__init__(inner)
@@ -76,7 +76,7 @@ class StatefulIterableLoader(DelegatingLoader):
         self._world_size = world_size
         # (batches, dataset state) after the last batches given out, oldest first.
         self._history: list[tuple[int, Any]] = []
-        self._ended = False
+        self._ended = self._spent = False
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's; a stream is each rank's own, so all ranks' must be in the checkpoint."""
@@ -109,9 +109,12 @@ class StatefulIterableLoader(DelegatingLoader):
         begins = self._first is not None and state["finished"]
         self._stateful.load_state_dict(copy.deepcopy(self._first if begins else state["dataset"]))
         self._history = [(0 if state["finished"] else state["batches"], copy.deepcopy(state["dataset"]))]
-        self._ended = False
+        self._ended, self._spent = False, state.get("spent", False)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._spent:
+            self._ended, self._spent = True, False
+            return iter(())
         # A state that was loaded and not used yet is where this iteration starts.
         if len(self._history) != 1 or self._ended:
             if self._first is not None:

@@ -5,20 +5,22 @@ import dataclasses
 import functools
 import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_shard.errors import DataError
-from lightning_shard.resume.draws import DrawingDataset
+from lightning_shard.resume.draws import DrawingDataset, generators_of
 from lightning_shard.resume.iterable import DelegatingLoader
-from lightning_shard.resume.rng import rng_state, set_rng_state
+from lightning_shard.resume.rng import generator_state, rng_state, set_generator_state, set_rng_state
 from lightning_shard.resume.samplers import States
 from lightning_shard.resume.shape import (
     Shape,
     global_order,
     is_midway,
+    length_of,
     rank_share,
     refuse_other_data,
     shape_of,
@@ -65,12 +67,14 @@ class ResumableLoader(DelegatingLoader):
     with generators and counters of their own. Random numbers that the dataset draws in worker processes are the same
     after a resume with `draws`, else a warning says that they are not.
 
-    `world_size` and `rank` are of the ranks that read data of their own; `inner_sampler` is what the loader's sampler
-    takes its indices from.
+    `lookahead` is how many batches the training loop fetches ahead of the one that it trains on, as for
+    :class:`StatefulIterableLoader`. `world_size` and `rank` are of the ranks that read data of their own;
+    `inner_sampler` is what the loader's sampler takes its indices from.
     """
 
     _own = frozenset(
-        {"_source", "_generators", "_states", "_draws", "_drawing", "_world_size", "_rank", "_pending", "_run"}
+        {"lookahead", "_source", "_generators", "_states", "_draws", "_drawing", "_drawn_from"}
+        | {"_world_size", "_rank", "_pending", "_run"}
     )
 
     def __init__(
@@ -92,13 +96,15 @@ class ResumableLoader(DelegatingLoader):
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         samples = inner.dataset
-        drawing = DrawingDataset(samples, seeded=draws is not None, workers=inner.num_workers > 0)
+        drawing = DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
         if draws is not None or inner.num_workers > 0:
             inner.__dict__["dataset"] = drawing
         super().__init__(inner)
         self._draws, self._drawing, self._samples = draws, drawing, samples
         self._source, self._states = source, states
         self._generators = Generators(inner, samplers, samples)
+        self.lookahead = int(length_of(inner) is None)
+        self._drawn_from: deque[list[Any]] = deque(maxlen=2)  # States of `_drawers` after the last batches.
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
         self._run: _Run | None = None
@@ -124,7 +130,7 @@ class ResumableLoader(DelegatingLoader):
     def batches_done(self) -> int:
         """Batches of this loader that are behind it in the epoch; after loading, in units of this loader."""
         if self._pending is None:
-            return 0 if self._run is None else self._run.start_batches + self._run.batches
+            return 0 if self._run is None else self._run.start_batches + self._run.batches - self._ahead(self._run)
         return self._batches_behind(self._pending) if is_midway(self._pending) else 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,15 +141,16 @@ class ResumableLoader(DelegatingLoader):
         if self._pending is not None:
             return dict(self._pending)
         run = self._run or _Run(self._epoch, self._shape, None, [], {}, None, seeded=True)
-        left = run.shape.batches_left(run.start)
-        ended = self._run is not None and (run.ended or (left is not None and run.batches >= left))
+        left, ahead = run.shape.batches_left(run.start), self._ahead(run)
+        done = run.batches - ahead
+        ended = self._run is not None and (run.ended or (left is not None and done >= left))
         sampler = self._epoch_sampler()
         generators_now, attributes_now = self._generators.states()
         return {
             "kind": run.shape.kind,
             "epoch": run.epoch,
-            "samples": run.shape.position(run.start, run.batches),
-            "batches": run.batches + run.start_batches,
+            "samples": run.shape.position(run.start, done),
+            "batches": done + run.start_batches,
             "finished": ended,
             "length": run.shape.length,
             "world_size": self._world_size,
@@ -157,9 +164,10 @@ class ResumableLoader(DelegatingLoader):
             "attributes": run.attributes,
             "generators_now": generators_now,
             "attributes_now": attributes_now,
-            "states": self._states.saved(),
+            "states": self._states.saved(ahead),
             "draws": run.draws,
             "drawn": self._drawing.drawn,
+            "drawers": self._drawn_from[0] if ahead else self._drawer_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,14 +188,36 @@ class ResumableLoader(DelegatingLoader):
             set_rng_state(before)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
+        drawers, saved = self._drawers(), state.get("drawers", [])
+        set_back = [set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
+        begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
         lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost", [])
         if self._rank == 0:
-            for message in self._differences(state, lost):
+            for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)
         self._pending, self._run = dict(state), None
 
-    def _differences(self, state: dict[str, Any], lost: list[str]) -> Iterator[str]:
+    def _drawers(self) -> list[Any]:
+        """The generators that samples and their collating draw from in this process, and that nothing seeds."""
+        seeded = self._draws is not None
+        return (
+            [] if self._inner.num_workers else generators_of([self._inner.collate_fn, *[self._samples] * (not seeded)])
+        )
+
+    def _ahead(self, run: _Run) -> int:
+        """How many of the batches given out are not trained on."""
+        return 0 if run.ended else min(self.lookahead, run.batches)
+
+    def _drawer_states(self) -> list[Any]:
+        return [generator_state(generator) for generator in self._drawers()]
+
+    def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
+        if begun_anew:
+            yield (
+                "the random number generators that the dataset and collate_fn have in this process are not those in the"
+                " checkpoint, and begin anew. Make as many in the constructors, for as many workers, to go on."
+            )
         sampler = self._epoch_sampler()
         for name, where in (("seed", "seed_everything"), ("shuffle", "the DataLoader")):
             saved, own = state.get(name), getattr(sampler, name, None)
@@ -213,8 +243,11 @@ class ResumableLoader(DelegatingLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         run, batches = self._begin()
+        self._drawn_from.append(self._drawer_states())
         for batch in batches:
             run.batches += 1
+            if self.lookahead or run.batches == 1:
+                self._drawn_from.append(self._drawer_states())
             self._states.consume()
             yield batch
         run.ended = True
@@ -235,7 +268,7 @@ class ResumableLoader(DelegatingLoader):
         else:
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
-        run = _Run(epoch, self._shape, *generators.snapshot(), self._next_draws(resumed), seeded)
+        run = _Run(epoch, self._shape, *generators.snapshot(), self._next_draws(resumed, loaded), seeded)
         self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
             run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
@@ -250,15 +283,15 @@ class ResumableLoader(DelegatingLoader):
         self._run = run
         return run, batches
 
-    def _next_draws(self, resumed: dict[str, Any] | None) -> tuple[int, int, int] | None:
-        """Seed what the samples of this iteration draw."""
+    def _next_draws(self, resumed: dict[str, Any] | None, loaded: dict[str, Any] | None) -> tuple[int, int, int] | None:
+        """Seed what the samples of this iteration draw; ``loaded`` is of the iteration before it, or ``resumed``."""
         if self._draws is None:
             return None
         seed, epoch, cycle = self._draws.seed, self._draws.epoch(), 0
         if resumed and resumed.get("draws"):
             seed, epoch, cycle = resumed["draws"]
-        elif self._run is not None and self._run.draws is not None and self._run.draws[1] == epoch:
-            cycle = self._run.draws[2] + 1
+        elif (before := loaded["draws"] if loaded else self._run and self._run.draws) and before[1] == epoch:
+            cycle = before[2] + 1
         self._drawing.begin(seed, epoch, cycle)
         return seed, epoch, cycle
 

@@ -1,5 +1,6 @@
 """Random number generators of a rank, as values that ``torch.load(weights_only=True)`` accepts."""
 
+import copy
 import hashlib
 import random
 from collections.abc import Callable
@@ -7,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lightning_shard.devices import accelerator, in_use
+from lightning_shard.tensors.names import unwrapped_modules
+from lightning_shard.tensors.tracing import tree_map
 
 
 def rng_state(*, device: bool = True) -> dict[str, Any]:
@@ -80,6 +84,67 @@ GENERATORS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]
     "python": (random.Random, random.Random.getstate, random.Random.setstate, lambda g, seed: g.seed(seed % 2**32)),
 }
 """Name to class, and functions that read a generator's state, set it, and seed it with 64 bits."""
+
+
+_ARRAY = "numpy.ndarray"
+
+
+def encoded(value: Any) -> Any:
+    """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
+            return {_ARRAY: leaf.dtype.str, "shape": list(leaf.shape), "bytes": data}
+        return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+    return tree_map(plain, value)
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given, but for numpy's scalars."""
+
+    def array(leaf: Any) -> Any:
+        if not isinstance(leaf, dict):
+            return leaf
+        data = leaf["bytes"].numpy().tobytes()
+        return np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY])).reshape(leaf["shape"]).copy()
+
+    return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)
+
+
+def generator_state(generator: Any) -> dict[str, Any]:
+    """Kind to state, in plain values and tensors alone."""
+    kind = str(generator_kind(generator))
+    return {kind: encoded(GENERATORS[kind][1](generator))}
+
+
+def set_generator_state(generator: Any, saved: dict[str, Any]) -> bool:
+    """Set the state that `generator_state` gave; False: it is of another kind."""
+    [(kind, state)] = saved.items()
+    try:
+        GENERATORS[kind][2](generator, decoded(copy.deepcopy(state)))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _module_generators(module: nn.Module) -> dict[str, Any]:
+    """Name to generator, of those that ``module`` and the modules in it have as attributes."""
+    owners = unwrapped_modules(module)
+    held = {f"{path}.{name}".lstrip("."): value for path, owner in owners for name, value in vars(owner).items()}
+    return {name: value for name, value in held.items() if generator_kind(value) is not None}
+
+
+def module_rng_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The states of the generators that ``module`` and the modules in it have as attributes, by name."""
+    return {name: generator_state(generator) for name, generator in _module_generators(module).items()}
+
+
+def load_module_rng_states(module: nn.Module, states: dict[str, dict[str, Any]]) -> list[str]:
+    """Set what `module_rng_states` gave; the names of generators that are not there, or of another kind."""
+    found = _module_generators(module)
+    return [name for name, state in states.items() if not set_generator_state(found.get(name), state)]
 
 
 def generator_kind(value: Any) -> str | None:

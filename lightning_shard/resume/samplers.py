@@ -14,8 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_shard.resume.iterable import has_state
-from lightning_shard.resume.rng import GENERATORS, generator_kind
-from lightning_shard.tensors.tracing import tree_map
+from lightning_shard.resume.rng import (
+    GENERATORS,
+    decoded,
+    encoded,
+    generator_kind,
+    generator_state,
+    set_generator_state,
+)
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
 
@@ -41,9 +47,8 @@ class Attributes:
         """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
         values: dict[str, Any] = {"lost": []}
         for path, _, _, value in self._found():
-            kind = generator_kind(value)
-            if kind is not None:
-                values[path] = {kind: encoded(GENERATORS[kind][1](value))}
+            if generator_kind(value) is not None:
+                values[path] = generator_state(value)
             elif not isinstance(value, _VALUES):
                 values["lost"].append(path)  # an iterator
             elif (now := _pickled(value)) != self._first.get(path):
@@ -68,15 +73,14 @@ class Attributes:
             if parent not in owners:
                 continue
             [(kind, state)] = value.items()
-            state = decoded(copy.deepcopy(state))
             if kind == "value":
-                setattr(owners[parent], name, state)
+                setattr(owners[parent], name, decoded(copy.deepcopy(state)))
                 continue
             generator = getattr(owners[parent], name, None)
             if generator_kind(generator) != kind:
                 generator = np.random.default_rng() if kind == "numpy" else GENERATORS[kind][0]()
                 setattr(owners[parent], name, generator)
-            GENERATORS[kind][2](generator, state)
+            set_generator_state(generator, value)
 
     def _is_sampler(self, owner: Any) -> bool:
         return isinstance(owner, Sampler) or any(owner is sampler for sampler in self._samplers)
@@ -134,33 +138,6 @@ def _pickled(value: Any) -> bytes:
         return b""
 
 
-_ARRAY = "numpy.ndarray"
-
-
-def encoded(value: Any) -> Any:
-    """``value`` with numpy's arrays and scalars as what ``torch.load(weights_only=True)`` accepts."""
-
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            data = torch.from_numpy(np.frombuffer(leaf.tobytes(), np.uint8).copy())
-            return {_ARRAY: leaf.dtype.str, "shape": list(leaf.shape), "bytes": data}
-        return leaf.item() if isinstance(leaf, np.generic) else leaf
-
-    return tree_map(plain, value)
-
-
-def decoded(value: Any) -> Any:
-    """What `encoded` was given, but for numpy's scalars."""
-
-    def array(leaf: Any) -> Any:
-        if not isinstance(leaf, dict):
-            return leaf
-        data = leaf["bytes"].numpy().tobytes()
-        return np.frombuffer(data, dtype=np.dtype(leaf[_ARRAY])).reshape(leaf["shape"]).copy()
-
-    return tree_map(array, value, is_leaf=lambda part: isinstance(part, dict) and _ARRAY in part)
-
-
 class States:
     """The samplers that have ``state_dict`` and ``load_state_dict``, with their states at each item of an epoch.
 
@@ -172,7 +149,8 @@ class States:
     def __init__(self, samplers: Iterable[Any]) -> None:
         # What a DistributedSampler deals out follows from its epoch and seed, at any number of processes.
         self._samplers = [s for s in samplers if has_state(s) and not isinstance(s, DistributedSampler)]
-        self._start = self._consumed = self.read()
+        self._start = self.read()
+        self._consumed = deque([self._start], maxlen=2)  # After the last items that were given out.
         self._after: deque[Any] = deque()
         self._drawn, self._ended = 0, False
 
@@ -188,7 +166,7 @@ class States:
         if saved:
             self.write(saved["start"])
         self._start = saved["start"] if saved else self.read()
-        self._consumed = saved["consumed"] if saved else self._start
+        self._consumed = deque([saved["consumed"] if saved else self._start], maxlen=2)
         self._after.clear()
         self._drawn, self._ended = drawn, False
 
@@ -203,13 +181,16 @@ class States:
     def consume(self) -> None:
         """The training loop was given one of the items that were drawn."""
         if self._after:
-            self._consumed = self._after.popleft()
+            self._consumed.append(self._after.popleft())
 
-    def saved(self) -> dict[str, Any]:
-        """At the epoch's start, after the last item consumed, and now, with how many items were drawn until now."""
+    def saved(self, ahead: int) -> dict[str, Any]:
+        """At the epoch's start, after the last item trained on, and now, with how many items were drawn until now.
+
+        ``ahead``: how many were given out after that, 0 or 1.
+        """
         if not self._samplers:
             return {}
-        ends = {"start": self._start, "consumed": self._consumed, "now": self.read()}
+        ends = {"start": self._start, "consumed": self._consumed[-1 - ahead], "now": self.read()}
         return ends | {"drawn": self._drawn, "ended": self._ended}
 
     def skip(self, saved: dict[str, Any], items: Iterable[Any], count: int) -> Iterator[Any]:

@@ -102,8 +102,8 @@ def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
 
 
 def is_midway(state: dict[str, Any]) -> bool:
-    """Whether the loader's `state` is one of an interrupted epoch."""
-    return state["samples"] > 0 and not state["finished"]
+    """Whether the loader's `state` is one of an interrupted epoch; "spent": of which it has nothing left to give."""
+    return state["samples"] > 0 and (not state["finished"] or state.get("spent", False))
 
 
 def refuse_other_data(state: dict[str, Any], shape: Shape, world_size: int) -> None:

@@ -17,13 +17,27 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard._lightning import progress, results
 from lightning_shard._lightning.callbacks import thaw_again, thawed
-from lightning_shard._lightning.loaders import prepare_loader, recount_batches, train_batch_size
+from lightning_shard._lightning.loaders import (
+    loader_states,
+    prepare_loader,
+    recount_batches,
+    reload_as_before,
+    reload_epoch,
+    train_batch_size,
+)
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.rng import derived_rng_seed, rng_state, seed_rng, set_rng_state
+from lightning_shard.resume.rng import (
+    derived_rng_seed,
+    load_module_rng_states,
+    module_rng_states,
+    rng_state,
+    seed_rng,
+    set_rng_state,
+)
 from lightning_shard.resume.wrap import order_warning
 from lightning_shard.run import accumulation
 from lightning_shard.run.checkpoints import Checkpoints
@@ -95,24 +109,29 @@ class Data:
         return checked(loader, stage)
 
     def saved(
-        self, trainer: Trainer, checkpoint: Mapping[str, Any], rewound: Mapping[str, Any]
+        self, trainer: Trainer, checkpoint: Mapping[str, Any], before_validation: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """``checkpoint`` with the run's state, and what this rank alone goes on with; of weights only there is none.
 
-        ``rewound``: parts of the latter to be saved as they were before.
+        ``before_validation``: `changed_by_evaluation` as it was then, which a save in one keeps.
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
+        if progress.in_batch(trainer):
+            rank_zero_warn(
+                "A checkpoint is saved in the middle of a training batch: a run that resumes from it goes on with the"
+                " next one. Save in on_train_batch_end, or later, to lose none."
+            )
         loops, epoch_ends = progress.saved_after_batch(trainer, checkpoint["loops"])
         own = {
-            "rng": rng_state(),
-            "metrics": metric_states(trainer.lightning_module),
+            **changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer),
-            "loaders": loops["fit_loop"]["state_dict"].get("combined_loader", []),
-            **rewound,
+            "loaders": loader_states(trainer, loops),
+            **(before_validation if progress.in_validation(trainer) else {}),
             **accumulation.state(trainer),
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
+        kept["reloaded"] = reload_epoch(trainer)
         return {**checkpoint, "loops": loops, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
@@ -145,12 +164,20 @@ class Data:
             rank_zero_warn(warning)
         recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
+            reload_as_before(trainer, resumed.get("reloaded"))
             accumulation.resume(trainer, resumed["ranks"], checkpoints)
             ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
             # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
             load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
+            lost = load_module_rng_states(
+                trainer.lightning_module, ranks[rank if rank < len(ranks) else 0].get("generators", {})
+            )
+            if lost:
+                rank_zero_warn(
+                    f"Generators of the checkpoint that the module does not have any more: {', '.join(lost)}."
+                )
             if rank < len(ranks):
                 set_rng_state(ranks[rank]["rng"])
             else:
@@ -176,6 +203,7 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
     )
 
 
-def before_validation(trainer: Trainer) -> dict[str, Any]:
+def changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
     """The parts of this rank's state that validation changes, copied."""
-    return {"rng": rng_state(), "metrics": metric_states(trainer.lightning_module)}
+    module = trainer.lightning_module
+    return {"rng": rng_state(), "generators": module_rng_states(module), "metrics": metric_states(module)}

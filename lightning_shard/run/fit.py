@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.files.place import Place, place
 from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
-from lightning_shard.run.data import before_validation
+from lightning_shard.run.data import changed_by_evaluation
 
 
 class Fit:
@@ -57,7 +57,7 @@ class Fit:
         progress.mark_before_validation(self._trainer)
 
     def changed_by_validation(self) -> dict[str, Any]:
-        return before_validation(self._trainer)
+        return changed_by_evaluation(self._trainer)
 
     def checkpoint_folders(self) -> list[Place]:
         return checkpoint_folders(self._trainer)

@@ -40,9 +40,8 @@ class Preemption:
         self._stoppable = False
         self._folders: list[Place] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
-        self._before: dict[str, Any] = {}
-        self.rewound: dict[str, Any] = {}
-        """Parts of the run's state as they were before, where a save is to go back behind a validation."""
+        self.before_validation: dict[str, Any] = {}
+        """Parts of the run's state as they were then, to which a save in a validation goes back."""
 
     # Beginning and end
 
@@ -115,13 +114,11 @@ class Preemption:
             (fit.go_on_before_validation if validates else fit.go_on_after_batch)()
             self._save_and_leave(fit)
         if validates:
-            self._before = fit.changed_by_validation()
+            self.before_validation = fit.changed_by_validation()
 
     def in_validation(self, fit: Fit) -> None:
         """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
         if self._agreement is not None and self._stoppable and self._should_stop():
-            fit.go_on_before_validation()
-            self.rewound = self._before
             self._save_and_leave(fit)
 
     def _should_stop(self) -> bool:

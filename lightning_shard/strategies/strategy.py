@@ -420,7 +420,7 @@ class ShardStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
         trainer = self._module.trainer
-        checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.rewound)
+        checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.before_validation)
         background = bool(self.async_save) and parts.Fit(trainer).is_running and not self._preemption.is_stopping
         run = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, own=own, run=run, background=background)

@@ -1,0 +1,222 @@
+"""Checkpoints saved in any hook, of loaders that end within an epoch, draw by themselves or are made anew."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_shard.registry import build
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+from tests.resume.support import StatefulStream
+
+
+class Drawing(Dataset[Any]):
+    """Draws from the global generators, and from some of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.rngs = length, {"numpy": np.random.default_rng(3), "python": random.Random(4)}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        own = self.rngs["numpy"].random() + self.rngs["python"].random()  # type: ignore[attr-defined]
+        return torch.tensor([index, own, random.random()])
+
+
+def _collate(samples: list[Tensor], rng: random.Random) -> Tensor:
+    return torch.stack(samples) + rng.random()
+
+
+def _loader(length: int = 8, **options: Any) -> Any:
+    return DataLoader(Drawing(length), 2, collate_fn=partial(_collate, rng=random.Random(5)), **options)
+
+
+def _shuffled() -> Any:
+    return _loader(shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def _several(mode: str, *, streams: bool = False) -> Any:
+    return CombinedLoader([_loader(), DataLoader(StatefulStream(3), 2) if streams else _loader(4)], mode)
+
+
+class Noted(pl.LightningModule):
+    """Notes what its steps get, and what they draw from a generator of its own and from a global one."""
+
+    def __init__(self, loaders: Any) -> None:
+        super().__init__()
+        self.loaders, self.layer = loaders, torch.nn.Linear(1, 1)
+        self.noise = torch.Generator().manual_seed(6)
+        self.events: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        return self.loaders()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.arange(4.0).tolist(), 2)
+
+    def _note(self, *what: Any) -> None:
+        self.events.append((*what, self.global_step, torch.rand((), generator=self.noise).item(), random.random()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = batch if isinstance(batch, list) else [batch]
+        self._note("train", batch_idx, [None if part is None else part.tolist() for part in parts])
+        return self.layer(torch.rand(1, 1)).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._note("val", batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self._note("epoch ends", self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _own(events: list[Any]) -> list[Any]:
+    """Which samples steps got, and what the dataset's and collate_fn's own generators drew for them."""
+    kinds = [event[2] if event[0] == "train" else [] for event in events]
+    return [
+        (*e[:2], [p and [np.ravel(row)[:2].tolist() for row in p] for p in parts])
+        for e, parts in zip(events, kinds, strict=True)
+    ]
+
+
+class Saves(pl.Callback):
+    """A checkpoint at each call of one hook; ``at`` is how many events were before it."""
+
+    def __init__(self, hook: str) -> None:
+        self.at: list[int] = []
+        setattr(self, hook, self._save)
+
+    def _save(self, trainer: pl.Trainer, module: Noted, *_: Any) -> None:
+        self.at.append(len(module.events))
+        trainer.save_checkpoint(f"{len(self.at)}.ckpt")
+
+
+def _fit(loaders: Any, strategy: str, ckpt_path: str | None = None, **settings: Any) -> tuple[list[Any], list[str]]:
+    pl.seed_everything(1, verbose=False)
+    module = Noted(loaders)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, "use_distributed_sampler": False, **settings}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(strategy=build(strategy), **options).fit(module, ckpt_path=ckpt_path)
+    return module.events, [str(warning.message) for warning in caught]
+
+
+def _whole_and_rests(
+    hook: str, numbers: list[int], loaders: Any, strategy: str = "shard_ddp", **settings: Any
+) -> tuple[list[Any], list[str], list[int], list[list[Any]]]:
+    saves = Saves(hook)
+    whole, said = _fit(loaders, strategy, callbacks=[saves], **settings)
+    rests = [_fit(loaders, strategy, f"{number}.ckpt", **settings)[0] for number in numbers]
+    return whole, said, [saves.at[number - 1] for number in numbers], rests
+
+
+@pytest.mark.parametrize(
+    ("hook", "numbers"),
+    [
+        ("on_train_batch_end", [2, 7]),
+        ("on_train_epoch_start", [1, 2]),
+        ("on_validation_start", [2]),
+        ("on_validation_batch_end", [1, 4]),
+        ("on_validation_epoch_end", [1]),
+    ],
+)
+def test_a_save_in_any_hook_leaves_nothing_out(hook: str, numbers: list[int]) -> None:
+    [(whole, said, starts, rests)] = run_distributed(_whole_and_rests, 1, hook, numbers, _shuffled)
+    assert not any("in the middle of a training batch" in message for message in said)
+    for start, rest in zip(starts, rests, strict=True):
+        while whole[start - 1][0] == "val":  # runs again from its beginning
+            start -= 1
+        assert rest == whole[start:]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_loader_that_has_ended_before_the_others_is_not_begun_again(streams: bool) -> None:
+    loaders = partial(_several, "max_size", streams=streams)
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, "on_train_batch_end", [2, 3, 7], loaders)
+    assert [event[2][1] is None for event in whole if event[0] == "train"] == [False, False, True, True] * 3
+    if streams:  # What was fetched ahead drew from the global generators before the save, and does so again.
+        whole, rests = _own(whole), [_own(rest) for rest in rests]
+    assert rests == [whole[start:] for start in starts]
+
+
+class Endless(Sampler[int]):
+    """Has no length, so that the loop fetches a batch ahead."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(8)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(self.rng.integers(8))
+
+
+class EndlessState(Endless):
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+def _endless(sampler: Any) -> Any:
+    return _loader(sampler=sampler())
+
+
+@pytest.mark.parametrize("sampler", [Endless, EndlessState])
+def test_what_was_fetched_ahead_is_not_left_out(sampler: Any) -> None:
+    settings = {"max_epochs": 1, "max_steps": 7, "limit_val_batches": 0}
+    run = ("on_train_batch_end", [1, 4], partial(_endless, sampler), "shard_ddp")
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
+    assert [_own(rest) for rest in rests] == [_own(whole[start:]) for start in starts]
+
+
+def _stream() -> Any:
+    return DataLoader(StatefulStream(8), 2)
+
+
+def test_a_stream_goes_on_from_its_last_batch_with_a_validation_after_it() -> None:
+    run = ("on_train_batch_end", [3, 4, 5], _stream, "shard_ddp")
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, max_steps=12)
+    assert rests == [whole[start:] for start in starts]
+
+
+def test_a_loader_that_is_cycled_has_other_random_numbers_in_each_cycle() -> None:
+    run = ("on_train_batch_end", [2, 3, 6], partial(_several, "max_size_cycle"), "shard_ddp_aligned")
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run)
+    assert rests == [whole[start:] for start in starts]
+
+
+def test_loaders_are_made_anew_in_the_epochs_in_which_they_would_have_been() -> None:
+    run = ("on_train_batch_end", [4, 7], _shuffled)
+    settings = {"reload_dataloaders_every_n_epochs": 2, "limit_val_batches": 0}
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
+    assert rests == [whole[start:] for start in starts]
+
+
+def _changed() -> tuple[list[str], list[str]]:
+    """What is said where a batch was begun, and where the module has none of the generators any more."""
+    _, said = _fit(_shuffled, "shard_ddp", callbacks=[Saves("on_train_batch_start")], max_steps=2)
+    _fit(_shuffled, "shard_ddp", callbacks=[Saves("on_train_batch_end")], max_steps=2)
+    plain = partial(DataLoader, [torch.tensor([0.0])] * 8, 2, shuffle=True, generator=torch.Generator())
+    return said, _fit(plain, "shard_ddp", "1.ckpt", max_steps=2)[1]
+
+
+def test_what_does_not_go_on_is_said() -> None:
+    [(within, without)] = run_distributed(_changed, 1)
+    assert any("in the middle of a training batch" in message for message in within)
+    assert any("that the dataset and collate_fn have" in message for message in without)
