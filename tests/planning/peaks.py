@@ -20,6 +20,7 @@ from lightning_shard.planning.memory_trace import Step, trace_step
 from lightning_shard.planning.predict import step_points
 from lightning_shard.planning.step_memory import peak
 from lightning_shard.registry import build
+from lightning_shard.resume.rng import rng_state
 from lightning_shard.strategies.precision import ShardPrecision
 from lightning_shard.tensors import fake
 from tests.models import loader, quiet_trainer
@@ -38,8 +39,14 @@ def _storages() -> dict[int, Any]:
     return found
 
 
+_RANDOM_STATES = {part.nbytes for part in tree_leaves(rng_state()) if isinstance(part, Tensor)}
+
+
 class Peak(TorchDispatchMode):
-    """The most bytes in storages, of whatever size they are at the time, but for those that were there before."""
+    """The most bytes in storages, of whatever size they are at the time, but for those that were there before.
+
+    Random states are not counted, of loaders and of recomputed units: they lie on the host on any machine.
+    """
 
     def __init__(self, before: Mapping[int, Any]) -> None:
         super().__init__()
@@ -48,7 +55,7 @@ class Peak(TorchDispatchMode):
         self.peak = 0
         self.at = ""
         for key, storage in _storages().items():
-            if key not in before:
+            if key not in before and storage.nbytes() not in _RANDOM_STATES:
                 self.live[key] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +68,7 @@ class Peak(TorchDispatchMode):
                 if func is torch.ops.aten.split.Tensor and storage._cdata not in self.live:
                     # gloo's reduce-scatter splits a copy of its input that it makes out of sight; NCCL's makes none.
                     self.before[storage._cdata] = storage
-                if storage._cdata not in self.before:
+                if storage._cdata not in self.before and storage.nbytes() not in _RANDOM_STATES:
                     self.live[storage._cdata] = weakref.ref(storage)
         total = 0
         for key, reference in list(self.live.items()):

@@ -46,7 +46,7 @@ def check_peak(
     case = (model, name, precision, checkpointing, batch_size, micro_batches)
     found = run_distributed(peaks, ranks, *case, timeout=300)
     counted, predicted, *details = max(found)
-    # What is not the step's, above all the random states of the data loader, 10 kB, is less than 5 % of these models.
+    # What is not the step's, such as the batches of a loader, is less than 5 % of these models.
     assert counted == pytest.approx(predicted, rel=0.05), (case, details)
 
 
