@@ -222,37 +222,43 @@ def open_portable(path: layout.StrPath, *, compared: bool = True) -> Contents:
         aliases=found.aliases,
         slots=found.slots,
         trainer_state=opened.trainer_state,
-        own_states=(lambda: _all_own_states(opened)) if _has_own_states(opened) else None,
+        own_states=(lambda: list(_own_states(opened, range(found.facts.world_size)).values()))
+        if _has_own_states(opened)
+        else None,
     )
 
 
 def _has_own_states(checkpoint: OpenCheckpoint) -> bool:
-    return "ranks" not in checkpoint.trainer_state.get(layout.RUN_STATE, {"ranks": []})
+    run = checkpoint.trainer_state.get(layout.RUN_STATE)
+    return isinstance(run, dict) and "ranks" not in run
 
 
-def _all_own_states(checkpoint: OpenCheckpoint) -> list[dict[str, Any]]:
-    return [read_own_state(checkpoint.directory, rank) for rank in range(checkpoint.manifest.facts.world_size)]
+def _own_states(checkpoint: OpenCheckpoint, of: Iterable[int]) -> dict[int, dict[str, Any]]:
+    return {rank: read_own_state(checkpoint.directory, rank) for rank in of}
 
 
 def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """`OpenCheckpoint.trainer_state` with what the ranks that saved keep of themselves. All ranks call it.
 
-    Where there are as many ranks now, and their states differ in no more than numbers and lengths of lists, each reads
-    its own alone, which then stands for those of all: what ranks do together with it they do alike.
+    Where these states differ in no more than numbers and lengths of lists, each rank reads those of the old ranks that
+    it stands for (``rank``, ``rank + size``, ...; a new one ``rank % saved``), and one of these stands in the place of
+    each other: what ranks do together with them they then do alike. Else each rank reads all.
     """
-    state, ranks, mine = dict(checkpoint.trainer_state), Ranks.of(), list[dict[str, Any]]()
     if not _has_own_states(checkpoint):
-        return state
-    doing, alike = f"reading {checkpoint.path}", False
+        return dict(checkpoint.trainer_state)
+    ranks, saved, doing = Ranks.of(), checkpoint.manifest.facts.world_size, f"reading {checkpoint.path}"
+    mine: dict[int, dict[str, Any]] = {}
 
-    def look() -> str:
-        mine.append(read_own_state(checkpoint.directory, ranks.rank))
-        return hashlib.sha256(repr(_outline(mine[0])).encode()).hexdigest()
+    def look() -> set[str]:
+        mine.update(_own_states(checkpoint, range(ranks.rank % saved, saved, ranks.size)))
+        return {hashlib.sha256(repr(_outline(state)).encode()).hexdigest() for state in mine.values()}
 
-    if (saved := checkpoint.manifest.facts.world_size) == ranks.size:
-        alike = ranks.exchange(doing, look, lambda outlines: [len(set(outlines)) == 1] * ranks.size)
-    states = mine * saved if alike else ranks.agree(doing, lambda: _all_own_states(checkpoint))
-    return {**state, layout.RUN_STATE: {**state[layout.RUN_STATE], "ranks": states}}
+    if ranks.exchange(doing, look, lambda found: [len(set.union(*found)) == 1] * ranks.size):
+        states = [mine.get(rank, next(iter(mine.values()))) for rank in range(saved)]
+    else:
+        states = list(ranks.agree(doing, lambda: _own_states(checkpoint, range(saved))).values())
+    run = {**checkpoint.trainer_state[layout.RUN_STATE], "ranks": states}
+    return {**checkpoint.trainer_state, layout.RUN_STATE: run}
 
 
 def _outline(value: Any) -> Any:

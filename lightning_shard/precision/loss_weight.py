@@ -93,8 +93,7 @@ class LossWeights:
         """Go on with the `state` of all ranks of a run, of which there may be fewer or more now."""
         self.given, self._unit = states[0]["given"], states[0]["unit"]
         sums = torch.tensor([state["sums"] for state in states], dtype=torch.float64, device=self._device)
-        own = sums[rank] if len(states) == self._ranks else sums.sum(0)
-        self._sums = own if len(states) == self._ranks or rank == 0 else self._zeros()
+        self._sums = sums[rank :: self._ranks].sum(0)  # of the old ranks that this one stands for, if there are any
 
     def take(self, output: Any, batch: Any) -> None:
         """Take the weight of the loss that a training step returned.

@@ -259,9 +259,16 @@ class Checkpoints(CheckpointIO):
     # Load
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+        *,
+        fits: bool = True,
     ) -> dict[str, Any]:
-        """Read ``trainer.pt``; the tensors follow in `load_tensors`. All ranks call it.
+        """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`.
+
+        All ranks call it.
 
         What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted into a directory
         below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
@@ -271,7 +278,7 @@ class Checkpoints(CheckpointIO):
             path = self._convert(path)
         opened, self.opened = self.opened, None
         self._loading = opened if opened is not None and str(opened.path) == str(place(path)) else open_checkpoint(path)
-        return with_own_states(self._loading)
+        return with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
 
     def _convert(self, path: str | os.PathLike[str]) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""

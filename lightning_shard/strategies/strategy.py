@@ -428,8 +428,9 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = self.checkpoints.load_checkpoint(checkpoint_path)
-        self._data.loaded(checkpoint, self.global_rank)
+        checkpoint = self.checkpoints.load_checkpoint(checkpoint_path, fits=self._fits)
+        if self._fits:
+            self._data.loaded(checkpoint, self.global_rank)
         return {**checkpoint, "state_dict": {}}
 
     @override

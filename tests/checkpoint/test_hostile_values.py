@@ -57,6 +57,7 @@ def refused_by_all(path: Path) -> None:
         {"files": {"a": {"size": "x", "sha256": 1}}},
         {"format_version": "x"},
         {"world_size": []},
+        {"world_size": 0},
     ],
     ids=str,
 )

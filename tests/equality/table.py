@@ -33,6 +33,7 @@ from tests.optimizers import Lamb
 EQUAL, ORDER = "=", "≈"
 BASE = "shard_ddp_aligned"
 # fp32 sums in another order, in bf16 rounded once more to 8 bits; AdamW's steps are of 1e-2, whatever the gradient.
+# Where that is too little, `_by_order` measures what the order of sums does.
 TOLERANCES = {"32-true": 1e-4, "bf16-mixed": 2e-2}
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -58,14 +59,16 @@ COLUMNS = [
 ]
 
 
-def _fit(strategy: Any, module: str, optimizer: str, precision: str) -> dict[str, Tensor]:
+def _fit(strategy: Any, module: str, optimizer: str, precision: str, *, rotated: int = 0) -> dict[str, Tensor]:
+    """All parameters; ranks have the batches of those ``rotated`` places further on."""
     pl.seed_everything(1, verbose=False)
     data = torch.randint(0, VOCAB, (64, LENGTH), generator=torch.Generator().manual_seed(2))
     final = Final()
     trainer = quiet_trainer(
         strategy=strategy, precision=precision, max_steps=4, gradient_clip_val=0.5, callbacks=[final]
     )
-    loader = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False))
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    loader = DataLoader(data, 4, sampler=DistributedSampler(data, size, (rank + rotated) % size, shuffle=False))
     model = Model(module, OPTIMIZERS[optimizer][1])
     if optimizer == "Muon":
         for parameter in model.parameters():
@@ -79,9 +82,24 @@ def _precision(name: str) -> str:
 
 
 @functools.cache
-def _expected(precision: str, module: str, optimizer: str) -> dict[str, Tensor]:
+def _expected(precision: str, module: str, optimizer: str, rotated: int = 0) -> dict[str, Tensor]:
     # In fp32 it is the one engine that has to be told of parameters that a step leaves out.
-    return _fit(build(BASE, find_unused_parameters=precision == "32-true"), module, optimizer, precision)
+    strategy = build(BASE, find_unused_parameters=precision == "32-true")
+    return _fit(strategy, module, optimizer, precision, rotated=rotated)
+
+
+def _far(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    return max(float((found[n] - expected[n]).abs().max()) for n in found)
+
+
+def _by_order(precision: str, module: str, optimizer: str) -> float:
+    """How far the reference is from itself where its ranks have each other's batches, so that it sums in other orders.
+
+    A gradient that is 0 but for rounding (a key's bias in attention) is a step of AdamW's as any other.
+    """
+    expected = _expected(precision, module, optimizer)
+    others = range(1, torch.distributed.get_world_size())
+    return max(_far(_expected(precision, module, optimizer, rotated), expected) for rotated in others)
 
 
 def measure(name: str, module: str, optimizer: str) -> str:
@@ -93,13 +111,15 @@ def measure(name: str, module: str, optimizer: str) -> str:
     except ConfigurationError as error:
         return f"refused: {error}"
     assert found.keys() == expected.keys()
-    far = max(float((found[n] - expected[n]).abs().max()) for n in found)
+    far = _far(found, expected)
     moved = all(bool(torch.isfinite(tensor).all()) for tensor in found.values())
     if not moved:
         return "differs: not finite"
     if all(torch.equal(found[n], expected[n]) for n in found):
         return EQUAL
-    return ORDER if far < TOLERANCES[precision] else f"differs: {far:.1e}"
+    # Twice, since an engine may take an order that no rotation has.
+    alike = far < TOLERANCES[precision] or far < 2 * _by_order(precision, module, optimizer)
+    return ORDER if alike else f"differs: {far:.1e}"
 
 
 def cell(ranks: int, name: str, module: str, optimizer: str) -> str:

@@ -100,6 +100,8 @@ class Manifest:
                     "upgrade it"
                 )
             fields = _typed({**_ADDED_LATER, **fields}, _FIELDS)
+            if fields["world_size"] < 1:
+                raise ValueError(f"world_size is {fields['world_size']}")
             if fields["run"]:
                 _typed(fields["run"], _RUN)
             tensors, aliases = {k: _tensor_entry(v) for k, v in fields["tensors"].items()}, fields["aliases"]
