@@ -104,6 +104,7 @@ USES = {
         "_backward_prologue _backward_prologue_per_tensor _get_norm_groups _partition_all_parameters"
         " _reassign_or_swap_out_partitioned_parameters _running_engine_backward",
     ),
+    "engines/usage.py": ("whether a transform of torch.func is under way", "_C _functorch"),
     "engines/zero/saved_weights.py": (
         "hooks on saved tensors, writes to tensors",
         "_C _autograd _base _top_saved_tensors_default_hooks _version",

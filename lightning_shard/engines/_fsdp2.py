@@ -21,6 +21,7 @@ from lightning_shard.private_names import require
 require(FSDPModule, "_get_fsdp_state", tested="torch 2.11 to 2.13")
 require(FSDPState, "_fsdp_param_group _mp_policy _register_pre_backward_hook", tested="torch 2.11 to 2.13")
 require(FSDPParamGroup, "_orig_dtype _reduce_dtype _register_post_backward_hook", tested="torch 2.11 to 2.13")
+require(Tensor, "_backward_hooks _post_accumulate_grad_hooks", tested="torch 2.11 to 2.13")
 require(FSDPParam, "_module_info _sharded_post_forward_param_data _unsharded_param", tested="torch 2.11 to 2.13")
 
 
@@ -140,6 +141,37 @@ def sharded_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             yield from ((parameter.sharded_param, parameter.offload_to_cpu) for parameter in _parameters_of(module))
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(parameter: Tensor) -> dict[str, dict[int, Any]]:
+    """What the user registered on ``parameter``: attribute of torch to hooks by their handles' ids."""
+    return {name: hooks for name in _HOOKS if (hooks := getattr(parameter, name, None))}
+
+
+def put_hooks(parameter: Any, hooks: dict[str, dict[int, Any]]) -> None:
+    """Let hooks that `hooks_of` found run on ``parameter`` as well; handles go on removing them where it had none."""
+    for name, own in hooks.items():
+        if before := getattr(parameter, name, None):
+            before.update(own)
+        else:
+            setattr(parameter, name, own)
+
+
+def hook_gathered(root: nn.Module) -> None:
+    """Move hooks from the shards to the gathered parameters, whose gradients are this rank's own, not yet reduced.
+
+    torch would run those on gradients never, and those after them on the reduced shards.
+    """
+    for module in root.modules():
+        for parameter in _parameters_of(module) if isinstance(module, FSDPModule) else []:
+            full, hooks = _unsharded(parameter), hooks_of(parameter.sharded_param)
+            if full is not None and hooks:
+                put_hooks(full, hooks)
+                for name in hooks:
+                    setattr(parameter.sharded_param, name, None)
 
 
 def _unsharded(parameter: Any) -> Tensor | None:

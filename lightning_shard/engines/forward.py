@@ -104,8 +104,10 @@ class _GatheredOnRead(dict[str, "nn.Parameter | None"]):
         if isinstance(value, DTensor):
             gather(self._root)
             return super().__getitem__(name)
-        # `toggle_optimizer` sees the sharded parameter alone, and the gathered one was made before.
-        value.requires_grad_(self._trained[name].requires_grad)
+        # `toggle_optimizer` sees the sharded parameter alone, and the gathered one was made before. torch.func's
+        # transforms refuse even a call that changes nothing.
+        if value.requires_grad != (trained := self._trained[name].requires_grad):
+            value.requires_grad_(trained)
         return value
 
 

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward
-from lightning_shard.engines._fsdp2 import dtypes_of, leave_inputs_alone
+from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
-from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0, share_buffers
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
 from lightning_shard.engines.usage import SameUnits, UnitUsage
@@ -111,7 +111,10 @@ class FSDP2Engine(StepsOwnParameters):
             forward.reshard(module)
             self._watch_steps(module)
             return module
+        hooks = {name: hooks_of(p) for name, p in module.named_parameters()}
         self._shard(module, run)
+        for name, parameter in module.named_parameters():
+            put_hooks(parameter, hooks[name])
         earlier_parameters.follow_in_lists(module)
         module.__dict__[_STATE] = made_for, self._ignored
         self._watch_steps(module)
@@ -192,6 +195,7 @@ class FSDP2Engine(StepsOwnParameters):
 
     def _watch_steps(self, module: nn.Module) -> None:
         self._written = WrittenInSteps(module)
+        self._shards = [p for p in module.parameters() if isinstance(p, DTensor)]
         self._closing.callback(self._written.close)
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
@@ -216,6 +220,14 @@ class FSDP2Engine(StepsOwnParameters):
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._run.automatic:
+            share_buffers(self._module)
+        if any(map(hooks_of, self._shards)):
+            forward.gather_each(self._module)  # what is gathered for the first time is made
+            hook_gathered(self._module)
+        return self.evaluate(step, *args, **kwargs)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             with casting.scalars_rounded(self._module, self._run.policy.compute):
                 output = step(*args, **kwargs)
@@ -231,8 +243,6 @@ class FSDP2Engine(StepsOwnParameters):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
-
-    evaluate = forward
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
         if not self._run.automatic:

@@ -40,6 +40,23 @@ def persistent_buffers(root: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
+def share_buffers(root: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as torch's DDP does before a training forward. All ranks call it.
+
+    A codebook, or running statistics that a module computes with, are then the same on all engines.
+    """
+    buffers = [b for b in root.buffers() if not isinstance(b, DTensor) and b.numel()]
+    if not buffers or dist.get_world_size() == 1:
+        return
+    parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
+    flat = torch.cat(parts)
+    dist.broadcast(flat, src=0)
+    if dist.get_rank() != 0:
+        for buffer, part in zip(buffers, flat.split([p.numel() for p in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+@torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], *, reduce_dtype: torch.dtype) -> None:
     """Average the gradients of replicated parameters over all ranks, in ``reduce_dtype``. All ranks call it.
 

@@ -1,6 +1,5 @@
 """torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
 
-import inspect
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,18 +19,11 @@ from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_double, refuse_sharded
-from lightning_shard.engines.replicated import broadcast_from_rank_0
+from lightning_shard.engines.replicated import broadcast_from_rank_0, share_buffers
 from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
-
-# torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
-_FORWARD_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
@@ -107,6 +99,8 @@ class TorchDDP(StepsOwnParameters):
         if wrapped is None:
             return step(*args, **kwargs)
         if self._run.automatic:
+            if self._options.broadcast_buffers:
+                share_buffers(self._module)
             with self._named():
                 (output,) = wrapped(step, *args, **kwargs)
             return output
@@ -190,7 +184,8 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        **{_FORWARD_BUFFERS: options.broadcast_buffers},  # type: ignore[arg-type]
+        # `share_buffers` does it as on the other engines, in each micro-batch.
+        broadcast_buffers=False,
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_replica` made the ranks equal.
         init_sync=False,

@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.engines.refusals import different_branches
 from lightning_shard.errors import ConfigurationError, WrappingError
+from lightning_shard.private_names import require
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
+
+require(_functorch, "maybe_current_level", tested="torch 2.11 to 2.13")
 
 _COMPARED = 3
 """Steps in which ranks tell each other what they used. Later ones must use the same, or be told of always."""
@@ -86,17 +90,31 @@ class Usage:
 
 
 class SameUnits:
-    """Refuses ranks that run different modules, each of which is gathered by all ranks together."""
+    """Refuses ranks that run different modules, each of which is gathered by all ranks together, or in transforms."""
 
-    def __init__(self, units: Iterable[tuple[str, Any]]) -> None:
-        """Look at the first steps of these modules, of which names are given."""
+    def __init__(self, units: Iterable[tuple[str, Any]], once: Iterable[tuple[str, Any]] = ()) -> None:
+        """Look at the first steps of these modules, of which names are given; those of ``once`` stay gathered."""
         self._inside, self._steps = False, 0
         # Before the engine's own hooks, which gather.
-        self._hooks = [m.register_forward_pre_hook(partial(self._enter, fqn), prepend=True) for fqn, m in units]
+        self._hooks = [
+            module.register_forward_pre_hook(partial(look, fqn or "the module itself"), prepend=True)
+            for look, modules in ((self._enter, units), (self._refuse_transforms, once))
+            for fqn, module in modules
+        ]
 
-    def _enter(self, name: str, *args: Any) -> None:
+    def _enter(self, called: str, *args: Any) -> None:
+        self._refuse_transforms(called)
         if self._inside:
-            self._meet(f"runs {name or 'the module itself'}")
+            self._meet(f"runs {called}")
+
+    def _refuse_transforms(self, called: str, *args: Any) -> None:
+        if _functorch.maybe_current_level() is not None:
+            # What is gathered there belongs to the transform, and is gone after it.
+            raise ConfigurationError(
+                f"A transform of torch.func (vmap, grad, jacrev, jvp, ...) runs {called}, whose parameters have to be "
+                "gathered first, which can't be done inside. Use torch.autograd.grad or torch.autograd.functional, or "
+                "shard_ddp in '32-true' or shard_deepspeed_stage_2, which gather nothing."
+            )
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:

@@ -16,6 +16,7 @@ from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.replicated import share_buffers
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -258,7 +259,9 @@ class Zero(Engine):
             self._module, optimizer=optimizer, config=self._config, names=self._names, device=self._run.device
         )
         self._closing.callback(self._stop)
-        self._same_units = SameUnits(layout.gathered_modules(self._module) if self.gathers_in_forward else ())
+        self._same_units = SameUnits(())
+        if self.gathers_in_forward:
+            self._same_units = SameUnits(layout.gathered_modules(self._module), self._module.named_modules())
         self._closing.callback(self._same_units.close)
         self._values.start(self._running, ranks=Ranks.of())
         return self._running
@@ -294,6 +297,8 @@ class Zero(Engine):
         if not self._run.automatic:
             # Which of the step's backward passes is the last is known when the optimizer steps.
             running.set_boundary(self._started, False)
+        else:
+            share_buffers(self._module)
         self._take_over()
         return self._inside(step, *args, **kwargs)
 

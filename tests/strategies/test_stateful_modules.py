@@ -1,0 +1,172 @@
+"""Modules that keep state of their own, and hooks of users: every engine has the numbers of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard.registry import build
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+
+WIDTH = 6
+NAMES = ["shard_fsdp", *(f"shard_deepspeed_stage_{stage}" for stage in (1, 2, 3))]
+
+
+class Net(pl.LightningModule):
+    """Learns to shift its input; a subclass changes one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.build()
+
+    def build(self) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return functional.mse_loss(self(x).float(), x.roll(1, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_end(self) -> None:
+        self.found = {name: full_tensor(self.trainer, name) for name, _ in self.named_parameters()}
+
+
+class Codebook(Net):
+    """Rounds to codes that are averages of what each rank saw, as VQ-VAE's are; the buffer is made anew each time."""
+
+    def build(self) -> None:
+        self.register_buffer("codes", torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            nearest = functional.one_hot(torch.cdist(hidden.float(), self.codes).argmin(1), 5).float()
+            self.codes = 0.5 * self.codes + 0.5 * nearest.T @ hidden.float()
+            code = nearest @ self.codes
+        return self.last(hidden + (code - hidden).detach())
+
+
+class FrozenEveryOtherStep(Net):
+    """BatchNorm that computes with its running statistics in every other step."""
+
+    def build(self) -> None:
+        self.norm, self.odd = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(self.global_step % 2 == 0)
+        return self.last(self.norm(self.first(x)) * self.odd)
+
+
+class Hooked(Net):
+    """Hooks on gradients: before the model is sharded and after it, on several gradients, and one that is removed."""
+
+    def build(self) -> None:
+        # What is not linear shows whether it is done before the reduction.
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        self.first.bias.register_hook(lambda gradient: gradient.sign())
+        self.removed = self.last.bias.register_hook(torch.zeros_like)
+
+    def on_train_start(self) -> None:
+        self.last.weight.register_hook(lambda gradient: gradient.abs())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.removed.remove()
+
+
+class Mapped(Net):
+    """Runs its layers under torch.func's transforms."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        rows = torch.func.vmap(lambda row: Net.forward(self, row.unsqueeze(0)).squeeze(0))(x)
+        slopes = torch.func.vmap(torch.func.jacrev(partial(Net.forward, self)))(x)
+        return functional.mse_loss(rows.float(), x.roll(1, 1)) + slopes.float().square().mean()
+
+
+def _fit(kind: Callable[[], Net], name: str, precision: str, **flags: Any) -> dict[str, Tensor | None]:
+    module = kind()
+    trainer = quiet_trainer(strategy=build(f"{name}_aligned"), max_steps=4, precision=precision, **flags)
+    trainer.fit(module, DataLoader(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)), 4))
+    return module.found
+
+
+def _different(kind: Callable[[], Net], names: list[str], precision: str) -> list[str]:
+    wanted, plain = _fit(kind, "shard_ddp", precision), _fit(Net, "shard_ddp", precision)
+    assert any(not torch.equal(wanted[n], plain[n]) for n in plain), "the module does nothing"  # type: ignore[arg-type]
+    found = {name: _fit(kind, name, precision) for name in names}
+    return [f"{e} {n}" for e, values in found.items() for n in wanted if not torch.equal(values[n], wanted[n])]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Codebook, FrozenEveryOtherStep, Hooked], ids=lambda kind: kind.__name__)
+def test_engines_agree_bitwise(kind: type[Net]) -> None:
+    assert run_distributed(_different, 2, kind, NAMES, "32-true") == [[], []]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [Codebook, FrozenEveryOtherStep, Hooked], ids=lambda kind: kind.__name__)
+def test_engines_agree_bitwise_in_bf16(kind: type[Net]) -> None:
+    names = [*NAMES, "shard_fsdp_grad_op", "shard_fsdp_offload"]
+    assert run_distributed(_different, 2, kind, names, "bf16-mixed") == [[], []]
+
+
+class Transformed(Net):
+    """Runs itself, which FSDP and stage 3 gather, under a transform."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        out, slopes = torch.func.jvp(self, (x,), (x,))
+        return functional.mse_loss(out.float(), x) + slopes.float().square().mean()
+
+
+def _refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)transform of torch.func .* runs .*Use torch.autograd.grad"):
+        _fit(Transformed, name, "32-true")
+
+
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_3"])
+def test_transforms_of_what_is_gathered_are_refused(name: str) -> None:
+    run_distributed(_refused, 2, name)
+
+
+def test_functional_transforms() -> None:
+    assert run_distributed(_different, 2, Mapped, NAMES[:-1], "32-true") == [[], []]
+
+
+def _codes(name: str) -> list[Tensor]:
+    module = Codebook()
+    flags: dict[str, Any] = {"accumulate_grad_batches": 3, "max_steps": 2}
+    strategy = build(name, accumulate_sync="boundary") if "deepspeed" not in name else build(name)
+    trainer = quiet_trainer(strategy=strategy, **flags)
+    seen: list[Tensor] = []
+    module.first.register_forward_pre_hook(lambda *_: seen.append(module.codes.clone()))
+    trainer.fit(module, DataLoader(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)), 4))
+    for codes in seen:
+        of_rank_0 = codes.clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(codes, of_rank_0)
+    return seen
+
+
+def _all_codes(names: list[str]) -> list[bool]:
+    first, *others = (_codes(name) for name in names)
+    return [len(first) == 6 and all(map(torch.equal, first, other)) for other in others]
+
+
+def test_buffers_are_rank_0s_in_each_micro_batch() -> None:
+    names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_1_aligned"]
+    assert run_distributed(_all_codes, 2, names) == [[True, True]] * 2
