@@ -57,7 +57,13 @@ _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
+    """The command's exit code; UsageError: a file that the arguments name can't be read or written."""
+    try:
+        return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
+    except OSError as error:
+        if error.filename is None or isinstance(error, ConnectionError):
+            raise
+        raise UsageError(f"{error.filename}: {error.strerror}.") from error
 
 
 def quick(program: str, arguments: Sequence[str]) -> int | None:

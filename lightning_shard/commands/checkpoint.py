@@ -1,9 +1,11 @@
 """``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_shard.commands import COMMANDS
+from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.parser import ShardArgumentParser
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -79,6 +81,8 @@ def _export(**options: Any) -> str:
 def _clean(path: str, remove: bool) -> str:
     from lightning_shard.checkpoint.files.commit import clean
 
+    if "://" not in path and not Path(path).is_dir():
+        raise UsageError(f"{path!r} is no folder.")
     done = "removed" if remove else "left behind (--remove true removes it)"
     return "\n".join(f"{found} {done}" for found in clean(path, remove=remove)) or f"nothing is left behind in {path}"
 

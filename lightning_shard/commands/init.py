@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_shard import registry
-from lightning_shard.commands.options import options_parser
-from lightning_shard.commands.slurm import refuse_to_replace
+from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -69,8 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser = options_parser("init", _DESCRIPTION)
     add = parser.add_argument
     add("--answers", nargs="+", default=[], metavar="FILE|NAME=VALUE", help=f"answers to {', '.join(QUESTIONS)}")
-    add("--output", type=Path, default=Path("run.yaml"), metavar="FILE", help="file to write (default: run.yaml)")
-    add("--force", action="store_true", help="replace the file that is at --output")
+    add_output(parser, "file to write (default: run.yaml)", Path("run.yaml"))
     return parser
 
 

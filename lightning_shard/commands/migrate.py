@@ -16,9 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
-from lightning_shard.commands.options import KEYS, UsageError, options_parser
+from lightning_shard.commands.options import KEYS, UsageError, add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.parser import ShardArgumentParser
-from lightning_shard.commands.slurm import refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate.lightning_fields import FIELDS
 from lightning_shard.migrate.lightning_yaml import Known
@@ -37,6 +36,7 @@ A field that has no counterpart is refused, with the reason and what comes neare
 """
 
 # Keys of the Trainer whose classes are carried over, and may not be importable here.
+_MOST_DEVICES = 1024  # of a node, and so processes that are checked together
 _CARRIED = ("callbacks", "logger", "profiler")
 
 
@@ -46,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", type=Path, metavar="FILE", help="configuration to read")
     add("--to", metavar="NAME", help="strategy to write for, such as shard_fsdp (default: the engine of the file)")
     add("--lossy", action="store_true", help="go on without fields that have no counterpart; they become comments")
-    add("--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
-    add("--force", action="store_true", help="replace the file that is at --output")
+    add_output(parser, "file to write (default: stdout)")
     return parser
 
 
@@ -155,6 +154,8 @@ def _ask(trainer: Any) -> None:
     strategy.num_nodes = trainer.num_nodes
     devices = trainer.devices
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if (count or 0) > _MOST_DEVICES:
+        raise ConfigurationError(f"devices is {count}, but a node has at most {_MOST_DEVICES}.")
     strategy.parallel_devices = [torch.device("cpu")] * (count or 1)
     if count is None:
         _ = strategy.policy  # a mesh can't be checked against a number that nobody knows yet

@@ -11,7 +11,7 @@ import yaml
 from lightning_shard import registry
 from lightning_shard._lightning import averaging
 from lightning_shard.commands import plan_inputs
-from lightning_shard.commands.options import options_parser
+from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.mesh import MeshConfig
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--compare", action="store_true", help="all engines of the package, with and without activation checkpointing")
     add("--search", action="store_true", help="the fastest form that keeps the global batch and fits, as a whole YAML")
     add("--global-batch", type=int, help="samples of a step of all devices, for --search (default: the run's)")
-    add("--output", type=Path, metavar="FILE", help="with --search: write its YAML here, and do not print it")
+    add_output(parser, "with --search: write its YAML here, and do not print it")
     add("--batch-size", type=int, help="samples per device and micro-batch (default: those of the data's first batch)")
     add("--seq-len", type=int, help="tokens of a sample, of a Hugging Face configuration (default: its longest, 2048)")
     add("--task", help="what a Hugging Face configuration trains (default: by its architectures, else causal-lm)")
@@ -103,6 +103,7 @@ def parsed(arguments: Sequence[str]) -> Plan:
     model = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, rest = parser().parse_known_args(arguments if model is None else arguments[1:])
     check(options)
+    refuse_to_replace(options.output, options.force)
     if model is not None:
         rest = [*_hugging_face(model, options), *rest]
     measured = None if options.links is None else read_links(options.links)
@@ -319,10 +320,7 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
     parts, text = [f"{shown}\n{search.table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
     if options.output is None:
         return [*parts, text]
-    try:
-        options.output.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--output {options.output} can't be written: {error.strerror}.") from error
+    options.output.write_text(text + "\n", encoding="utf-8")
     return [*parts, f"train the first with: lightning-shard fit --config {options.output}"]
 
 

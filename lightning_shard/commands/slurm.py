@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_shard.commands.options import KEYS, actions, options_parser
+from lightning_shard.commands.options import KEYS, actions, add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -30,11 +30,13 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"name is {options.name!r}, which Lightning takes for a shell. Choose another.")
     if options.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
         raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
-    for name in ("name", "array", "logs"):
+    for name in ("name", "array", "logs", "partition", "account"):
         if not (getattr(options, name) or "-").isprintable():
             raise ConfigurationError(f"{name} is {getattr(options, name)!r}, but must be one line without tabs.")
+    if "/" in options.name:
+        raise ConfigurationError(f"name is {options.name!r}, but the log is named by it: it must have no slash.")
     for option in options.sbatch:
-        if not option.startswith("-") or "\n" in option:
+        if not option.startswith("-") or not option.isprintable():
             raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
     if options.max_restarts and options.launcher != "torchrun":
         raise ConfigurationError(
@@ -65,8 +67,8 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         "--no-requeue" if options.no_requeue else "--requeue",
         "--open-mode=append",
         f"--output={shlex.quote(options.logs)}/%x-{'%A_%a' if options.array else '%j'}.log",
-        f"--partition={options.partition}" if options.partition else None,
-        f"--account={options.account}" if options.account else None,
+        f"--partition={shlex.quote(options.partition)}" if options.partition else None,
+        f"--account={shlex.quote(options.account)}" if options.account else None,
         *options.sbatch,
     ]
     text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
@@ -145,8 +147,7 @@ def parser() -> argparse.ArgumentParser:
     add("--socket-interface", metavar="NAME", help="network interface of NCCL and gloo, such as ib0")
     add("--setup", action="append", default=[], metavar="LINE", help="line to run before, such as 'module load cuda'")
     add("--command", default="fit", choices=["fit", "validate", "test", "predict"], help="what to run (default: fit)")
-    add("--output", type=Path, help="file to write the script to (default: stdout)")
-    add("--force", action="store_true", help="replace the file that is at --output")
+    add_output(parser, "file to write the script to (default: stdout)")
     add("--submit", action="store_true", help="submit it with sbatch")
     return parser
 
@@ -205,14 +206,6 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
         if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
             near = did_you_mean(key, [*own, *_KEYS])
             raise ConfigurationError(f"{name} is no option of slurm, nor of {command}.{near}")
-
-
-def refuse_to_replace(output: Path | None, force: bool) -> None:
-    """Refuse an ``--output`` that exists, unless ``--force`` was given, or that has no folder."""
-    if output is not None and output.exists() and not force:
-        raise ConfigurationError(f"{output} exists: choose another path, remove it, or give --force.")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigurationError(f"{output}: there is no folder {output.parent}. Make it first.")
 
 
 def _is_script() -> bool:

@@ -59,7 +59,7 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"], {})
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
-    given = [name for name in ("bf16", "fp16") if str(content.get(name)).lower() == "true"]
+    given = [name for name in ("bf16", "fp16") if reading.read_field(name, Field(kind="bool"), content.get(name))]
     if len(given) > 1:
         reading.problems.append("bf16 and fp16 are both true: set one of them")
     for name in given[:1]:

@@ -36,6 +36,28 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI.s args parameter")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", "."], ". is not a checkpoint"),
+        (["verify", "a" * 300], "File name too long"),
+        (["convert", "{0}", "file/one.ckpt"], "/file: File exists"),
+        (["export", "{0}", "file/out"], "file/out: Not a directory"),
+        (["clean", "nothing"], "'nothing' is no folder"),
+    ],
+)
+def test_paths_that_can_not_be_used_are_said_in_a_line(
+    command: Any, trained: Path, arguments: list[str], says: str
+) -> None:
+    Path("file").touch()
+    before = sorted(Path().rglob("*"))
+    code, out, error = command(*(argument.format(trained) for argument in arguments))
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert says in error
+    assert sorted(Path().rglob("*")) == before
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:LightningCLI.s args parameter")
 def test_commands(command: Any, trained: Path) -> None:
     code, text, _ = command("inspect", "trained.ckpt")

@@ -68,12 +68,15 @@ def test_of_a_range_of_nodes_the_job_takes_what_the_queue_gave_it(launcher: str)
 
 
 def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
-    lines = _job("--name=my run; touch a", "--logs=my logs").splitlines()
+    lines = _job("--name=my run; touch a", "--logs=my logs", "--partition=a b", "--account=c;d").splitlines()
+    assert {"#SBATCH --partition='a b'", "#SBATCH --account='c;d'"} <= {*lines}
     assert "#SBATCH --job-name='my run; touch a'" in lines
     assert "#SBATCH --output='my logs'/%x-%j.log" in lines
-    for field in ("name", "array", "logs"):
+    for field in ("name", "array", "logs", "partition", "account"):
         with pytest.raises(ConfigurationError, match=rf"{field} is 'a\\ntouch b', but must be one line"):
             _job(f"--{field}=a\ntouch b")
+    with pytest.raises(ConfigurationError, match="name is 'a/b', but the log is named by it"):
+        _job("--name=a/b")
     with pytest.raises(ConfigurationError, match="max_restarts is 3, but only the launcher torchrun"):
         _job("--max-restarts=3")
 
@@ -282,8 +285,11 @@ def test_a_process_alone_writes_that_it_has_no_links(tmp_path: Path, capsys: pyt
     assert links == Links(intra_node=None, inter_node=None, device=links.device)
     assert set(links.device) == {"products", "single", "memory", "host", "launch"}
     assert min(links.device.values()) > 0
-    with pytest.raises(ConfigurationError, match="can't be written: No such file or directory"):
-        doctor.main(["--backend", "gloo", "--output", str(tmp_path / "none" / "links.json")], {})
+    before = path.read_bytes()
+    for refused, says in ((path, "exists: choose another path"), (tmp_path / "none" / "links.json", "no folder")):
+        assert doctor.main(["--backend", "gloo", "--output", str(refused)], {}) == 2
+        assert says in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def _gathers(nodes: list[str]) -> tuple[float, float]:

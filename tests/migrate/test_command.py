@@ -44,6 +44,8 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Cal
         ("a.yaml", "a: [1\nb: 2", "can't be read"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.yaml", "trainer: {devices: 1, devices: 2}", "'devices' is there twice"),
+        ("a.json", '{"a":' * 3000 + "1" + "}" * 3000, "a.json is nested too deeply"),
+        ("a.yaml", f"trainer: {{strategy: ddp, devices: {10**30}}}", f"devices is {10**30}, but a node has at most"),
         ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is there twice"),
         ("a.yaml", "learning_rate: 1", "none of the known formats"),
     ],
@@ -107,3 +109,10 @@ def test_shown() -> None:
     assert shown({"a": [True, None, 1.0, "b"]}) == "{a: [true, null, 1.0, b]}"
     assert nearest("fsdp", ["FSDP", "NO"]) == ": the nearest is 'FSDP'"
     assert nearest("entirely", ["other"]) == ""
+
+
+def test_keys_that_an_anchor_lays_beneath(migrated: Any, tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("base: &base {devices: 2, max_steps: 3}\ntrainer: {<<: *base, strategy: ddp, devices: 4}\n")
+    section = migrated(path)["trainer"]
+    assert (section["devices"], section["max_steps"]) == (4, 3)

@@ -39,6 +39,11 @@ def test_deepspeed(migrated: Files, refused: Callable[..., str]) -> None:
     assert "gradient_accumulation_steps is 8, but gradient_accumulation_steps is 2" in message
 
 
+def test_words_for_true(migrated: Files) -> None:
+    for word in (True, "true", "yes", 1):
+        assert migrated({**COMMON, "bf16": word})["trainer"]["precision"] == "bf16-mixed"
+
+
 def test_all_that_a_trainer_saves(migrated: Files) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # TrainingArguments ask it for the device
@@ -55,6 +60,7 @@ def test_all_that_a_trainer_saves(migrated: Files) -> None:
     [
         ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed are both given"),
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"bf16": "maybe"}, "bf16 is 'maybe', but must be true or false"),
         ({"fsdp": "ful_shard"}, "fsdp has 'ful_shard', but its words are full_shard"),
         ({"gradient_acumulation_steps": 2}, "the nearest is 'gradient_accumulation_steps'"),
         ({"gradient_accumulation_steps": "many"}, "gradient_accumulation_steps is 'many', but must be a whole number"),

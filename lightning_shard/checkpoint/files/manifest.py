@@ -223,7 +223,7 @@ def foreign_entries(directory: Path) -> list[Path]:
     entries = [entry for entry in directory.iterdir() if not layout.is_own_name(entry.name)]
     if not (directory / layout.MANIFEST).is_file():
         # Nobody else puts files into what a save of that layout left when it was interrupted.
-        return [] if directory.name[0] == "." and layout.other_form(directory) == "hf" else entries
+        return [] if directory.name.startswith(".") and layout.other_form(directory) == "hf" else entries
     try:
         listed = read_manifest(directory).files if entries else {}
     except CheckpointError:

@@ -52,14 +52,23 @@ def export(
     if older := sorted(path.name for path in target.glob("*.safetensors*")) if target.is_dir() else []:
         raise CheckpointError(f"{target} has {', '.join(older[:3])} of an earlier export: choose an empty directory")
     files = split(tensors, dtype, max_shard_bytes)
-    target.mkdir(parents=True, exist_ok=True)
-    for name, chosen in files.items():
-        _publish(target, name, partial(write_tensors, tensors=chosen, dtype=dtype))
-    # Last: without it no reader takes the files for whole.
+    # The index last: without it no reader takes the files for whole.
     index = index_of(files, dtype)
-    for name, data in index.items():
-        _publish(target, name, partial(write_file, data=data))
-    return [target / name for name in (*files, *index)]
+    written = [target / name for name in (*files, *index)]
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, chosen in files.items():
+            _publish(target, name, partial(write_tensors, tensors=chosen, dtype=dtype))
+        for name, data in index.items():
+            _publish(target, name, partial(write_file, data=data))
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if is_new:
+            target.rmdir()
+        raise
+    return written
 
 
 def _selected(stored: Contents, module: str) -> dict[str, StoredTensor]:

@@ -64,10 +64,13 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     is_json = path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith(b"{"))
     try:
         content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader=_Loader)
+    except RecursionError as error:
+        raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{name} can't be read as {'JSON' if is_json else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{name} holds a {type(content).__name__}, but must hold a mapping of keys.")
+        held = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
     return content
 
 
@@ -84,7 +87,8 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's, which refuses a key that is there twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        _unique([(self.construct_object(key, deep=True), None) for key, _ in node.value])
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # of an anchor it lays keys over
+        _unique([(self.construct_object(key, deep=True), None) for key in own])
         return _unique(list(super().construct_mapping(node, deep=True).items()))
 
 
