@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -17,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import MeshConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
-from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError, DataError, MeshError, WrappingError
 from tests.groups import sampled
 from tests.harness import run_distributed
@@ -187,93 +184,6 @@ def test_settings_on_four_processes() -> None:
     run_distributed(_check_four, 4, timeout=300)
 
 
-class _Attention(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        heads = super().forward(x).unsqueeze(1)
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
-
-
-class Attends(TinyLM):
-    """Has attention, which torch takes for random: where it runs again in backward, the compiler restores a state."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for block in self.blocks:
-            if not isinstance(block.down, _Attention):
-                block.down = _Attention(block.down.in_features, block.down.out_features)
-
-
-def _compiled(
-    checkpointing: Any, kind_of_strategy: Any = ShardFSDPStrategy, *, stage: int | None = None, **settings: Any
-) -> TinyLM:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    more = {} if stage is None else {"stage": stage}
-    strategy = kind_of_strategy(aligned=True, compile=True, activation_checkpointing=checkpointing, **more)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        # Its hooks are there in the first step alone.
-        found = fit(strategy, callbacks=[MemoryCallback()], **{"kind": TinyLM, **settings})
-    # One for all blocks, casts and checkpoints in it.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert not [w for w in caught if "compile is true" in str(w.message)]
-    return found
-
-
-def _check_compiled() -> None:
-    # Without dropout, whose numbers the compiler draws otherwise.
-    still: dict[str, Any] = {"model": {"dropout": 0.0}}
-    expected = fit(ShardFSDPStrategy(), kind=TinyLM, **still)
-    found = _compiled(None, **still)
-    # The compiler fuses and so rounds differently: a few spacings of fp32 in losses of about 4.
-    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
-    for name, parameter in whole_parameters(expected).items():
-        # AdamW's first steps have the size of the learning rate, 1e-2, whatever the gradient's.
-        torch.testing.assert_close(whole_parameters(found)[name], parameter, rtol=0, atol=1e-4)
-    assert list(found.state_dict()) == list(expected.state_dict())
-
-    expected = fit(ShardFSDPStrategy(), kind=TinyLM, precision="bf16-mixed", **still)
-    found = _compiled("selective", precision="bf16-mixed", **still)
-    # What is fused is rounded to bf16 less often: a spacing of bf16, 2^-8.
-    torch.testing.assert_close(found.losses, expected.losses, rtol=2**-8, atol=0)
-    # The ledger watches the first backward.
-    assert all(map(math.isfinite, _compiled("units", kind=Attends, precision="bf16-mixed").losses))
-
-
-@pytest.mark.matrix
-def test_compiled_units() -> None:
-    run_distributed(_check_compiled, 2, timeout=300)
-
-
-def _check_compiled_elsewhere(cases: list[tuple[Any, ...]]) -> None:
-    still: dict[str, Any] = {"model": {"dropout": 0.0}}
-    for strategy, stage, precision, checkpointing in cases:
-        expected = fit(ShardFSDPStrategy(aligned=True), kind=TinyLM, precision=precision, **still)
-        found = _compiled(checkpointing, strategy, stage=stage, precision=precision, **still)
-        rtol = 1e-5 if precision == "32-true" else 2**-8
-        torch.testing.assert_close(found.losses, expected.losses, rtol=rtol, atol=0)
-
-
-COMPILED = [
-    (ShardDDPStrategy, None, "32-true", None),
-    (ShardDeepSpeedStrategy, 2, "bf16-mixed", "selective"),
-    (ShardDDPStrategy, None, "bf16-mixed", "units"),
-    (ShardDeepSpeedStrategy, 0, "32-true", "units"),
-    (ShardDeepSpeedStrategy, 1, "bf16-mixed", None),
-]
-
-
-@pytest.mark.matrix
-def test_compiled_blocks_of_other_engines() -> None:
-    run_distributed(_check_compiled_elsewhere, 2, COMPILED[:2], timeout=300)
-
-
-@pytest.mark.matrix
-def test_more_compiled_blocks_of_other_engines() -> None:
-    run_distributed(_check_compiled_elsewhere, 2, COMPILED[2:], timeout=300)
-
-
 def _check_checkpointed_replicas() -> None:
     for precision in ("32-true", "bf16-mixed"):
         expected = fit(ShardDDPStrategy(), precision=precision)
@@ -291,31 +201,6 @@ def _check_checkpointed_replicas() -> None:
 @pytest.mark.matrix
 def test_checkpointing_changes_no_bit_of_replicas() -> None:
     run_distributed(_check_checkpointed_replicas, 2, timeout=300)
-
-
-class Breaks(TinyLM):
-    """Its blocks can't be compiled whole."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for block in self.blocks:
-            block.down.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-
-
-def _check_that_breaks_are_told() -> list[str]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(ShardFSDPStrategy(compile=True), kind=Breaks)
-    return [str(w.message) for w in caught if "compile is true" in str(w.message)]
-
-
-@pytest.mark.matrix
-def test_what_is_not_compiled_whole_is_told_once() -> None:
-    first, others = run_distributed(_check_that_breaks_are_told, 2, timeout=300)
-    assert len(first) == 1
-    assert ", the first: Call to `torch._dynamo.graph_break()`" in first[0]
-    assert others == []
 
 
 # Where the tensors lie.

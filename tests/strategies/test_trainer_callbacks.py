@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
@@ -33,11 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.groups import sampled
 from tests.harness import run_distributed
-from tests.models import quiet_trainer, whole, whole_parameters
-from tests.optimizers import Lamb
-from tests.strategies.indexed import ALL, BOTH, PRECISIONS, ROUNDING, Indexed, build, data, refusal
+from tests.models import quiet_trainer, whole_parameters
+from tests.strategies.indexed import ALL, BOTH, ROUNDING, Indexed, build, data, refusal
 
 CLASSES, COUNT = 3, 22
 
@@ -241,76 +236,6 @@ def test_summaries_and_progress_bars(strategy: str) -> None:
         assert total == trainable == expected
 
 
-# Freezing and unfreezing
-
-
-class Backbone(Indexed):
-    """`BackboneFinetuning` wants the part to be thawed under this name; its blocks are shard units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Identity()
-        sizes = [3, 8, 8, 8]
-        self.backbone = nn.Sequential(
-            *(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes))
-        )
-        self.epochs: list[dict[str, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone(x)).squeeze(-1)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
-
-    def on_train_epoch_end(self) -> None:
-        self.epochs.append({n: whole(p) for n, p in self.named_parameters()})
-
-
-class Refreezing(BaseFinetuning):
-    """The head alone, then all, then the body alone."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.05)
-        if epoch == 2:
-            pl_module.head.requires_grad_(False)
-
-
-def _finetuned(precision: str, kind: str, strategies: list[str]) -> dict[str, Any]:
-    runs = {}
-    for strategy in strategies:
-        pl.seed_everything(1, verbose=False)
-        module = Backbone()
-        callback = Refreezing() if kind == "refreeze" else BackboneFinetuning(unfreeze_backbone_at_epoch=1)
-        trainer = quiet_trainer(strategy=strategy, precision=precision, max_epochs=3, callbacks=[callback])
-        trainer.fit(module, data(), data())
-        runs[strategy] = module.epochs
-    return runs
-
-
-@pytest.mark.parametrize("kind", sampled(["backbone", "refreeze"], 0))
-@PRECISIONS
-def test_freezing_and_thawing_between_epochs(precision: str, kind: str) -> None:
-    strategies = ["shard_ddp", "shard_fsdp", "shard_fsdp_grad_op", "shard_fsdp_offload"]
-    ranks = run_distributed(_finetuned, 2, precision, kind, strategies)
-    first = ranks[0]["shard_fsdp"]
-    for rank, strategy in itertools.product(range(2), strategies):
-        for epoch, parameters in enumerate(ranks[rank][strategy]):
-            for name, value in first[epoch].items():
-                assert torch.equal(parameters[name], value), (rank, strategy, epoch, name)
-    torch.manual_seed(1)
-    start = {name: p.detach() for name, p in Backbone().named_parameters()}
-    moved = [
-        {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
-        for before, after in itertools.pairwise([start, *first])
-    ]
-    assert moved == [{"head"}, {"backbone", "head"}, {"backbone"} if kind == "refreeze" else {"backbone", "head"}]
-
-
 # What changes single elements
 
 
@@ -365,74 +290,3 @@ def test_averages_that_cannot_be_had_are_refused(kind: str, said: str) -> None:
     for error, message in run_distributed(refusal, 2, _averaged, kind):
         assert error == "ConfigurationError"
         assert said in message
-
-
-class Moments(Backbone):
-    def configure_optimizers(self) -> Any:
-        return Lamb([p for p in self.parameters() if p.requires_grad])
-
-
-def _finetunes(strategy: str, kind: type[Backbone]) -> None:
-    quiet_trainer(strategy=strategy, max_epochs=2, callbacks=[Refreezing()]).fit(kind(), data())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kind", "said"),
-    [
-        ("shard_deepspeed_stage_1", Backbone, "Refreezing thaws parameters during the fit, but ShardDeepSpeedStrategy"),
-        ("shard_fsdp", Moments, "but Lamb steps full parameters at owners that were chosen then"),
-    ],
-)
-def test_thawing_where_an_engine_can_not_follow_is_refused(strategy: str, kind: type[Backbone], said: str) -> None:
-    for error, message in run_distributed(refusal, 2, _finetunes, strategy, kind):
-        assert error == "ConfigurationError"
-        assert said in message
-
-
-class FreezesAlone(Refreezing):
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        pass
-
-
-def _frozen_before(strategy: str, callback: Any) -> dict[str, Tensor]:
-    pl.seed_everything(1, verbose=False)
-    module = Backbone()
-    quiet_trainer(strategy=strategy, max_epochs=2, callbacks=[callback]).fit(module, data())
-    return module.epochs[-1]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "callback"),
-    sampled(
-        [
-            ("shard_deepspeed_stage_1", FreezesAlone()),
-            ("shard_deepspeed_stage_3", FreezesAlone()),
-            ("shard_deepspeed_stage_2", BackboneFinetuning(unfreeze_backbone_at_epoch=2)),
-        ],
-        0,
-    ),
-)
-def test_a_callback_that_freezes_before_the_fit_alone_runs_where_an_engine_can_not_follow(
-    strategy: str, callback: Any
-) -> None:
-    found, _ = run_distributed(_frozen_before, 2, strategy, callback)
-    expected, _ = run_distributed(_frozen_before, 2, "shard_ddp", callback)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-class Thawed(Refreezing):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        pl_module.backbone.to(torch.bfloat16)
-        super().freeze_before_training(pl_module)
-
-
-def _thawed(strategy: str) -> None:
-    quiet_trainer(strategy=strategy, precision="bf16-mixed", max_epochs=2, callbacks=[Thawed()]).fit(Backbone(), data())
-
-
-@BOTH
-def test_thawing_what_has_no_master_is_refused(strategy: str) -> None:
-    for error, message in run_distributed(refusal, 2, _thawed, strategy):
-        assert error == "ConfigurationError"
-        assert "6 parameters were thawed that were frozen in torch.bfloat16 when the fit began" in message
