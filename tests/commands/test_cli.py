@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
@@ -21,45 +20,13 @@ from lightning_shard.commands import fit
 from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.strategies import table
 from lightning_shard.precision.policy import policy_from
+from tests.commands.support import BASE, DEMO, write_config
+from tests.commands.test_user_code import USER_CODE
 
-DEMO = "lightning.pytorch.demos.boring_classes"
-BASE = {
-    "seed_everything": 1,
-    "model": f"{DEMO}.BoringModel",
-    "data": f"{DEMO}.BoringDataModule",
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": 1,
-        "limit_val_batches": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    },
-}
 ENVIRONMENTS = "lightning.pytorch.plugins.environments"
 FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ShardCLI]:
-    """Run arguments as a shell would, in an empty folder that has ``base.yaml``."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-
-    def run(*arguments: str, **kwargs: object) -> ShardCLI:
-        monkeypatch.setattr(sys, "argv", ["lightning-shard", *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        return ShardCLI(environ={}, **kwargs)
-
-    return run
-
-
-def _overlay(name: str, content: object) -> str:
-    Path(name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-    return name
 
 
 def _strategy(**init_args: object) -> dict[str, object]:
@@ -139,7 +106,7 @@ MISTAKES = {
 def test_mistake(case: str, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
     overlay, arguments, expected = MISTAKES[case]
     with pytest.raises(SystemExit) as ended:
-        command("fit", "--config", "base.yaml", "--config", _overlay("overlay.yaml", overlay), *arguments)
+        command("fit", "--config", "base.yaml", "--config", write_config("overlay.yaml", overlay), *arguments)
     assert ended.value.code == 2
     assert ended.value.__cause__ is not None
     output, error = capsys.readouterr()
@@ -181,128 +148,6 @@ def test_traceback_on_demand(command: Callable[..., ShardCLI], capsys: pytest.Ca
     assert "Given value: three" in error  # all that jsonargparse has to say
 
 
-USER_CODE = """
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from torch.utils.data import DataLoader
-
-class Bug(BoringModel):
-    def training_step(self, batch, batch_idx):
-        raise ValueError("a bug")
-
-class BugInConstructor(BoringModel):
-    def __init__(self):
-        super().__init__()
-        self.nothing.at_all
-
-class BugInCallback(Callback):
-    def __init__(self, size: int = 1):
-        int(None)
-
-class Interrupted(BoringModel):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 2:
-            raise KeyboardInterrupt
-        return super().training_step(batch, batch_idx)
-
-class Refuses(BoringModel):
-    def __init__(self, width: int = 3):
-        super().__init__()
-        raise ValueError(f"width is {width}, but must be even")
-
-class Returns(BoringModel):
-    def __init__(self, what: str):
-        super().__init__()
-        self.what = what
-
-    def training_step(self, batch, batch_idx):
-        output = self.layer(batch)
-        return {
-            "float": 3.5, "vector": output.sum(0), "detached": output.sum().detach(), "integer": output.sum().long(),
-            "key": {"los": output.sum()}, "nan": output.sum() * float("nan"),
-        }[self.what] if self.what != "memory" else output.new_empty(1 << 60)
-
-    def configure_optimizers(self):
-        return {"optim": 1} if self.what == "optimizer" else super().configure_optimizers()
-
-class NoBatch(BoringDataModule):
-    def train_dataloader(self):
-        return DataLoader(self.random_train, batch_size=0)
-
-class Misuses(BoringModel):
-    def training_step(self, batch, batch_idx):
-        self.log("a/dataloader_idx_0", 1.0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        (["--model", "usercode.Bug"], ValueError, "a bug"),
-        (["--model", "usercode.BugInConstructor"], AttributeError, "nothing"),
-        (["--trainer.callbacks", "usercode.BugInCallback"], TypeError, "NoneType"),
-    ],
-)
-def test_a_bug_keeps_its_traceback(
-    arguments: list[str],
-    kind: type[Exception],
-    text: str,
-    command: Callable[..., ShardCLI],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _overlay("usercode.py", USER_CODE)
-    with pytest.raises(kind, match=text) as raised:
-        command("fit", "--config", "base.yaml", *arguments)
-    assert any(frame.path.name == "usercode.py" for frame in raised.traceback)
-    assert "error: " not in capsys.readouterr().err
-    sys.modules.pop("usercode")
-
-
-RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "--model.what"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
-        (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
-        (["--data", "usercode.NoBatch"], ["batch_size=0", "in train_dataloader"]),
-        ([*RETURNS, "float"], ["training_step returned 3.5, a float", "return the tensor, not its .item()"]),
-        ([*RETURNS, "vector"], ["a loss of shape (2,)", "return its .mean() or .sum()"]),
-        ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
-        ([*RETURNS, "integer"], ["a loss without a gradient (an integer)"]),
-        ([*RETURNS, "key"], ["a mapping of los", 'name the loss "loss"']),
-        ([*RETURNS, "optimizer"], ['a mapping without "optimizer"', '"lr_scheduler": ...}']),
-    ],
-)
-def test_a_mistake_in_user_code_says_where(
-    arguments: list[str], expected: list[str], command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _overlay("usercode.py", USER_CODE)
-    with pytest.raises(SystemExit):
-        command("fit", "--config", "base.yaml", *arguments)
-    error = capsys.readouterr().err
-    assert all(part in error for part in [*expected, "usercode.py:"]), error
-    assert error.count("usercode.py:") == 1
-    sys.modules.pop("usercode")
-
-
-def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -> None:
-    _overlay("usercode.py", USER_CODE)
-    with pytest.warns(UserWarning, match="There is inf or NaN in the weights.*nonfinite: raise, skip"):
-        command("fit", "--config", "base.yaml", *RETURNS, "nan")
-    sys.modules.pop("usercode")
-
-
-def test_memory_that_is_used_up_says_what_needs_less(command: Callable[..., ShardCLI]) -> None:
-    _overlay("usercode.py", USER_CODE)
-    with pytest.raises(
-        RuntimeError, match=r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"
-    ):
-        command("fit", "--config", "base.yaml", *RETURNS, "memory")
-    sys.modules.pop("usercode")
-
-
 def test_table_of_strategies(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command("strategies")
@@ -310,14 +155,14 @@ def test_table_of_strategies(command: Callable[..., ShardCLI], capsys: pytest.Ca
     assert capsys.readouterr().out.rstrip("\n") == table()
 
 
-def test_yaml_of_a_strategy_is_an_overlay(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_of_a_strategy_is_anoverlay(command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command("strategies", "shard_fsdp_grad_op_aligned")
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "#      async_save: false" in text
     assert "#      aligned" not in text, "it is among those of the name"
-    _overlay("strategy.yaml", text)
+    write_config("strategy.yaml", text)
     cli = command("--config", "base.yaml", "--config", "strategy.yaml", run=False)
     assert type(cli.trainer.strategy) is ShardFSDPStrategy
     assert cli.trainer.strategy.aligned
@@ -348,26 +193,26 @@ def test_help_has_a_text_for_every_field(
 
 
 def test_later_configurations_win(command: Callable[..., ShardCLI]) -> None:
-    first = _overlay("1.yaml", _strategy(log_grad_norm=True, timeout_seconds=5))
-    second = _overlay("2.yaml", _strategy(timeout_seconds=7))
+    first = write_config("1.yaml", _strategy(log_grad_norm=True, timeout_seconds=5))
+    second = write_config("2.yaml", _strategy(timeout_seconds=7))
     cli = command("--config", "base.yaml", "--config", first, "--config", second, "--trainer.max_steps=3", run=False)
     assert cli.trainer.strategy.log_grad_norm
     assert cli.trainer.strategy.timeout.total_seconds() == 7
     assert cli.trainer.max_steps == 3
 
-    other = _overlay("3.yaml", {"trainer": {"strategy": {"class_path": "lightning_shard.ShardDDPStrategy"}}})
+    other = write_config("3.yaml", {"trainer": {"strategy": {"class_path": "lightning_shard.ShardDDPStrategy"}}})
     cli = command("--config", "base.yaml", "--config", first, "--config", other, run=False)
     assert type(cli.trainer.strategy) is ShardDDPStrategy
     assert cli.trainer.strategy.timeout.total_seconds() == 5
 
-    name = _overlay("4.yaml", {"trainer": {"strategy": "shard_ddp"}})
+    name = write_config("4.yaml", {"trainer": {"strategy": "shard_ddp"}})
     cli = command("--config", "base.yaml", "--config", first, "--config", name, run=False)
     assert type(cli.trainer.strategy) is ShardDDPStrategy
     assert cli.trainer.strategy.timeout.total_seconds() == 1800
 
 
 def test_own_module_and_no_leftover_option(command: Callable[..., ShardCLI]) -> None:
-    trainer = _overlay("trainer.yaml", {"trainer": BASE["trainer"]})
+    trainer = write_config("trainer.yaml", {"trainer": BASE["trainer"]})
     cli = command("fit", "--config", trainer, "--traceback", model_class=BoringModel, datamodule_class=BoringDataModule)
     assert type(cli.model) is BoringModel
     assert cli.trainer.global_step == 1
@@ -378,7 +223,7 @@ def test_plain_lightning_cli_takes_the_names(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Callable[..., ShardCLI]
 ) -> None:
     for name, strategy in (("a.yaml", "shard_ddp_aligned"), ("b.yaml", {**FSDP, "init_args": {"aligned": True}})):
-        overlay = _overlay(name, {"trainer": {"strategy": strategy}})
+        overlay = write_config(name, {"trainer": {"strategy": strategy}})
         monkeypatch.setattr(sys, "argv", ["script", "--config", "base.yaml", "--config", overlay])
         assert LightningCLI(run=False).trainer.strategy.aligned
 
@@ -387,7 +232,7 @@ def test_after_fit_says_where_the_checkpoint_is(
     command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
 ) -> None:
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "saved"}}
-    overlay = _overlay("save.yaml", {"trainer": {"callbacks": [callback]}})
+    overlay = write_config("save.yaml", {"trainer": {"callbacks": [callback]}})
     command("fit", "--config", "base.yaml", "--config", overlay, "--trainer.callbacks.save_last", "true")
     output = capsys.readouterr().out
     best = re.search(r"^checkpoint: (saved/.*)$", output, re.MULTILINE)
@@ -412,11 +257,11 @@ def test_no_word_of_a_checkpoint_where_there_is_none(
 def test_ctrl_c_says_what_is_saved(
     saves: bool, command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _overlay("usercode.py", USER_CODE)
+    write_config("usercode.py", USER_CODE)
     every = {"dirpath": "saved", "every_n_train_steps": 1, "filename": "{step}"}
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": every}
     saving = {"callbacks": [callback]} if saves else {"enable_checkpointing": False}
-    _overlay("save.yaml", {"trainer": {"max_steps": 5, **saving}})
+    write_config("save.yaml", {"trainer": {"max_steps": 5, **saving}})
     pressed = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -456,7 +301,7 @@ FP16_CASES = {
 @pytest.mark.parametrize("case", FP16_CASES)
 def test_fp16_on_cpu(case: str, command: Callable[..., ShardCLI]) -> None:
     settings, aligned = FP16_CASES[case]
-    overlay = _overlay("fp16.yaml", {"trainer": {"precision": "16-mixed", **settings}})
+    overlay = write_config("fp16.yaml", {"trainer": {"precision": "16-mixed", **settings}})
     trainer = command("fit", "--config", "base.yaml", "--config", overlay).trainer
     assert trainer.precision == "16-mixed"
     assert trainer.strategy.policy == policy_from("16-mixed", aligned=aligned)
@@ -469,7 +314,7 @@ def test_fp16_on_cpu(case: str, command: Callable[..., ShardCLI]) -> None:
 
 
 def test_fp16_of_another_strategy_is_left_to_lightning(command: Callable[..., ShardCLI]) -> None:
-    overlay = _overlay("fp16.yaml", {"trainer": {"precision": "16-mixed"}})
+    overlay = write_config("fp16.yaml", {"trainer": {"precision": "16-mixed"}})
     trainer = command("fit", "--config", "base.yaml", "--config", overlay).trainer
     assert trainer.precision == "bf16-mixed"
     assert not isinstance(trainer.precision_plugin, ShardPrecision)
@@ -481,7 +326,7 @@ def test_fp16_by_flag_and_by_plugin_is_refused(
     plugin = {"class_path": "lightning_shard.ShardPrecision", "init_args": {"precision": "16-mixed"}}
     settings = {"precision": "16-mixed", "strategy": "shard_ddp", "plugins": [plugin]}
     with pytest.raises(SystemExit):
-        command("fit", "--config", "base.yaml", "--config", _overlay("fp16.yaml", {"trainer": settings}))
+        command("fit", "--config", "base.yaml", "--config", write_config("fp16.yaml", {"trainer": settings}))
     assert "Received multiple values for Precision flags" in capsys.readouterr().err
 
 

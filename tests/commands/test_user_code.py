@@ -1,0 +1,138 @@
+"""Mistakes in the user's own code: their place, the rule, and one traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from lightning_shard import ShardCLI
+from tests.commands.support import write_config
+
+ENVIRONMENTS = "lightning.pytorch.plugins.environments"
+FSDP = {"class_path": "lightning_shard.ShardFSDPStrategy"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec.*", "ignore::UserWarning")
+
+
+USER_CODE = """
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch.utils.data import DataLoader
+
+class Bug(BoringModel):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("a bug")
+
+class BugInConstructor(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.nothing.at_all
+
+class BugInCallback(Callback):
+    def __init__(self, size: int = 1):
+        int(None)
+
+class Interrupted(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+class Refuses(BoringModel):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        raise ValueError(f"width is {width}, but must be even")
+
+class Returns(BoringModel):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch, batch_idx):
+        output = self.layer(batch)
+        return {
+            "float": 3.5, "vector": output.sum(0), "detached": output.sum().detach(), "integer": output.sum().long(),
+            "key": {"los": output.sum()}, "nan": output.sum() * float("nan"),
+        }[self.what] if self.what != "memory" else output.new_empty(1 << 60)
+
+    def configure_optimizers(self):
+        return {"optim": 1} if self.what == "optimizer" else super().configure_optimizers()
+
+class NoBatch(BoringDataModule):
+    def train_dataloader(self):
+        return DataLoader(self.random_train, batch_size=0)
+
+class Misuses(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("a/dataloader_idx_0", 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (["--model", "usercode.Bug"], ValueError, "a bug"),
+        (["--model", "usercode.BugInConstructor"], AttributeError, "nothing"),
+        (["--trainer.callbacks", "usercode.BugInCallback"], TypeError, "NoneType"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(
+    arguments: list[str],
+    kind: type[Exception],
+    text: str,
+    command: Callable[..., ShardCLI],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_config("usercode.py", USER_CODE)
+    with pytest.raises(kind, match=text) as raised:
+        command("fit", "--config", "base.yaml", *arguments)
+    assert any(frame.path.name == "usercode.py" for frame in raised.traceback)
+    assert "error: " not in capsys.readouterr().err
+    sys.modules.pop("usercode")
+
+
+RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "--model.what"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
+        (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
+        (["--data", "usercode.NoBatch"], ["batch_size=0", "in train_dataloader"]),
+        ([*RETURNS, "float"], ["training_step returned 3.5, a float", "return the tensor, not its .item()"]),
+        ([*RETURNS, "vector"], ["a loss of shape (2,)", "return its .mean() or .sum()"]),
+        ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
+        ([*RETURNS, "integer"], ["a loss without a gradient (an integer)"]),
+        ([*RETURNS, "key"], ["a mapping of los", 'name the loss "loss"']),
+        ([*RETURNS, "optimizer"], ['a mapping without "optimizer"', '"lr_scheduler": ...}']),
+    ],
+)
+def test_a_mistake_in_user_code_says_where(
+    arguments: list[str], expected: list[str], command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config("usercode.py", USER_CODE)
+    with pytest.raises(SystemExit):
+        command("fit", "--config", "base.yaml", *arguments)
+    error = capsys.readouterr().err
+    assert all(part in error for part in [*expected, "usercode.py:"]), error
+    assert error.count("usercode.py:") == 1
+    sys.modules.pop("usercode")
+
+
+def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -> None:
+    write_config("usercode.py", USER_CODE)
+    with pytest.warns(UserWarning, match="There is inf or NaN in the weights.*nonfinite: raise, skip"):
+        command("fit", "--config", "base.yaml", *RETURNS, "nan")
+    sys.modules.pop("usercode")
+
+
+def test_memory_that_is_used_up_says_what_needs_less(command: Callable[..., ShardCLI]) -> None:
+    write_config("usercode.py", USER_CODE)
+    with pytest.raises(
+        RuntimeError, match=r"can't allocate memory(.|\n)*What holds less(.|\n)*: units(.|\n)*plan --compare"
+    ):
+        command("fit", "--config", "base.yaml", *RETURNS, "memory")
+    sys.modules.pop("usercode")
