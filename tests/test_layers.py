@@ -202,3 +202,8 @@ def test_an_import_of_lightning_is_found() -> None:
     assert imports_lightning("def f():\n    from lightning.pytorch import Trainer")
     assert imports_lightning("import lightning_fabric.utilities as u")
     assert not imports_lightning("import lightning_shard.mesh")
+
+
+def test_no_test_file_is_too_long_to_read() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in Path(__file__).parent.rglob("*.py")}
+    assert [str(path) for path, length in lengths.items() if length > 400] == []

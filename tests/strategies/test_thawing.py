@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole
 from tests.strategies.indexed import data
-from tests.strategies.test_trainer_callbacks import Backbone, Refreezing
+from tests.strategies.test_trainer_freezing import Backbone, Refreezing
 
 NAMES = ["shard_ddp", "shard_fsdp", "shard_fsdp_hybrid", "shard_fsdp_grad_op", "shard_fsdp_offload"]
 FEW = ["shard_ddp_aligned", "shard_fsdp_hybrid_aligned"]
