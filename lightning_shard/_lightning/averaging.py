@@ -65,6 +65,22 @@ def collects_statistics(trainer: Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
+def go_on_in_mid_epoch(trainer: Trainer) -> None:
+    """In a fit that resumes in mid-epoch: have ``StochasticWeightAveraging`` do what it does at an epoch's start.
+
+    It makes its scheduler there, which sets the learning rates; those of the checkpoint stay.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    for callback in averaging_callbacks(trainer):
+        if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+            groups = trainer.optimizers[0].param_groups
+            kept = [(group["lr"], group.get("initial_lr")) for group in groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, (lr, initial_lr) in zip(groups, kept, strict=True):
+                group.update(lr=lr, initial_lr=initial_lr)
+
+
 def own_averaging_hooks(callback: Callback) -> list[str]:
     """Names of the replaced hooks that a subclass has its own of, which would not be called."""
     stock = [(cls, name) for cls, names in _HOOKS.items() if isinstance(callback, cls) for name in names]

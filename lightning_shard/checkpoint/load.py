@@ -142,7 +142,9 @@ def load_training_state(
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
             raise errors.CheckpointMismatchError(
-                f"{checkpoint.path} has no optimizer state: it was saved with weights only"
+                f"{checkpoint.path} has no optimizer state: it was saved with weights only, and a fit needs more. "
+                "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
+                "export), for the callback PretrainedWeights."
             )
         names = sharded_names(module)
         wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}

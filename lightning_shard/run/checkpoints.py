@@ -274,10 +274,12 @@ class Checkpoints(CheckpointIO):
         below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
         at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
         """
+        given = path
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None
         self._loading = opened if opened is not None and str(opened.path) == str(place(path)) else open_checkpoint(path)
+        self._loading.directory.path = place(given)  # which errors name
         return with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
 
     def _convert(self, path: str | os.PathLike[str]) -> str:
@@ -337,6 +339,8 @@ class Checkpoints(CheckpointIO):
             has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)
             self.accumulated = self._loading if has_gradients else None
         finally:
+            if self._converted is not None and self.accumulated is None:
+                self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
         for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):

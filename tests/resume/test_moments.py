@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -12,10 +14,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_shard.errors import CheckpointMismatchError
 from lightning_shard.registry import build
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -72,7 +76,8 @@ class Noted(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = batch if isinstance(batch, list) else [batch]
-        self._note("train", batch_idx, [None if part is None else part.tolist() for part in parts])
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self._note("train", batch_idx, [None if part is None else part.tolist() for part in parts], rate)
         return self.layer(torch.rand(1, 1)).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -119,9 +124,11 @@ def _fit(loaders: Any, strategy: str, ckpt_path: str | None = None, **settings: 
 def _whole_and_rests(
     hook: str, numbers: list[int], loaders: Any, strategy: str = "shard_ddp", **settings: Any
 ) -> tuple[list[Any], list[str], list[int], list[list[Any]]]:
-    saves = Saves(hook)
-    whole, said = _fit(loaders, strategy, callbacks=[saves], **settings)
-    rests = [_fit(loaders, strategy, f"{number}.ckpt", **settings)[0] for number in numbers]
+    saves, others = Saves(hook), settings.pop("callbacks", [])
+    whole, said = _fit(loaders, strategy, callbacks=[saves, *deepcopy(others)], **settings)
+    rests = []
+    for number in numbers:
+        rests += [_fit(loaders, strategy, f"{number}.ckpt", callbacks=deepcopy(others), **settings)[0]]
     return whole, said, [saves.at[number - 1] for number in numbers], rests
 
 
@@ -206,6 +213,34 @@ def test_loaders_are_made_anew_in_the_epochs_in_which_they_would_have_been() -> 
     settings = {"reload_dataloaders_every_n_epochs": 2, "limit_val_batches": 0}
     [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
     assert rests == [whole[start:] for start in starts]
+
+
+def test_averaging_goes_on_in_its_first_epoch_with_its_learning_rates() -> None:
+    run = ("on_train_batch_end", [2, 6, 9], _shuffled)
+    settings = {"callbacks": [StochasticWeightAveraging(1e-3, swa_epoch_start=2)], "limit_val_batches": 0}
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
+    assert len({event[3] for event in whole if event[0] == "train"}) == 2
+    assert rests == [whole[start:] for start in starts]
+
+
+def _weights_alone() -> tuple[list[str], list[str]]:
+    """What a fit says of checkpoints without more, in both forms, and what is left beside them."""
+    trainer = quiet_trainer(strategy=build("shard_fsdp"), max_steps=1, limit_val_batches=0)
+    trainer.fit(Noted(_shuffled))
+    said = []
+    for path in ("alone.ckpt", "alone.full.ckpt"):
+        trainer.save_checkpoint(path, weights_only=True)
+        with pytest.raises(CheckpointMismatchError) as error:
+            _fit(_shuffled, "shard_fsdp", path)
+        said.append(str(error.value))
+    return said, sorted(os.listdir())
+
+
+def test_weights_alone_are_refused_by_name_and_nothing_is_left() -> None:
+    [(said, left)] = run_distributed(_weights_alone, 1)
+    for path, message in zip(["alone.ckpt", "alone.full.ckpt"], said, strict=True):
+        assert message.startswith(f"{path} has no optimizer state: it was saved with weights only")
+    assert left == ["alone.ckpt", "alone.full.ckpt"]
 
 
 def _changed() -> tuple[list[str], list[str]]:
