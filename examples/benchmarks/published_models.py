@@ -190,14 +190,20 @@ class MPT(nn.Module):
         self.norm_f = nn.LayerNorm(width)
 
     def loss(self, tokens: Tensor) -> Tensor:
+        self._metrics(tokens)
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = functional.linear(self.norm_f(x), self.wte.weight).flatten(0, 1)
-        with torch.no_grad():  # Composer's two metrics of each batch, which autocast has in fp32.
+        # Composer's state has them until the next forward.
+        self.logits = functional.linear(self.norm_f(x), self.wte.weight).flatten(0, 1)
+        return FusedCrossEntropy.apply(self.logits)
+
+    def _metrics(self, tokens: Tensor) -> None:
+        """Composer's two of each batch, in fp32 by autocast: after backward, which leaves as little as is here."""
+        self.logits = self.wte.weight.new_empty(tokens.numel(), 50368)
+        with torch.no_grad():
             for _ in range(2):
-                functional.cross_entropy(logits.float(), tokens.flatten())
-        return FusedCrossEntropy.apply(logits)
+                functional.cross_entropy(self.logits.float(), tokens.flatten())
 
 
 class OfTransformers(nn.Module):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,35 +20,35 @@ class Peaks:
     fp8: float | None = None  # fp8 products, accumulated in fp32.
     bf16: bool = True  # Whether bf16 runs at ``half``; devices before Ampere emulate it.
     memory: float | None = None  # TB/s of its memory; None: as much for each FLOP as an H100 has.
-    reached: float = 0.73  # Of ``half``, what large products reach (`lightning_shard.planning.operators`).
+    reached: float = 0.70  # Of ``half``, what large products reach (`lightning_shard.planning.operators`).
     attention: float = 0.7  # Of that, what fused attention reaches.
     processors: int = 132  # Streaming multiprocessors, compute units.
     host: float = 64.0  # GB/s of its link to the host, in one direction.
 
 
+_Hopper = partial(Peaks, attention=0.47)  # And later: FlashAttention-2 has none of their own instructions.
+
 # The first pattern that is found in a device's name decides; patterns are of whole words, special before general.
 # Names are those of torch.cuda.get_device_name: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB".
 _TABLE: tuple[tuple[str, Peaks], ...] = (
     # NVIDIA Blackwell architecture technical brief, tables of GB200, GB300 and HGX systems; HGX: a system's eighth.
-    (r"GB[23]00", Peaks(half=2500, tf32=1250, single=80, fp8=5000, memory=8, processors=148, host=450, attention=0.45)),
-    (r"B[23]00", Peaks(half=2250, tf32=1125, single=75, fp8=4500, memory=8, processors=148, attention=0.45)),
-    (r"B100", Peaks(half=1750, tf32=875, single=60, fp8=3500, memory=8, processors=148, attention=0.45)),
+    (r"GB[23]00", _Hopper(half=2500, tf32=1250, single=80, fp8=5000, memory=8, processors=148, host=450)),
+    (r"B[23]00", _Hopper(half=2250, tf32=1125, single=75, fp8=4500, memory=8, processors=148)),
+    (r"B100", _Hopper(half=1750, tf32=875, single=60, fp8=3500, memory=8, processors=148)),
     # NVIDIA GH200 Grace Hopper superchip datasheet.
-    (r"GH200", Peaks(half=990, tf32=494, single=67, fp8=1979, memory=4, host=450, attention=0.45)),
+    (r"GH200", _Hopper(half=990, tf32=494, single=67, fp8=1979, memory=4, host=450)),
     # NVIDIA H200 datasheet: SXM is as H100 SXM, NVL as H100 NVL. It lists rates with sparsity; these are their halves.
-    (r"H200 NVL", Peaks(half=835.5, tf32=417.5, single=60, fp8=1670.5, memory=4.8, attention=0.45)),
-    (r"H200", Peaks(half=989.4, tf32=494.7, single=66.9, fp8=1978.9, memory=4.8, attention=0.45)),
+    (r"H200 NVL", _Hopper(half=835.5, tf32=417.5, single=60, fp8=1670.5, memory=4.8)),
+    (r"H200", _Hopper(half=989.4, tf32=494.7, single=66.9, fp8=1978.9, memory=4.8)),
     # NVIDIA H100 Tensor Core GPU architecture whitepaper, table 2 (SXM5, PCIe); datasheet (NVL, halves).
-    (r"H[18]00 NVL", Peaks(half=835.5, tf32=417.5, single=60, fp8=1670.5, memory=3.9, attention=0.45)),
+    (r"H[18]00 NVL", _Hopper(half=835.5, tf32=417.5, single=60, fp8=1670.5, memory=3.9)),
     # "80GB HBM2e" is the PCIe card too.
-    (
-        r"H[18]00 (?:PCIe|80GB HBM2e)",
-        Peaks(half=756, tf32=378, single=51.2, fp8=1513, memory=2, processors=114, attention=0.45),
-    ),
-    (r"H[18]00", Peaks(half=989.4, tf32=494.7, single=66.9, fp8=1978.9, memory=3.35, attention=0.45)),
+    (r"H[18]00 (?:PCIe|80GB HBM2e)", _Hopper(half=756, tf32=378, single=51.2, fp8=1513, memory=2, processors=114)),
+    (r"H[18]00", _Hopper(half=989.4, tf32=494.7, single=66.9, fp8=1978.9, memory=3.35)),
     # NVIDIA H20 datasheet.
     (r"H20", Peaks(half=148, tf32=74, single=44, fp8=296, memory=4, processors=78, reached=0.95)),
-    # NVIDIA A100 datasheet; the same for all forms. A800 differs in its links alone.
+    # NVIDIA A100 datasheet; forms differ in memory, the A800 in its links alone.
+    (r"A100\b.*40GB", Peaks(half=312, tf32=156, single=19.5, memory=1.555, reached=0.87, processors=108, host=32)),
     (r"A[18]00", Peaks(half=312, tf32=156, single=19.5, memory=2.04, reached=0.87, processors=108, host=32)),
     # NVIDIA A30, A40 and A10 datasheets; A10G: NVIDIA A10G datasheet for AWS G5.
     (r"A30", Peaks(half=165, tf32=82, single=10.3, memory=0.93, processors=56, host=32)),
@@ -95,10 +96,8 @@ def find_peaks(device_name: str) -> Peaks | None:
     """The row of a device's name; None: it is not in the table, or is a slice of a device (MIG)."""
     if re.search(r"\bMIG\b", device_name):
         return None
-    for pattern, peaks in _TABLE:
-        if re.search(rf"\b{pattern}\b", device_name, re.IGNORECASE):
-            return peaks
-    return None
+    found = (peaks for pattern, peaks in _TABLE if re.search(rf"\b{pattern}\b", device_name, re.IGNORECASE))
+    return next(found, None)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool | None = None) -> float | None:

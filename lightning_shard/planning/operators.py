@@ -3,10 +3,10 @@
 An operator takes the longest of its arithmetic, its bytes and its launch. Products are split into tiles, and tiles into
 waves over the device's processors, as NVIDIA's "Matrix Multiplication Background User's Guide" describes (sections 3
 and 4): what a tile or a wave does not fill is lost. What large products reach of a data sheet's peak was measured: 0.87
-on an A100 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), and in a model's shapes about 0.73
-on H100 and H200, where power ends it, and 0.48 on an MI300X (SemiAnalysis, "MI300X vs H100 vs H200, part 1: training",
-December 2024); that of others is taken as like one of these. Fused attention: FlashAttention-2 (arXiv 2307.08691,
-section 4), whose backward computes the scores again, five products for forward's two.
+on an A100 (Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), and in a model's shapes 0.48 on an
+MI300X and 0.73 on an H100 (SemiAnalysis, "MI300X vs H100 vs H200, part 1: training", December 2024), where power ends
+it: 0.70 was fitted for Hopper as `step_time.IN_A_STEP` was. Others are taken as like one of these. Fused attention:
+FlashAttention-2 (arXiv 2307.08691, section 4), whose backward computes the scores again: five products, forward's two.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Device:
     launch: float = 7e-6  # Seconds of the host for an operator that is not compiled: Python, autograd, dispatch.
     kernel: float = 2.5e-6  # Seconds that the smallest kernel takes on the device.
     host: float = 25e9  # Bytes per second of the link to the host's memory.
+    # Of the time of a collective as if inside a node, what its kernels take from others (fitted as `IN_A_STEP`): NCCL
+    # has up to 32 thread blocks, one a processor, fewer where links between nodes are slower.
+    shared: float = 0.35
 
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 64, 0.6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -230,7 +231,7 @@ def largest_batch(run: Run, memory: int, device: Callable[[int], int] | None = N
     low, high = 0, 1
     while high < LARGEST_BATCH and fits(high):
         low, high = high, 2 * high
-    return _last(low, high, fits)
+    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
 
 
 def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> int | None:
@@ -284,12 +285,4 @@ def fewest_devices(run: Run, engine_on: Callable[[Nodes], EngineFacts], devices:
         low, high = high, 2 * high
         if low >= MOST_NODES:
             return None
-    return Nodes(nodes=_last(low, high, lambda n: not fits(n)) + 1, devices=devices)
-
-
-def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number for which ``holds`` does, which it does at ``low`` and not at ``high``."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return Nodes(nodes=bisect_left(range(high), True, lo=low + 1, key=fits), devices=devices)

@@ -24,12 +24,12 @@ INSIDE, BETWEEN, HOST = "the links inside nodes", "the links between nodes", "th
 PRODUCTS, MEMORY, LAUNCHES = "compute", "the memory's bandwidth", "the launches of kernels"
 CPU_STEP, NVME = "the optimizer on the host", "NVMe"
 
-HBM_REACHED, LINK_REACHED, PCIE_REACHED = 0.85, 0.8, 0.8
-"""Of a data sheet's bandwidth: what copies in a device's memory reach, collectives (as nccl-tests print them for nodes
-of eight), and pinned copies over PCIe."""
-IN_A_STEP = 0.88
-"""Of what products reach alone, what they reach in a step, beside collectives and with power shared: fitted on two of
-fms-fsdp's published runs (7B and 34B on 128 A100), and judged on others."""
+HBM_REACHED, LINK_REACHED, PCIE_REACHED = 0.7, 0.8, 0.8
+"""Of a data sheet's bandwidth: what kernels of a step reach in a device's memory (fitted as `IN_A_STEP`), collectives
+(as nccl-tests print them for nodes of eight), and pinned copies over PCIe."""
+IN_A_STEP = 0.87
+"""Of what products reach alone, what they reach in a step, with power and caches shared: fitted on one half of the
+steps that others have published (``examples/benchmarks/published_tables.py``), and judged by the other."""
 CPU_ADAM, TORCH_ADAM = 4e9, 0.7e9
 """Parameters per second that a node of two processors steps by DeepSpeed's CPU Adam and by torch's (ZeRO-Offload, arXiv
 2101.06840, table 4)."""
@@ -86,7 +86,7 @@ class Rates:
 class Transfer:
     seconds: float = 0.0
     by: str = INSIDE  # What takes longest of it.
-    copies: float = 0.0  # Seconds of the device in which tensors are copied to and from the buffers that are sent.
+    copies: float = 0.0  # Seconds of the device: copies to and from what is sent, and kernels that send beside others.
 
     def __add__(self, other: Transfer) -> Transfer:
         longer = max(self, other, key=lambda each: each.seconds)
@@ -101,9 +101,10 @@ def transfer(sent: Collective, rates: Rates) -> Transfer:
     crossed = sent.nodes(rates.nodes)
     latency = _BASE + _INSIDE * (sent.ranks - crossed) + _BETWEEN * (crossed - 1)
     free = not rates.inside and not rates.between
-    seconds = 0.0 if free else max(inside, between) + latency
+    seconds, taken = (0.0, 0.0) if free else (max(inside, between) + latency, inside + latency)
     # Read and written, once per rank for what is full there.
     copies = 0.0 if sent.what == "gradient shards" else 2 * sent.payload / rates.device.memory
+    copies += taken * rates.device.shared
     return Transfer(seconds=seconds, by=BETWEEN if between > inside else INSIDE, copies=copies)
 
 

@@ -198,6 +198,7 @@ def test_a_meta_copy_counts_in_place_of_its_module() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A100 80GB PCIe", torch.float16, 312),
+        ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 312),
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
         ("NVIDIA H100 NVL", torch.bfloat16, 835.5),
@@ -227,6 +228,11 @@ def test_a_meta_copy_counts_in_place_of_its_module() -> None:
 )
 def test_peaks_by_name(name: str, dtype: torch.dtype, tflops: float | None) -> None:
     assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)
+
+
+def test_memories_of_one_chip() -> None:
+    memories = {"NVIDIA A100-SXM4-40GB": 1.555, "NVIDIA A100-PCIE-40GB": 1.555, "NVIDIA A100-SXM4-80GB": 2.04}
+    assert {name: peaks.memory for name in memories if (peaks := find_peaks(name))} == memories
 
 
 def test_the_peak_of_fp32_follows_torch() -> None:

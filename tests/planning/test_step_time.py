@@ -27,7 +27,7 @@ from lightning_shard.planning.step_time import (
 from lightning_shard.planning.traffic import Nodes
 from tests.planning.support import BF16, FP32, model
 
-DEVICE = Device(products=1e12, single=1e11, memory=1e9, processors=10, launch=1e-3, kernel=1e-9, host=1e6)
+DEVICE = Device(products=1e12, single=1e11, memory=1e9, processors=10, launch=1e-3, kernel=1e-9, host=1e6, shared=0)
 UNITS = ("unit 1", "unit 2", "unit 3")
 NAMES = ("", *UNITS)
 
@@ -69,6 +69,17 @@ def test_communication_hides_behind_compute_unit_by_unit() -> None:
     assert parts(FULL, GATHER / 0.1) == pytest.approx({PRODUCTS: 9.0, INSIDE: 0.1 + 0.1 + 0.2}, rel=1e-3)
     # Alone a maximum of totals would hide all of it: 0.3 + 0.3 + 0.6 s beside 9 s.
     assert parts(FULL, None) == {PRODUCTS: 9.0}
+
+
+def test_kernels_that_send_take_processors() -> None:
+    # All but the first gathers and the last reduction run beside 9 s of compute; what is waited for is not longer.
+    sends = replace(rates(GATHER / 0.1), device=replace(DEVICE, memory=1e30, shared=0.5))
+    alone, beside = (step_time(training(), FULL, trace(), each) for each in (rates(GATHER / 0.1), sends))
+    assert beside.parts[MEMORY] == pytest.approx(0.5 * (6 * 0.1 + 3 * 0.2), rel=1e-2)
+    assert alone.expected + 0.4 < beside.expected < alone.expected + 0.6
+    # Between nodes as slow, the same kernels wait more, and take no more.
+    slow = replace(sends, nodes=Nodes(nodes=2, devices=1), inside=1e30)
+    assert step_time(training(), FULL, trace(), slow).parts.get(MEMORY, 0.0) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_what_does_not_hide_is_waited_for() -> None:
