@@ -41,7 +41,7 @@ def read_config(config: str) -> Any:
         if not path.exists() and not module.replace(".", "").isidentifier():
             raise FileNotFoundError(f"there is no such file, nor folder (from {Path.cwd()})")
         found = AutoConfig.from_pretrained(path) if path.exists() else getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+    except Exception as error:  # of whatever a class of configurations refuses
         raise ConfigurationError(
             f"config is {config!r}, which can't be read: {error}. Give a config.json of transformers, the folder that "
             "it is in, or a class: transformers.LlamaConfig."

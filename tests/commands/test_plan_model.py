@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard.commands import plan as plan_command
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.hugging_face import HuggingFace, HuggingFaceData
+from lightning_shard.hugging_face import HuggingFace, HuggingFaceData, read_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,6 +76,12 @@ def test_what_is_no_configuration(model: str, message: str) -> None:
         plan_command.main([model, "--device-memory", "80GB"])
     # Told by the command line that reads the options of fit, or by the plan.
     assert message in f"{raised.value} {raised.value.__cause__}"
+
+
+def test_a_value_that_a_configuration_refuses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(ConfigurationError, match=r"can.t be read: [^\0]*hidden_size"):
+        read_config(str(tmp_path))
 
 
 class Adversaries(pl.LightningModule):
