@@ -99,6 +99,8 @@ class TorchDDP(StepsOwnParameters):
         if wrapped is None:
             return step(*args, **kwargs)
         if self._run.automatic:
+            # As the other engines do, ahead of each micro-batch, in the place of DDP's own.
+            wrapped.require_forward_param_sync = False
             if self._options.broadcast_buffers:
                 share_buffers(self._module)
             with self._named():
@@ -184,8 +186,6 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
-        # `share_buffers` does it as on the other engines, in each micro-batch.
-        broadcast_buffers=False,
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_replica` made the ranks equal.
         init_sync=False,

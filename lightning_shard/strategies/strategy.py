@@ -254,6 +254,8 @@ class ShardStrategy(ParallelStrategy):
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         engaged = engine.engage(made)
+        if engine.hooks is not None:
+            loops.follow_actions(self._replacements, trainer, *engine.hooks)
         if engaged.optimizers != made:
             self.optimizers = engaged.optimizers
         if engaged.scheduler is not None:

@@ -99,17 +99,17 @@ class Mapped(Net):
         return functional.mse_loss(rows.float(), x.roll(1, 1)) + slopes.float().square().mean()
 
 
-def _fit(kind: Callable[[], Net], name: str, precision: str, **flags: Any) -> dict[str, Tensor | None]:
+def fit(kind: Callable[[], Net], name: str, precision: str, **options: Any) -> dict[str, Tensor | None]:
     module = kind()
-    trainer = quiet_trainer(strategy=build(f"{name}_aligned"), max_steps=4, precision=precision, **flags)
+    trainer = quiet_trainer(strategy=build(f"{name}_aligned", **options), max_steps=4, precision=precision)
     trainer.fit(module, DataLoader(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)), 4))
     return module.found
 
 
 def _different(kind: Callable[[], Net], names: list[str], precision: str) -> list[str]:
-    wanted, plain = _fit(kind, "shard_ddp", precision), _fit(Net, "shard_ddp", precision)
+    wanted, plain = fit(kind, "shard_ddp", precision), fit(Net, "shard_ddp", precision)
     assert any(not torch.equal(wanted[n], plain[n]) for n in plain), "the module does nothing"  # type: ignore[arg-type]
-    found = {name: _fit(kind, name, precision) for name in names}
+    found = {name: fit(kind, name, precision) for name in names}
     return [f"{e} {n}" for e, values in found.items() for n in wanted if not torch.equal(values[n], wanted[n])]  # type: ignore[arg-type]
 
 
@@ -135,7 +135,7 @@ class Transformed(Net):
 
 def _refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)transform of torch.func .* runs .*Use torch.autograd.grad"):
-        _fit(Transformed, name, "32-true")
+        fit(Transformed, name, "32-true")
 
 
 @pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_3"])

@@ -86,6 +86,8 @@ class Zero(Engine):
         self._in_step = False
         self._called = f"{self.strategy}(stage={self._stage})"
         self._uses = WatchedUses(self._called, lambda: self._names)
+        if self._stage == 3:
+            self.hooks = self._uses.begins, self._uses.ends
         self._failed = False
         self._closing = ExitStack()
 
@@ -305,6 +307,9 @@ class Zero(Engine):
     def _take_over(self) -> None:
         # Inside of a step of stage 3 parameters are gathered and freed.
         if self._written is not None and not (self.gathers_in_forward and self._in_step):
+            if self._uses.gathered:
+                self._written.note()
+                self._uses.gathered = False
             self._written.take_over()
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

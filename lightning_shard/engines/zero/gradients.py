@@ -7,6 +7,7 @@ microseconds where it is used and nothing elsewhere.
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import CodeType, FrameType
@@ -44,7 +45,7 @@ class GradientUses:
 
     def _read(self, parameter: Tensor) -> Tensor | None:
         if (fqn := self._fqns.get(id(parameter))) is not None:
-            frame, through = _user()
+            frame, through = user()
             if frame is not None and "zero_grad" in through:
                 self._dropped(fqn)
             elif frame is not None and frame.f_code not in self._readers:
@@ -53,7 +54,7 @@ class GradientUses:
         return gradient
 
     def _write(self, parameter: Tensor, value: Tensor | None) -> None:
-        if (fqn := self._fqns.get(id(parameter))) is not None and (frame := _user()[0]) is not None:
+        if (fqn := self._fqns.get(id(parameter))) is not None and (frame := user()[0]) is not None:
             if value is not None:
                 raise self._lost(fqn, frame)
             self._dropped(fqn)
@@ -81,14 +82,15 @@ class GradientUses:
         )
 
 
-def _user() -> tuple[FrameType | None, set[str]]:
+def user() -> tuple[FrameType | None, set[str]]:
     """The innermost frame that is not torch's, None where that is an engine's, and the functions inside of it.
 
-    A comprehension stands for the function that it is in.
+    A comprehension stands for the function that it is in. Frames of the caller's own file do not count.
     """
-    frame, through = inspect.currentframe(), set[str]()
+    frame: FrameType | None = sys._getframe(1)
+    through, file = set[str](), sys._getframe(1).f_code.co_filename
     while frame is not None and (
-        frame.f_code.co_filename == __file__
+        frame.f_code.co_filename == file
         or package_of(frame) == "torch"
         or frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
     ):

@@ -5,6 +5,7 @@ stage 3 a released parameter has no elements: its norm is 0, and a write to it c
 gathered one is freed with it.
 """
 
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.engines.refusals import not_gathered
 from lightning_shard.engines.zero import layout
+from lightning_shard.engines.zero.gradients import user
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
@@ -113,19 +115,27 @@ def _memory(parameter: Any) -> Tensor | None:
 _VIEWS = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 """Functions whose result stands for the parameter."""
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_SIZES = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.numel, Tensor.dim)  # type: ignore[attr-defined]
+
+_HOOK = re.compile(r"\[(LightningModule|Callback)\].*\.on_\w+$")
+"""Lightning's name for the action of a hook."""
+
 _WATCHED = 8
 """Steps that are looked at: the same code runs in the others, and each operator costs host time here."""
 
 
 class WatchedUses(TorchFunctionMode):
-    """Raises where a step of stage 3 uses a released parameter, or writes to a gathered one."""
+    """Raises where a step or a hook of stage 3 uses a released parameter, or writes to a gathered one."""
 
     def __init__(self, strategy: str, names: Callable[[], Mapping[Tensor, str]]) -> None:
         """``strategy`` is named in the messages, and ``names`` are those of the parameters."""
         super().__init__()
         self._names = names
         self._strategy = strategy
-        self._paused = False
+        self._paused, self._in_hook = False, 0
+        self.gathered = False  # Whether a hook made the engine gather parameters, such as by a forward pass.
         self._views = WeakTensorKeyDictionary()
         self._steps = 0
 
@@ -145,12 +155,29 @@ class WatchedUses(TorchFunctionMode):
         finally:
             self._paused = before
 
+    def begins(self, action: str) -> None:
+        """Look at a hook of the user, if ``action`` is Lightning's name of one."""
+        if _HOOK.match(action):
+            self._in_hook += 1
+            self.__enter__()
+
+    def ends(self, action: str) -> None:
+        """Say that it is over."""
+        if _HOOK.match(action):
+            self.__exit__(None, None, None)
+            self._in_hook -= 1
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``; ConfigurationError: it is one of the uses that can't be."""
         used = [] if self._paused else [base for each in _flat(args) if (base := self._base(each)) is not None]
-        if used and func not in _VIEWS and _writes(func):
+        if used and self._in_hook and user()[0] is None:
+            self.gathered, used = True, []
+        if used and self._in_hook and func in _SIZES and not used[0].numel():
+            # Lest code for matrices passes over them.
+            return func(torch.empty(layout.full_shape(used[0]), device="meta"), *args[1:], **(kwargs or {}))
+        if used and func not in _VIEWS and (_writes(func) or (self._in_hook and func == _SET_DATA)):
             self._refuse_write(func, used[0], next(iter(_flat(args))))
         out = func(*args, **(kwargs or {}))
         if used and func in _VIEWS:
@@ -159,18 +186,22 @@ class WatchedUses(TorchFunctionMode):
             # ``weight.new_zeros(n)`` and ``x.to(weight)`` ask for a dtype and a device.
             name, of_first = func.__name__, self._base(args[0]) is not None
             if not (name.startswith("new_") if of_first else name in ("to", "type_as")):
-                raise not_gathered(self._strategy)
+                raise not_gathered(self._strategy, self._user)
         return out
 
     def _refuse_write(self, func: Callable[..., Any], parameter: Tensor, first: Any) -> None:
         if not parameter.numel():
-            raise not_gathered(self._strategy)
+            raise not_gathered(self._strategy, self._user)
         if self._base(first) is not None:
             raise ConfigurationError(
-                f"The step writes to {self._names()[parameter]} with {func.__name__}, but under {self._strategy} "
+                f"{self._user} writes to {self._names()[parameter]} with {func.__name__}, but under {self._strategy} "
                 "that is a gathered copy, which is freed with what was written. Write between steps "
                 "with set_full_tensor(trainer, name, value), or use shard_ddp or shard_deepspeed_stage_2."
             )
+
+    @property
+    def _user(self) -> str:
+        return "A hook" if self._in_hook else "The step"
 
     def _base(self, tensor: Any) -> Tensor | None:
         """The sharded parameter that ``tensor`` is or stands for."""
