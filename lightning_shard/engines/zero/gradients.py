@@ -7,7 +7,6 @@ microseconds where it is used and nothing elsewhere.
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import CodeType, FrameType
@@ -87,8 +86,9 @@ def user() -> tuple[FrameType | None, set[str]]:
 
     A comprehension stands for the function that it is in. Frames of the caller's own file do not count.
     """
-    frame: FrameType | None = sys._getframe(1)
-    through, file = set[str](), sys._getframe(1).f_code.co_filename
+    here = inspect.currentframe()
+    frame, through = here and here.f_back, set[str]()
+    file = frame and frame.f_code.co_filename
     while frame is not None and (
         frame.f_code.co_filename == file
         or package_of(frame) == "torch"
