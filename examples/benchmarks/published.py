@@ -142,7 +142,9 @@ def row_of(run: Published) -> report.Row:
     row |= {"series": run.series, "length": run.length, "device": run.device, "gpus": run.nodes.ranks}
     kept = getattr(run.engine, "reshard_after_forward", None)
     model = run.model.keywords if isinstance(run.model, partial) else {}
-    row["setting"] = f"{model.get('recompute')} {model.get('share')} {run.compiled} {run.unit_rules} {kept}"
+    row["setting"] = (
+        f"{model.get('recompute')} {model.get('share')} {model.get('chunks')} {run.compiled} {run.unit_rules} {kept}"
+    )
     if run.reserved is not None:
         ends = sorted((found.expandable, found.default))
         own = found.expandable if run.expandable else found.default

@@ -54,7 +54,7 @@ def kind_of(a: report.Row, b: report.Row) -> str:
     if a["device"] != b["device"]:
         return "device"
     if a["setting"] != b["setting"]:
-        return "what is recomputed, resharded or compiled"
+        return "what is recomputed, resharded, chunked or compiled"
     return "GPUs" if a["gpus"] != b["gpus"] else "batch"
 
 
