@@ -330,7 +330,20 @@ class ShardPrecision(Precision):
         def call(loss: Tensor) -> None:
             super(ShardPrecision, self).backward(loss, model, optimizer, *args, **kwargs)
 
-        self._now.engine.backward(tensor, call, overridden=is_overridden("backward", model), **kwargs)
+        overridden, passes = is_overridden("backward", model), list[Tensor]()
+
+        def once(gradient: Tensor) -> None:
+            if passes:
+                # torch's DDP would not reduce the second one, and its ranks drift apart.
+                raise ConfigurationError(
+                    "The module's backward runs two backward passes from one loss, of which engines reduce the first. "
+                    "Run one from their sum (2 * loss), or use manual optimization with a manual_backward for each."
+                )
+            passes.append(gradient)
+
+        if overridden and tensor.requires_grad:
+            tensor.register_hook(once)
+        self._now.engine.backward(tensor, call, overridden=overridden, **kwargs)
 
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""

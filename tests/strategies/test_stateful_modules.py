@@ -133,6 +133,22 @@ class Transformed(Net):
         return functional.mse_loss(out.float(), x) + slopes.float().square().mean()
 
 
+class Twice(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def _two_passes(names: list[str]) -> None:
+    for name in names:
+        with pytest.raises(ConfigurationError, match="runs two backward passes from one loss"):
+            fit(Twice, name, "32-true")
+
+
+def test_two_backward_passes_of_an_automatic_step_are_refused() -> None:
+    run_distributed(_two_passes, 2, ["shard_ddp", *NAMES])
+
+
 def _refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)transform of torch.func .* runs .*Use torch.autograd.grad"):
         fit(Transformed, name, "32-true")
