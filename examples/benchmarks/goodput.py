@@ -202,7 +202,7 @@ def run(options: Options, folder: Path, kinds: list[str], draw: random.Random, m
         if has_ended(ranks):
             break
         whole = max(
-            (int(path.parent.stem.split("=")[1]) for path in folder.glob("checkpoints/*/manifest.json")), default=0
+            (int(path.parent.stem.split("=")[1]) for path in folder.glob("checkpoints/[!.]*/manifest.json")), default=0
         )
         victims = ranks if kind.startswith("node") else ranks[:1] if kind.startswith("rank 0") else ranks[1:]
         killed_at = time.time()
