@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,8 @@ def connect_deepspeed(work: Workload, place: Place) -> None:
     # On a CPU DeepSpeed's own way to it compiles a kernel for inference; this package's leaves that out.
     from lightning_shard.engines.zero.process import connect
 
-    connect(place.device, backend=dist.get_backend(), local_size=work.processes)
+    rank, timeout = dist.get_rank() % work.processes, timedelta(minutes=30)
+    connect(place.device, backend=dist.get_backend(), local_rank=rank, local_size=work.processes, timeout=timeout)
 
 
 def raw_deepspeed(work: Workload, place: Place, *, stage: int, offload: str | None = None) -> Loop:

@@ -94,6 +94,8 @@ def race(
         try:
             contestant = make(name, work, place, plan)
             contestant.run(plan.warmup)
+        except (AttributeError, NameError, TypeError):
+            raise  # of this code
         except Exception as error:
             contestant, why = None, why_not(error)
         else:
