@@ -23,7 +23,7 @@ from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
-from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0, share_buffers
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
 from lightning_shard.engines.usage import SameUnits, UnitUsage
@@ -220,8 +220,6 @@ class FSDP2Engine(StepsOwnParameters):
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._run.automatic:
-            share_buffers(self._module)
         if any(map(hooks_of, self._shards)):
             forward.gather_each(self._module)  # what is gathered for the first time is made
             hook_gathered(self._module)

@@ -39,21 +39,31 @@ def persistent_buffers(root: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-@torch.no_grad()
-def share_buffers(root: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as torch's DDP does before a training forward. All ranks call it.
+class SharedBuffers:
+    """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step.
 
-    A codebook, or running statistics that a module computes with, are then the same on all engines.
+    A codebook, or running statistics that a module computes with, are then the same on all engines. Others are left
+    alone: masks and tables that follow from sizes, of which language models have many, some of each rank's own length.
     """
-    buffers = [b for b in root.buffers() if not isinstance(b, DTensor) and b.numel()]
-    if not buffers or dist.get_world_size() == 1:
-        return
-    parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
-    flat = torch.cat(parts)
-    dist.broadcast(flat, src=0)
-    if dist.get_rank() != 0:
-        for buffer, part in zip(buffers, flat.split([p.numel() for p in parts]), strict=True):
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def __init__(self, root: nn.Module) -> None:
+        """Look where ``root`` has buffers; forward may put others into their places."""
+        named = ((module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False))
+        self._places = [(module, name) for module, name in named if is_persistent(module, name)]
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """All ranks call it; one broadcast, without a wait for a device."""
+        found = {id(buffer): buffer for module, name in self._places if (buffer := getattr(module, name)) is not None}
+        buffers = [buffer for buffer in found.values() if not isinstance(buffer, DTensor) and buffer.numel()]
+        if not buffers or dist.get_world_size() == 1:
+            return
+        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
+        flat = torch.cat(parts)
+        dist.broadcast(flat, src=0)
+        if dist.get_rank() != 0:
+            for buffer, part in zip(buffers, flat.split([p.numel() for p in parts]), strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """torch's DistributedDataParallel. It serves fp32; `lightning_shard.engines.replicate` serves every precision."""
 
+import inspect
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,11 +20,18 @@ from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_double, refuse_sharded
-from lightning_shard.engines.replicated import broadcast_from_rank_0, share_buffers
+from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
+
+# torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
+_FORWARD_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 CommHook = Literal["fp16_compress", "bf16_compress"] | Callable[..., Any]
 
@@ -69,7 +77,7 @@ class TorchDDP(StepsOwnParameters):
         refuse_sharded(module, "ShardDDPStrategy")
         if run.fitting:
             refuse_double(module)
-        self._module, self._run = module, run
+        self._module, self._run, self.shares_buffers = module, run, self._options.broadcast_buffers
         earlier_parameters.remember(module)
         transforms = find_transforms(module, self.units(module), self._forward_options)
         # Where Lightning's DDP leaves it.
@@ -99,10 +107,6 @@ class TorchDDP(StepsOwnParameters):
         if wrapped is None:
             return step(*args, **kwargs)
         if self._run.automatic:
-            # As the other engines do, ahead of each micro-batch, in the place of DDP's own.
-            wrapped.require_forward_param_sync = False
-            if self._options.broadcast_buffers:
-                share_buffers(self._module)
             with self._named():
                 (output,) = wrapped(step, *args, **kwargs)
             return output
@@ -186,6 +190,8 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
+        # `SharedBuffers` does it as on the other engines.
+        **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
         bucket_cap_mb=options.bucket_cap_mb,
         # `prepare_replica` made the ranks equal.
         init_sync=False,

@@ -120,7 +120,7 @@ TABLE: Mapping[str, Row] = {
     "static_graph": _ddp_only("bool", "speed", _PUBLIC_DDP, "nothing is lost but some speed", False),
     "gradient_as_bucket_view": _ddp_only("bool", "memory", "", "", False, True),
     "broadcast_buffers": _ddp_only(
-        "bool", "numbers", "buffers are broadcast before each training forward", "shard_ddp in '32-true'", True,
+        "bool", "numbers", "buffers are broadcast at each step's beginning", "shard_ddp in '32-true'", True,
     ),
     "bucket_cap_mb": _ddp_only("float", "speed", _BUCKET, "buckets.reduce with DeepSpeed, units with FSDP"),
     "comm_hook": _ddp_only("str", "numbers", _PUBLIC_DDP, f"{_STEP_PRECISION}, the same in 16 bits"),

@@ -3,10 +3,11 @@
 # The imports are the contents.
 # ruff: noqa: F401
 
+from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
-from lightning_shard.run.fit import Fit, before_sharding, compared_settings, drops_gradients, run_of, same_on_all_ranks
+from lightning_shard.run.fit import Fit, before_sharding, begin_batch, compared_settings, run_of, same_on_all_ranks
 from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger

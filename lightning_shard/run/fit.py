@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks, loaders, loops, processes, progress
 from lightning_shard.checkpoint.files.place import Place, place
-from lightning_shard.engines.engine import PlannedRun, Run, TrainerFacts
+from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
+from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.data import changed_by_evaluation
@@ -167,11 +168,19 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
             hook(trainer, module)
 
 
-def drops_gradients(trainer: Trainer) -> bool:
-    """Whether Lightning drops the gradients of the step before in this batch, and nobody looks at them until then."""
-    if not trainer.lightning_module.automatic_optimization or not loops.begins_accumulation(trainer):
-        return False
-    return not callbacks.watches_zero_grad(trainer)
+def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> None:
+    """Ahead of a training batch, what belongs to the beginning of an optimizer step. All ranks call it.
+
+    As under torch's DDP all get rank 0's buffers, in manual optimization in each batch. The gradients of the step
+    before are dropped where nobody looks at them until Lightning does, with all of forward's activations beside them.
+    """
+    automatic = trainer.lightning_module.automatic_optimization
+    if automatic and not loops.begins_accumulation(trainer):
+        return
+    if engine.shares_buffers:
+        buffers.share()
+    if automatic and not callbacks.watches_zero_grad(trainer):
+        engine.free_gradients()
 
 
 def same_on_all_ranks(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -47,7 +47,7 @@ class ShardDDPStrategy(ShardStrategy):
             static_graph: the graph never changes between steps. torch's DDP only. The first step of a run, a resumed
                 one too, sums in an order of its own then, which shows in the last bit from 3 ranks on.
             gradient_as_bucket_view: gradients lie in the reduction buckets, which saves a copy. torch's DDP only.
-            broadcast_buffers: give every rank the buffers of rank 0 before each training forward, as other engines do;
+            broadcast_buffers: give every rank the buffers of rank 0 at each step's beginning, as other engines do;
                 False needs torch's DDP. Evaluation and checkpoints use rank 0's buffers in any case.
             bucket_cap_mb: size of the reduction buckets in MiB; default: torch's. torch's DDP only: ``replicate``
                 reduces by shard unit.

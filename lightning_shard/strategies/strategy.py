@@ -228,7 +228,7 @@ class ShardStrategy(ParallelStrategy):
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
-        self._freezing = parts.Freezing(module)
+        self._freezing, self._buffers = parts.Freezing(module), parts.SharedBuffers(module)
         self.precision_plugin.connect_engine(engine, run, module, self._settings)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
@@ -292,8 +292,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if parts.drops_gradients(self._module.trainer):  # Lightning does with all of forward's activations beside them
-            self.engine.free_gradients()
+        parts.begin_batch(self._module.trainer, self.engine, self._buffers)
         with self.precision_plugin.train_step_context():
             output = self.engine.forward(self.precision_plugin.step(self._module.training_step), *args, **kwargs)
         self._compiler.after_step()

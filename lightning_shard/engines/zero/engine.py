@@ -16,7 +16,6 @@ from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
-from lightning_shard.engines.replicated import share_buffers
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -299,8 +298,6 @@ class Zero(Engine):
         if not self._run.automatic:
             # Which of the step's backward passes is the last is known when the optimizer steps.
             running.set_boundary(self._started, False)
-        else:
-            share_buffers(self._module)
         self._take_over()
         return self._inside(step, *args, **kwargs)
 
