@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.devices import in_use
@@ -36,7 +37,8 @@ def probe(
 ) -> bool:
     """Whether an element's step depends on others of its parameter, so that shards can't be stepped. No communication.
 
-    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart.
+    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps DTensors
+    also on such, which not all operators take.
 
     The optimizer and the global random number generators are left as they were. ``shapes`` are those of each group's
     full parameters, ``dtype`` that of the master weights. ``alone``: each rank steps all parameters, which may be
@@ -56,7 +58,8 @@ def probe(
             k: bool(v) if isinstance(v, int | float | Tensor) else repr(v) for k, v in group.items() if k != "params"
         }
         for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in full}):
-            kind = (ndim, dtype, aligned, alone, *inner, *sorted(flags.items()))
+            sharded = any(isinstance(p, DTensor) for p in group["params"])
+            kind = (ndim, dtype, aligned, alone, sharded, *inner, *sorted(flags.items()))
             if kind not in known:
                 known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone)
             full_parameters |= known[kind]
@@ -115,7 +118,8 @@ def _try(
                 "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
             )
         # The insides of a quantised state have other shapes than their parameter.
-        if not insides and (ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients])):
+        same = ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients])
+        if not insides and same and _takes_shards(step, group, dtype):
             return False
         if takes_closure:
             raise ConfigurationError(
@@ -162,6 +166,20 @@ def _same_in_parts(step: Callable[..., Any], full: Tensor, value: Tensor, gradie
             return False
         if not _equal(part, full.view(-1)[begin:end]):
             return False
+    return True
+
+
+def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a group with DTensors can be stepped as it is: they refuse some operators, such as Rprop's."""
+    like = next((p for p in group["params"] if isinstance(p, DTensor)), None)
+    if like is None:
+        return True
+    local = torch.ones((2,) * like.ndim, dtype=dtype, device=like.to_local().device)
+    part = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+    try:
+        step([part], [[part], [-part]])
+    except Exception:
+        return False
     return True
 
 
