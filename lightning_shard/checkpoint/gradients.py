@@ -20,17 +20,10 @@ from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import fqns
 
 
-def keyed(gradients: Mapping[str, Accumulated], module: nn.Module) -> dict[str, Any]:
-    """Key of a checkpoint to tensor, of gradients by their names in ``module.named_parameters()`` on this rank."""
-    names = _canonical(module)
+def keyed(gradients: Mapping[str, Accumulated]) -> dict[str, Any]:
+    """Key of a checkpoint to tensor, of gradients by FQN on this rank."""
     keys = {True: layout.GRADIENT_PREFIX, False: f"{layout.RANK_GRADIENT_PREFIX}{Ranks.of().rank}."}
-    return {keys[each.reduced] + names[name]: each.tensor for name, each in gradients.items()}
-
-
-def _canonical(module: nn.Module) -> dict[str, str]:
-    """Name in ``module.named_parameters()`` to FQN."""
-    identities = fqns(module).identities
-    return {name: identities[id(parameter)] for name, parameter in module.named_parameters()}
+    return {keys[each.reduced] + fqn: each.tensor for fqn, each in gradients.items()}
 
 
 def stored_gradients(keys: Collection[str]) -> dict[str, dict[int | None, str]]:
@@ -60,8 +53,8 @@ def load_gradients(
     """
     ranks, path, writers = Ranks.of(), checkpoint.path, checkpoint.manifest.facts.world_size
     found = ranks.agree(f"opening {path}", lambda: stored_gradients(checkpoint.manifest.tensors))
-    aliases, names = fqns(module).aliases, {fqn: name for name, fqn in _canonical(module).items()}
-    stored = {names[own]: keys for fqn, keys in found.items() if (own := aliases.get(fqn, fqn)) in names}
+    names = fqns(module)
+    stored = {own: keys for fqn, keys in found.items() if (own := names.aliases.get(fqn, fqn)) in names.tensors}
     live = begin(stored.keys())
 
     def read() -> None:

@@ -64,7 +64,7 @@ def training_state(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
         slots=states.tensors,
-        further={**averages_of, **(keyed(gradients, module) if gradients else {})},
+        further={**averages_of, **(keyed(gradients) if gradients else {})},
         trainer_state={**trainer_state, **own},
         own_state=own_state,
         facts=facts,

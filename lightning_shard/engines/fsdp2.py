@@ -34,6 +34,7 @@ from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.names import named_parameters
 
 FORWARD_METHODS = ("encode", "generate")
 """Methods that run a model without ``forward``, by the names that are common."""
@@ -291,7 +292,7 @@ class FSDP2Engine(StepsOwnParameters):
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:
-    names: dict[Tensor, str] = {p: fqn for fqn, p in root.named_parameters()}
+    names: dict[Tensor, str] = {p: fqn for fqn, p in named_parameters(root).items()}
     stepped = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return WholeSteps(
         optimizer,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_shard.errors import MaterializationError
+from lightning_shard.tensors.names import unwrapped_modules
 
 
 def derived_seed(seed: int, fqn: str) -> int:
@@ -37,7 +38,7 @@ class Materializer:
         module's own ``reset_parameters`` (or ``_reset_parameters``, as ``nn.MultiheadAttention`` spells it). ``seed``
         is the run's, equal on all ranks. A MaterializationError names all modules that have none of these methods.
         """
-        self.fqns = {module: fqn for fqn, module in root.named_modules()}
+        self.fqns = {module: fqn for fqn, module in unwrapped_modules(root)}
         self.initializers = _find_initializers(root)
         """How each module that owns a tensor on the meta device is given its values."""
         self._device = device

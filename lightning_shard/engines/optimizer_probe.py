@@ -37,8 +37,8 @@ def probe(
 ) -> bool:
     """Whether an element's step depends on others of its parameter, so that shards can't be stepped. No communication.
 
-    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps DTensors
-    also on such, which not all operators take.
+    Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
+    DTensors also on such, which not all operators take.
 
     The optimizer and the global random number generators are left as they were. ``shapes`` are those of each group's
     full parameters, ``dtype`` that of the master weights. ``alone``: each rank steps all parameters, which may be

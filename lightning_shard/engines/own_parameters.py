@@ -22,6 +22,7 @@ from lightning_shard.engines.transforms import ForwardOptions
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.tensors.clipping import gradients_of
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import named_parameters, unwrapped_modules
 
 
 class StepsOwnParameters(Engine):
@@ -111,7 +112,7 @@ class ModuleTensors:
             return self.whole[id(optimizer)].stepped()
         if not self.live:
             return None
-        names: dict[Tensor, str] = {p: fqn for fqn, p in self.module.named_parameters()}
+        names: dict[Tensor, str] = {p: fqn for fqn, p in named_parameters(self.module).items()}
         return [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
@@ -121,7 +122,7 @@ class ModuleTensors:
         return gradients_of(p for group in optimizer.param_groups for p in group["params"])
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names = {module: fqn for fqn, module in self.module.named_modules()}
+        names = {module: fqn for fqn, module in unwrapped_modules(self.module)}
         found: dict[str, Accumulated] = {}
 
         def fqn_of(owner: nn.Module, name: str) -> str:
@@ -132,7 +133,7 @@ class ModuleTensors:
             waiting = accumulated_gradients(unit, lambda *at: fqn_of(*at) in begin, reduced=not self.at_boundary)
             for owner, name, gradient, reduced in waiting:
                 found[fqn_of(owner, name)] = Accumulated(gradient, reduced)
-        for fqn, parameter in self.module.named_parameters():
+        for fqn, parameter in named_parameters(self.module).items():
             if fqn in begin and fqn not in found and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None and fqn not in found:

@@ -11,6 +11,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
 
 
 def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by_zero: bool = True) -> None:
@@ -74,6 +75,17 @@ def refuse_kinds(
         raise ConfigurationError(
             f"{strategy} can't step parameters of these kinds: {lines}. Change them as said, or use shard_ddp in "
             "'32-true'."
+        )
+
+
+def refuse_compiled(module: nn.Module, strategy: str) -> None:
+    """Refuse modules in graphs of the user's own ``torch.compile`` (ConfigurationError, with what to use)."""
+    outside = set(outside_graphs(module))
+    inside = [n for n, m in unwrapped_modules(module) if m not in outside and not isinstance(m, ScriptModule)]
+    if inside:
+        raise ConfigurationError(
+            f"torch.compile makes a graph of {inside[0] or 'the module itself'}, but {strategy} gathers parameters in "
+            "hooks of each module, which no graph holds. Use shard_fsdp or stage 2, or leave out torch.compile."
         )
 
 

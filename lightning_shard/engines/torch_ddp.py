@@ -25,6 +25,7 @@ from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
+from lightning_shard.tensors.names import named_parameters
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
 _FORWARD_BUFFERS = (
@@ -98,7 +99,7 @@ class TorchDDP(StepsOwnParameters):
         self._delayed_static_graph = False
         self._wrapped = None
         # Manual optimization may freeze some while DDP waits for them.
-        self._reduced = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        self._reduced = [name for name, parameter in named_parameters(self._module).items() if parameter.requires_grad]
         if self._reduced:
             self._wrapped = wrap(self._module, self._options, device=self._run.device)
 

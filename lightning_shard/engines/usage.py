@@ -22,6 +22,7 @@ from lightning_shard.errors import ConfigurationError, WrappingError
 from lightning_shard.private_names import require
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.names import named_parameters
 
 require(_functorch, "maybe_current_level", tested="torch 2.11 to 2.13")
 
@@ -104,7 +105,7 @@ class SameUnits:
 
     def _enter(self, called: str, *args: Any) -> None:
         self._refuse_transforms(called)
-        if self._inside:
+        if self._inside and not torch.compiler.is_compiling():
             self._meet(f"runs {called}")
 
     def _refuse_transforms(self, called: str, *args: Any) -> None:
@@ -152,7 +153,7 @@ class UnitUsage:
         ``always``: ranks tell each other what they use in every step. ``compiled``: units are compiled, so that nothing
         is hooked to their parameters; those with a gradient are used.
         """
-        self._names = {p: fqn for fqn, p in root.named_parameters() if p.requires_grad}
+        self._names = {p: fqn for fqn, p in named_parameters(root).items() if p.requires_grad}
         self.usage = Usage(self._names.values(), always=always)
         self._units: list[Any] = [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._undo: list[Callable[[], None]] = []

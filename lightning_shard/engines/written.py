@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_shard.engines._fsdp2 import gathered_parameters
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.names import named_parameters
 
 _COMPARED = 3
 """Steps in which values are compared, which waits for the device."""
@@ -53,7 +54,7 @@ class WrittenInSteps:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._units: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._names = {p: n for n, p in root.named_parameters() if isinstance(p, DTensor)}
+        self._names = {p: n for n, p in named_parameters(root).items() if isinstance(p, DTensor)}
         self._frozen = {parameter for parameter in self._names if not parameter.requires_grad}
         self._lost: set[str] = set()
         self._steps = 0

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.float8 import Float8, install_float8
+from lightning_shard.tensors.names import named_parameters
 
 OBSERVERS: list[Callable[[nn.Module], None]] = []
 """Called with each module that runs on cast parameters, while they are in their place; empty but in a first step."""
@@ -339,7 +340,7 @@ def cast_trainable_parameters(root: nn.Module, dtype: torch.dtype) -> dict[str, 
     before FSDP's lazy initialisation, which picks the replaced parameters up. Ties stay ties. Returns the FQN of each
     parameter that changed, with the dtype it had.
     """
-    names = {p: name for name, p in root.named_parameters()}
+    names = {p: name for name, p in named_parameters(root).items()}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, parameter in list(_owners(root)):
         if not (parameter.requires_grad and parameter.is_floating_point()) or parameter.dtype == dtype:

@@ -25,6 +25,7 @@ from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.tensors.clipping import all_finite
 from lightning_shard.tensors.flat import FlatTensor
 from lightning_shard.tensors.full import to_host_later
+from lightning_shard.tensors.names import named_parameters
 from lightning_shard.tensors.tracing import tree_leaves
 
 Action = Literal["raise", "skip", "rollback"]
@@ -136,7 +137,7 @@ class NonFiniteWatch:
         return "".join(f" First on rank {rank}: {kind} {name}." for rank, name in named[:4])
 
     def _first_gradient(self) -> str | None:
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters(self._module).items():
             gradient = self._engine.tensors.gradient(name, parameter)
             if gradient is None:
                 continue

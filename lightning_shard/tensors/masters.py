@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_shard.tensors.flat import LiveTensor
+from lightning_shard.tensors.names import named_parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +29,7 @@ _found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its 
 
 def register(module: nn.Module, masters: Masters) -> None:
     """Have `live_tensors` find the parameters of ``module`` in ``masters``, until `forget`."""
-    for fqn, parameter in module.named_parameters():
+    for fqn, parameter in named_parameters(module).items():
         _found[parameter] = fqn, masters
 
 

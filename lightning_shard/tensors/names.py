@@ -34,8 +34,12 @@ class Names:
         return self.identities.get(id(tensor))
 
     def canonical(self, fqn: str) -> str:
-        """The name that ``fqn`` is registered by first; ConfigurationError, with the nearest names: there is none."""
-        name = self.aliases.get(fqn, fqn)
+        """The name that ``fqn`` is registered by first; ConfigurationError, with the nearest names: there is none.
+
+        ``fqn`` may have the names of wrappers in it.
+        """
+        unwrapped = self.unwrapped(fqn)
+        name = self.aliases.get(unwrapped, unwrapped)
         if name not in self.tensors:
             raise ConfigurationError(f"the module has no parameter {fqn!r}.{did_you_mean(fqn, self.tensors)}")
         return name
@@ -69,6 +73,15 @@ def fqns(module: nn.Module) -> Names:
             else:
                 aliases[fqn] = canonical
     return Names(tensors=tensors, aliases=aliases, identities=first, prefixes=prefixes)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN to parameter: ``module.named_parameters()`` without what wrappers put into the names."""
+    first: dict[nn.Parameter, str] = {}
+    for _, prefix, owner in _modules(module, "", ""):
+        for name, parameter in owner.named_parameters(recurse=False):
+            first.setdefault(parameter, prefix + name)
+    return {fqn: parameter for parameter, fqn in first.items()}
 
 
 def unwrapped_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.optimizer_probe import probe, rests_at_zero
 from lightning_shard.errors import ConfigurationError
+from tests.harness import run_distributed
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -155,3 +158,13 @@ def test_nothing_is_left_of_a_probe(make: Any) -> None:
 )
 def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> None:
     assert rests_at_zero(make([torch.nn.Parameter(torch.ones(2, 2))])) is rests
+
+
+def _probed_on_shards() -> list[bool]:
+    mesh = init_device_mesh("cpu", (1,))
+    shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
+    return [probed(make(shards)) for make in (optim.AdamW, optim.Rprop)]
+
+
+def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:
+    assert run_distributed(_probed_on_shards, 1) == [[False, True]]

@@ -35,6 +35,7 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "lamb": Lamb,
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
+    "rprop": torch.optim.Rprop,  # elementwise, but by an operator that DTensors refuse
     "adamw": torch.optim.AdamW,
     "together": NormalizedTogether,
     "noisy": Noisy,
@@ -116,7 +117,7 @@ def _differences(names: list[str], make: str, **settings: Any) -> dict[str, list
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, **settings)))}
 
 
-@pytest.mark.parametrize("make", sampled(["lamb", "adafactor", "muon"], 1, 2))
+@pytest.mark.parametrize("make", sampled(["lamb", "adafactor", "muon", "rprop"], 1, 2))
 def test_engines_agree_bitwise(make: str) -> None:
     assert run_distributed(_differences, 2, SHARDING, make) == [{}] * 2
 

@@ -15,7 +15,7 @@ from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, Plann
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import explained, refuse_compiled, refuse_double, refuse_kinds, refuse_sharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -41,6 +41,7 @@ from lightning_shard.precision.policy import DTYPES, PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.flat import Accumulated
+from lightning_shard.tensors.names import named_parameters
 
 
 class Zero(Engine):
@@ -130,6 +131,8 @@ class Zero(Engine):
             refuse_kinds(module, self._called, empty=last, hooked=last)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
+        else:
+            refuse_compiled(module, self._called)
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
@@ -172,7 +175,9 @@ class Zero(Engine):
         rests = optimizer is not None and rests_at_zero(optimizer)
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
-        trainable = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.is_floating_point()]
+        trainable = [
+            (n, p) for n, p in named_parameters(self._module).items() if p.requires_grad and p.is_floating_point()
+        ]
         master, loaded = self._run.policy.master, self._values.loaded
         self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in loaded}
         if self._stage == 3:
@@ -186,7 +191,7 @@ class Zero(Engine):
         shards = layout.steps(running.zero, running.groups)
         if self._run.automatic:
             # In manual optimization each backward pass is over a part of the model.
-            live = dict(self._module.named_parameters())
+            live = named_parameters(self._module)
             together = layout.in_leaf_modules(self._module)
             self._unstepped = Unstepped({n: live[n] for n, _ in trainable}, rests=rests, together=together)
             self._closing.callback(self._unstepped.close)
@@ -269,7 +274,7 @@ class Zero(Engine):
 
     @property
     def _names(self) -> dict[Tensor, str]:
-        return {parameter: fqn for fqn, parameter in self._module.named_parameters()}
+        return {parameter: fqn for fqn, parameter in named_parameters(self._module).items()}
 
     def _register_masters(self) -> None:
         """Let who fills the module's parameters find their masters."""

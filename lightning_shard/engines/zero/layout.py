@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import swapping
 from lightning_shard.tensors.flat import Accumulated, FlatGroup, FlatMember, FlatSlice, FlatTensor
+from lightning_shard.tensors.names import named_parameters, unwrapped_modules
 
 STAGES_1_2 = "DeepSpeedZeroOptimizer"
 BF16 = "BF16_Optimizer"
@@ -117,8 +118,8 @@ def in_leaf_modules(module: nn.Module) -> set[str]:
     """FQNs of the parameters in the modules that stage 3 gathers and reduces whole, whatever of them runs."""
     from deepspeed.utils import z3_leaf_module
 
-    leaves = [(fqn, m) for fqn, m in module.named_modules() if z3_leaf_module(m)]
-    return {f"{fqn}.{name}".lstrip(".") for fqn, leaf in leaves for name, _ in leaf.named_parameters()}
+    leaves = [(fqn, m) for fqn, m in unwrapped_modules(module) if z3_leaf_module(m)]
+    return {f"{fqn}.{name}".lstrip(".") for fqn, leaf in leaves for name in named_parameters(leaf)}
 
 
 def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -127,7 +128,7 @@ def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     inside = in_leaf_modules(module)
     found = []
-    for fqn, part in module.named_modules():
+    for fqn, part in unwrapped_modules(module):
         own = {f"{fqn}.{name}".lstrip("."): p for name, p in part.named_parameters(recurse=False)}
         if z3_leaf_module(part) or any(n not in inside and not getattr(p, "ds_persist", False) for n, p in own.items()):
             found.append((fqn, part))

@@ -16,6 +16,7 @@ from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.values import Loaded, is_kept
 from lightning_shard.tensors.flat import FlatSlice
+from lightning_shard.tensors.names import named_parameters
 
 
 def partition(
@@ -33,7 +34,7 @@ def partition(
     import deepspeed
 
     materializer = Materializer(root, device=device, seed=seed)
-    names = {id(p): fqn for fqn, p in root.named_parameters()}
+    names = {id(p): fqn for fqn, p in named_parameters(root).items()}
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=compute)
     swapping.read_once(init.param_swapper)
     if config["zero_optimization"].get("memory_efficient_linear"):

@@ -15,6 +15,7 @@ from lightning_shard.engines.zero.running import Running
 from lightning_shard.engines.zero.several import SeveralOptimizers
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, LiveTensor
+from lightning_shard.tensors.names import named_parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +68,7 @@ class FlatTensors:
         return layout.reduced_gradients(self.zero) if self.running.pending else []
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        names: dict[Tensor, str] = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        names: dict[Tensor, str] = {p: n for n, p in named_parameters(self.module).items() if p.requires_grad}
         return dict(layout.accumulated(self.zero, self.running.groups, names, begin))
 
     def resident(self) -> Iterator[Resident]:

@@ -15,6 +15,7 @@ from lightning_shard.engines.zero import running as zero
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor, LiveTensor
 from lightning_shard.tensors.full import gather_full
+from lightning_shard.tensors.names import named_parameters
 
 Loaded = dict[str, FlatSlice]
 """FQN to a slice of the parameter, in the dtype that it was loaded in."""
@@ -51,7 +52,7 @@ class Values:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """FQN to the module's parameters as DeepSpeed left them."""
-        return dict(self._module.named_parameters())
+        return named_parameters(self._module)
 
     def cast(self, compute: torch.dtype) -> None:
         """Cast all parameters to ``compute``, which DeepSpeed does in 16 bits alone, and refer to what they were.

@@ -24,6 +24,7 @@ from lightning_shard.engines.zero.saved_weights import version
 from lightning_shard.engines.zero.values import Values
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
+from lightning_shard.tensors.names import named_parameters
 
 _same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
 
@@ -37,7 +38,7 @@ class Written:
 
     def __init__(self, module: nn.Module, running: Running, values: Values) -> None:
         """Look at the parameters of a fit that begins."""
-        self._parameters = {fqn: p for fqn, p in module.named_parameters() if p.is_floating_point()}
+        self._parameters = {fqn: p for fqn, p in named_parameters(module).items() if p.is_floating_point()}
         self._running, self._values = running, values
         self._steps, self._found = 0, False
         self._cast = {fqn for fqn, _, kept in self._kept() if kept.dtype != self._parameters[fqn].dtype}

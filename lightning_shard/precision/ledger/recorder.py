@@ -23,7 +23,7 @@ from lightning_shard.precision import casting
 from lightning_shard.precision.float8 import multiplies_in
 from lightning_shard.precision.ledger.record import STATE, Entry, Kind, Ledger, Reduction
 from lightning_shard.tensors.flat import Accumulated, LiveTensor
-from lightning_shard.tensors.names import outside_graphs
+from lightning_shard.tensors.names import named_parameters, outside_graphs
 from lightning_shard.tensors.tracing import TorchDispatchMode, tree_leaves
 
 Place = tuple[nn.Module, str]
@@ -84,7 +84,7 @@ class Recorder:
         if masters is not None:
             yield from masters
             return
-        names = {id(p): name for name, p in self._root.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(self._root).items()}
         index = self._optimizers.index(optimizer)
         for group, settings in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(settings["params"]):
@@ -98,7 +98,7 @@ class Recorder:
         return bool(self._undo)
 
     def start(self) -> None:
-        names = {id(p): name for name, p in self._root.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(self._root).items()}
         for module in self._root.modules():
             for attribute, parameter in _own(module):
                 if _counts(parameter):
@@ -249,7 +249,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _named_tensors(root: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
-    for name, parameter in root.named_parameters():
+    for name, parameter in named_parameters(root).items():
         if _counts(parameter):
             yield name, "trainable" if parameter.requires_grad else "frozen", parameter
     for name, buffer in root.named_buffers():

@@ -1,0 +1,122 @@
+"""Modules that users compile by themselves: names without a trace of it, and a sentence where no graph holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_shard import ConfigurationError, full_tensor, set_full_tensor
+from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.engines.refusals import refuse_compiled
+from lightning_shard.tensors.names import fqns, named_parameters
+from tests.harness import run_distributed
+from tests.models import quiet_trainer
+
+WEIGHT = "net.0.weight"
+
+
+class Compiled(pl.LightningModule):
+    def __init__(self, make: Callable[..., Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.make, self.found = make, dict[str, Tensor | None]()
+        self.net = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), backend="eager")
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.arange(6.0).add(sample).sin() for sample in range(12)], batch_size=2)  # type: ignore[arg-type] # a list is a data set
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make(self.parameters(), lr=1e-2)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.found["gradient"] = full_tensor(self.trainer, WEIGHT, "gradient")
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
+        weight = full_tensor(self.trainer, WEIGHT)
+        assert weight is not None
+        set_full_tensor(self.trainer, "net._orig_mod.0.weight", weight * 0.9)
+
+
+def _found(name: str, make: Callable[..., Optimizer], slot: str, folder: Path) -> dict[str, Tensor | None]:
+    module = Compiled(make)
+    trainer = quiet_trainer(strategy=name, precision="bf16-mixed", max_steps=3)
+    trainer.fit(module)
+    path = folder / f"{name}.ckpt"
+    trainer.save_checkpoint(path)
+    saved = {key: entry.read() for key, entry in open_any(path).tensors.items()}
+    assert saved.keys() > {f"model.{WEIGHT}", f"optimizer.0.{WEIGHT}.{slot}"}
+    return {**module.found, **saved}
+
+
+def _differences(names: list[str], make: Callable[..., Optimizer], slot: str, folder: Path) -> list[str]:
+    wanted = _found("shard_ddp_aligned", make, slot, folder)
+    different = []
+    for name in names:
+        found = _found(name, make, slot, folder)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert value is not None
+            if not torch.equal(value, found[key]):  # type: ignore[arg-type] # None is no tensor, and fails
+                different.append(f"{name}: {key}")
+    return different
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("make", "slot"), [(torch.optim.AdamW, "exp_avg"), (torch.optim.Adafactor, "row_var")])
+def test_names_and_numbers_are_those_of_the_module_before(
+    make: Callable[..., Optimizer], slot: str, tmp_path: Path
+) -> None:
+    names = [f"shard_{name}_aligned" for name in ("fsdp", "deepspeed_stage_1", "deepspeed_stage_2")]
+    assert run_distributed(_differences, 2, names, make, slot, tmp_path) == [[], []]
+
+
+def _wrapped(module: Compiled) -> None: ...
+
+
+def _compiled_call(module: Compiled) -> None:
+    module.net = module.net._orig_mod
+    module.net.compile(backend="eager")
+
+
+def _compiled_forward(module: Compiled) -> None:
+    module.net = module.net._orig_mod
+    module.net.forward = torch.compile(module.net.forward, backend="eager")
+
+
+@pytest.mark.parametrize("change", [_wrapped, _compiled_call, _compiled_forward])
+def test_graphs_are_seen_however_they_are_made(change: Callable[[Compiled], None]) -> None:
+    module = Compiled(torch.optim.SGD)
+    change(module)
+    with pytest.raises(ConfigurationError, match=r"torch.compile makes a graph of net.*, but Z gathers"):
+        refuse_compiled(module, "Z")
+
+
+def test_a_name_is_found_by_both_spellings() -> None:
+    module = Compiled(torch.optim.SGD)
+    assert list(named_parameters(module)) == ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]
+    names = fqns(module)
+    assert names.canonical("net._orig_mod.0.weight") == names.canonical(WEIGHT) == WEIGHT
+    with pytest.raises(ConfigurationError, match=r"no parameter 'net._orig_mod.1.weight'"):
+        names.canonical("net._orig_mod.1.weight")
+
+
+def _refused() -> str:
+    with pytest.raises(ConfigurationError) as error:
+        quiet_trainer(strategy="shard_deepspeed_stage_3", max_steps=1).fit(Compiled(torch.optim.SGD))
+    return str(error.value)
+
+
+def test_stage_3_refuses_them_before_it_shards() -> None:
+    (text,) = run_distributed(_refused, 1)
+    assert text.startswith("torch.compile makes a graph of net, but ShardDeepSpeedStrategy(stage=3) gathers")
