@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,31 +40,70 @@ def persistent_buffers(root: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
+_COMPARED = 3
+"""Times that buffers are shared at which ranks tell each other their shapes."""
+
+_ALIGNMENT = 16  # bytes, of every dtype
+
+
 class SharedBuffers:
     """Gives every rank the persistent buffers of rank 0, as torch's DDP does ahead of a step.
 
     A codebook, or running statistics that a module computes with, are then the same on all engines. Others are left
-    alone: masks and tables that follow from sizes, of which language models have many, some of each rank's own length.
+    alone: masks and tables that follow from sizes, of which language models have many, some of each rank's own length;
+    and those whose shapes or dtypes differ between ranks, or change after the first steps.
     """
 
     def __init__(self, root: nn.Module) -> None:
         """Look where ``root`` has buffers; forward may put others into their places."""
         named = ((module, name) for module in root.modules() for name, _ in module.named_buffers(recurse=False))
         self._places = [(module, name) for module, name in named if is_persistent(module, name)]
+        self._compared = 0
+        self._agreed: list[tuple[nn.Module, str, Any, int]] = []  # With what all ranks have there, and the first byte.
+        self._sent = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def share(self) -> None:
-        """All ranks call it; one broadcast, without a wait for a device."""
-        found = {id(buffer): buffer for module, name in self._places if (buffer := getattr(module, name)) is not None}
-        buffers = [buffer for buffer in found.values() if not isinstance(buffer, DTensor) and buffer.numel()]
-        if not buffers or dist.get_world_size() == 1:
+        """All ranks call it; after the first times one broadcast, and no wait for a device."""
+        if not self._places or dist.get_world_size() == 1:
             return
-        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
-        flat = torch.cat(parts)
-        dist.broadcast(flat, src=0)
+        if self._compared < _COMPARED:
+            self._agree()
+        if not self._agreed:
+            return
+        here = [(getattr(module, name), like, start) for module, name, like, start in self._agreed]
+        slots = [
+            (b, self._sent[start : start + b.nbytes].view(b.dtype).view(b.shape))
+            for b, like, start in here
+            if _like(b) == like
+        ]
+        if dist.get_rank() == 0:
+            for buffer, slot in slots:
+                slot.copy_(buffer)
+        dist.broadcast(self._sent, src=0)
         if dist.get_rank() != 0:
-            for buffer, part in zip(buffers, flat.split([p.numel() for p in parts]), strict=True):
-                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+            for buffer, slot in slots:
+                buffer.copy_(slot)
+
+    def _agree(self) -> None:
+        own = [_like(getattr(module, name)) for module, name in self._places]
+        of_ranks = Ranks.of().gather(own)
+        self._compared, self._agreed, end = self._compared + 1, [], 0
+        for (module, name), *likes in zip(self._places, *of_ranks, strict=True):
+            if likes[0] is not None and all(like == likes[0] for like in likes):
+                buffer = getattr(module, name)
+                self._agreed.append((module, name, likes[0], end))
+                end += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+                if self._sent.device.type == "cpu":
+                    self._sent = buffer.new_empty(0, dtype=torch.uint8)  # where they are
+        self._sent = self._sent.new_zeros(end)
+
+
+def _like(buffer: Any) -> Any:
+    """Shape, dtype and device's type of a buffer that can be shared, else None."""
+    if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not buffer.numel() or buffer.is_sparse:
+        return None
+    return tuple(buffer.shape), buffer.dtype, buffer.device.type
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError, full_tensor
+from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.registry import build
 from tests.harness import run_distributed
 from tests.models import quiet_trainer
@@ -181,6 +182,25 @@ def _codes(name: str) -> list[Tensor]:
 def _all_codes(names: list[str]) -> list[bool]:
     first, *others = (_codes(name) for name in names)
     return [len(first) == 6 and all(map(torch.equal, first, other)) for other in others]
+
+
+def _grown(shape: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """A buffer that is larger on one rank, and one that grows on all after the first steps, beside one that stays."""
+    rank, module = dist.get_rank(), nn.Module()
+    module.register_buffer("own", torch.full((2 + rank,), float(rank)))
+    module.register_buffer("stays", torch.full((3,), float(rank)))
+    module.register_buffer("grows", torch.full(shape, float(rank), dtype=torch.bfloat16))
+    shared = SharedBuffers(module)
+    for _ in range(4):
+        shared.share()
+    module.grows, module.stays[:] = torch.full((9,), float(rank)), float(rank)
+    shared.share()
+    return [float(module.own.max()), float(module.stays.max())], module.grows.tolist()[:1]
+
+
+@pytest.mark.parametrize("shape", [(), (3, 5)])
+def test_buffers_of_each_ranks_own_shape_are_left_alone(shape: tuple[int, ...]) -> None:
+    assert run_distributed(_grown, 2, shape) == [([0.0, 0.0], [0.0]), ([1.0, 0.0], [1.0])]
 
 
 def test_buffers_are_rank_0s_at_the_beginning_of_a_step() -> None:
