@@ -29,8 +29,8 @@ def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOp
     """
     wrappers = [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in optimizers]
     for wrapper in wrappers:
-        if "zero_grad" in vars(wrapper.optimizer):
-            vars(wrapper)["zero_grad"] = wrapper.optimizer.zero_grad
+        own = vars(wrapper.optimizer)
+        vars(wrapper).update({name: own[name] for name in ("zero_grad", "add_param_group") if name in own})
         if any(name.startswith("ds_opt_") for name in vars(wrapper.optimizer)):
             vars(wrapper)["opt_id"] = -1
     return wrappers

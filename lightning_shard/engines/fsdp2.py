@@ -22,7 +22,7 @@ from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, l
 from lightning_shard.engines.engine import Engaged, Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_new_groups, refuse_sharded
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
@@ -208,6 +208,8 @@ class FSDP2Engine(StepsOwnParameters):
             if needs_full_parameters(optimizer, self._run):
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
         self.steps_itself = bool(self._whole)
+        full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
+        self._closing.callback(refuse_new_groups(full, self.strategy))
         self._look_at_usage()
         return super().engage(optimizers)
 

@@ -1,7 +1,7 @@
 """Refusing modules that another engine has sharded, and kinds of parameters that can't be."""
 
-from collections.abc import Container, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.tensors.names import outside_graphs, unwrapped_modules
@@ -89,6 +90,24 @@ def refuse_compiled(module: nn.Module, strategy: str) -> None:
         )
 
 
+def refuse_new_groups(optimizers: Iterable[Optimizer], strategy: str) -> Callable[[], None]:
+    """Let ``add_param_group`` say that what is stepped was settled when the fit began, until the result is called."""
+
+    def refuse(group: object) -> None:
+        raise ConfigurationError(
+            f"add_param_group is called in a fit, but {strategy} steps flat partitions, or full parameters at their "
+            "owners, of the groups that there were when it began. Put all parameters into the optimizer in "
+            "configure_optimizers, with a learning rate of 0 at first, or use shard_ddp, or shard_fsdp with an "
+            "elementwise optimizer."
+        )
+
+    closing = ExitStack()
+    for own in map(vars, optimizers):
+        own["add_param_group"] = refuse
+        closing.callback(own.pop, "add_param_group")
+    return closing.close
+
+
 def refuse_double(module: nn.Module) -> None:
     """Refuse to train fp64 parameters, which would be stepped as fp32 masters (ConfigurationError)."""
     if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:
@@ -98,8 +117,10 @@ def refuse_double(module: nn.Module) -> None:
         )
 
 
+MIXED = "got mixed torch.Tensor and DTensor"
+
 _NOT_GATHERED = (
-    "got mixed torch.Tensor and DTensor",
+    MIXED,
     "are out of bounds for storage of size 0",
     "returned an invalid gradient at index 0 - got [0]",
     "The size of tensor a (0) must match",

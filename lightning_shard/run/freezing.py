@@ -1,23 +1,40 @@
-"""Parameters that are frozen and thawed in the course of a fit, as ``BackboneFinetuning`` does between epochs."""
+"""Parameters that are frozen and thawed in the course of a fit, as ``BackboneFinetuning`` does, and new ones."""
 
 import torch
 from torch import nn
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.tensors.names import named_parameters
 
 
 class Freezing:
     """What was trainable at the last look."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, frozen_too: bool) -> None:
+        """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters."""
+        self._module, self._frozen_too, self._looked = module, frozen_too, False
         self._parameters = list(module.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
+
+    def refuse_new(self) -> None:
+        """Refuse parameters that came since (ConfigurationError); engines put their own in the place of known ones."""
+        known = set(self._parameters)
+        found = named_parameters(self._module).items()
+        if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
+            raise ConfigurationError(
+                f"{', '.join(new[:4])} came after the model was set up to train, in a hook such as on_fit_start: no "
+                "engine reduces their gradients or shards them. Make them in configure_model, setup or __init__."
+            )
 
     def changed(self, master: torch.dtype) -> bool:
         """Whether other parameters are trainable than at the last look.
 
-        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen.
+        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. At the
+        first look also as `refuse_new`.
         """
+        if not self._looked:
+            self.refuse_new()
+            self._looked = True
         trainable = [p.requires_grad for p in self._parameters]
         if trainable == self._trainable:
             return False

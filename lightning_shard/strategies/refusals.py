@@ -16,7 +16,9 @@ from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.averaging import averaging_callbacks, own_averaging_hooks
 from lightning_shard.cluster.frames import user_frame
 from lightning_shard.engines.engine import Engine
+from lightning_shard.engines.refusals import MIXED
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.meters.memory_table import append_to_message
 from lightning_shard.precision.policy import PrecisionPolicy, short
 
 
@@ -186,3 +188,14 @@ def warn_of_precision(
             if isinstance(eps, float) and eps > 0 and torch.tensor(eps, dtype=torch.float16) == 0:
                 text += f" {type(optimizer).__name__}'s eps {eps:g} is zero in fp16, so that it may divide by zero."
     rank_zero_warn(text)
+
+
+def explain_mixed(error: BaseException) -> None:
+    """Say in torch's error of plain tensors with DTensors, as a hook of the user's raises it, what gives full ones."""
+    if isinstance(error, RuntimeError) and MIXED in str(error):
+        append_to_message(
+            error,
+            "Under FSDP parameters and their gradients are DTensors outside of the step: shards, not to be computed "
+            'with plain tensors. Use full_tensor(trainer, name) and set_full_tensor, with the kind "gradient" for '
+            "gradients, or keep averages in parameters without gradients, which are sharded too; or use shard_ddp.",
+        )

@@ -228,7 +228,7 @@ class ShardStrategy(ParallelStrategy):
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")
-        self._freezing, self._buffers = parts.Freezing(module), parts.SharedBuffers(module)
+        self._buffers = parts.SharedBuffers(module)
         self.precision_plugin.connect_engine(engine, run, module, self._settings)
         self.checkpoints.attach(module, engine, run.policy, self._ledger, root=self._identity.root)
         if self._fits:
@@ -236,6 +236,7 @@ class ShardStrategy(ParallelStrategy):
             self._engage(trainer, engine)
         elif not parts.keeps_optimizers(engine, module, self.optimizers):
             self._reset_optimizers_and_schedulers()
+        self._freezing = parts.Freezing(module, frozen_too=engine.gathers_in_forward and not engine.follows_freezing)
         self.setup_precision_plugin()
 
     def _begin(self, trainer: Trainer, engine: Engine) -> Run:
@@ -368,6 +369,8 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        if self._module.trainer.sanity_checking:
+            self._freezing.refuse_new()
         if self._fits:  # one that was interrupted runs again from its beginning
             progress.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
@@ -392,6 +395,7 @@ class ShardStrategy(ParallelStrategy):
         self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
         self.checkpoints.end()
         parts.explain_out_of_memory(exception, self.memory)
+        refusals.explain_mixed(exception)
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()

@@ -15,7 +15,14 @@ from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, Plann
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import explained, refuse_compiled, refuse_double, refuse_kinds, refuse_sharded
+from lightning_shard.engines.refusals import (
+    explained,
+    refuse_compiled,
+    refuse_double,
+    refuse_kinds,
+    refuse_new_groups,
+    refuse_sharded,
+)
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -210,6 +217,7 @@ class Zero(Engine):
             self._optimizers = [running.optimizer]
         if running.groups:
             self._look_at_gradients()
+            self._closing.callback(refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
 
