@@ -103,7 +103,7 @@ def _finetunes(strategy: str, kind: type[Backbone]) -> None:
     ("strategy", "kind", "said"),
     [
         ("shard_deepspeed_stage_1", Backbone, "Refreezing thaws parameters during the fit, but ShardDeepSpeedStrategy"),
-        ("shard_fsdp", Moments, "but Lamb steps full parameters at owners that were chosen then"),
+        ("shard_fsdp", Moments, "add_param_group is called in a fit, but ShardFSDPStrategy steps"),
     ],
 )
 def test_thawing_where_an_engine_can_not_follow_is_refused(strategy: str, kind: type[Backbone], said: str) -> None:
