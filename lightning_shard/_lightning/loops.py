@@ -72,10 +72,14 @@ def after_each_batch(replacements: Replacements, trainer: Trainer, *hooks: Calla
     replacements.replace(loop, "on_advance_end", on_advance_end)
 
 
-def follow_actions(
-    replacements: Replacements, trainer: Trainer, begins: Callable[[str], None], ends: Callable[[str], None]
-) -> None:
-    """Tell of every action that Lightning names to the profiler, whichever it is: hooks, steps, batches, saves."""
+Told = Callable[[str], object]
+
+
+def follow_actions(replacements: Replacements, trainer: Trainer, told: tuple[Told, Told] | None) -> None:
+    """Tell of the beginning and end of every action that Lightning names to its profiler: hooks, steps, saves."""
+    if told is None:
+        return
+    begins, ends = told
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     start, stop = profiler.start, profiler.stop
 

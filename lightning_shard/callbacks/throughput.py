@@ -286,7 +286,7 @@ class ActionClock:
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
         self.waiting = Waiting()
         self._replacements = Replacements()
-        follow_actions(self._replacements, trainer, partial(self._add, -1), partial(self._add, 1))
+        follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
 
     def _add(self, sign: int, name: str) -> None:
         # Hooks that run in a save have names that end in its own.

@@ -11,7 +11,7 @@ from lightning_shard.run.fit import Fit, before_sharding, begin_batch, compared_
 from lightning_shard.run.freezing import Freezing
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger
-from lightning_shard.run.memory import Memory, explain_out_of_memory
+from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption
 from lightning_shard.run.processes import Processes, launch_of, next_run, nodes_started

@@ -66,7 +66,7 @@ class RunWatch:
         progress = None
         if trainer is not None and replacements is not None:
             progress = Progress(lambda: trainer.global_step)
-            loops.follow_actions(replacements, trainer, progress.begin, progress.end)
+            loops.follow_actions(replacements, trainer, (progress.begin, progress.end))
         if self._lost_rank_seconds is None or met is None:
             return
         place, run = met

@@ -20,6 +20,7 @@ from lightning_shard.engines.refusals import MIXED
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.memory_table import append_to_message
 from lightning_shard.precision.policy import PrecisionPolicy, short
+from lightning_shard.run.memory import Memory, explain_out_of_memory
 
 
 def refuse_loss(output: Any, module: LightningModule) -> None:
@@ -190,8 +191,9 @@ def warn_of_precision(
     rank_zero_warn(text)
 
 
-def explain_mixed(error: BaseException) -> None:
-    """Say in torch's error of plain tensors with DTensors, as a hook of the user's raises it, what gives full ones."""
+def explain(error: BaseException, memory: Memory | None) -> None:
+    """Say in errors of used up memory, and of plain tensors with DTensors, as hooks of users raise them, what to do."""
+    explain_out_of_memory(error, memory)
     if isinstance(error, RuntimeError) and MIXED in str(error):
         append_to_message(
             error,

@@ -68,8 +68,7 @@ class ShardStrategy(ParallelStrategy):
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
         self._predictions = parts.Predictions()
         self._compiler = parts.CompilerWatch(settings.compile)
-        self._ledger = parts.RunLedger()
-        self._identity = parts.RunIdentity()
+        self._ledger, self._identity = parts.RunLedger(), parts.RunIdentity()
         self._replacements = Replacements()
         self._engine: Engine | None = None
 
@@ -255,8 +254,7 @@ class ShardStrategy(ParallelStrategy):
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
         engaged = engine.engage(made)
-        if engine.hooks is not None:
-            loops.follow_actions(self._replacements, trainer, *engine.hooks)
+        loops.follow_actions(self._replacements, trainer, engine.hooks)
         if engaged.optimizers != made:
             self.optimizers = engaged.optimizers
         if engaged.scheduler is not None:
@@ -369,8 +367,7 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self._module.trainer.sanity_checking:
-            self._freezing.refuse_new()
+        self._freezing.refuse_new(looks=self._module.trainer.sanity_checking)
         if self._fits:  # one that was interrupted runs again from its beginning
             progress.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
@@ -394,8 +391,7 @@ class ShardStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True  # nothing communicates: other ranks may be anywhere; told, they end, and a save with them
         self.checkpoints.end()
-        parts.explain_out_of_memory(exception, self.memory)
-        refusals.explain_mixed(exception)
+        refusals.explain(exception, self.memory)
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()
