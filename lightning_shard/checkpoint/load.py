@@ -244,7 +244,7 @@ def with_own_states(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
     Where these states differ in no more than numbers and lengths of lists, each rank reads those of the old ranks that
     it stands for (``rank``, ``rank + size``, ...; a new one ``rank % saved``), and one of these stands in the place of
-    each other: what ranks do together with them they then do alike. Else each rank reads all.
+    each other: what ranks do together with them is then the same on each. Else each rank reads all.
     """
     if not _has_own_states(checkpoint):
         return dict(checkpoint.trainer_state)

@@ -35,7 +35,7 @@ _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.
 def probe(
     optimizer: Optimizer, shapes: Sequence[Sequence[Sequence[int]]], *, dtype: torch.dtype, aligned: bool, alone: bool
 ) -> bool:
-    """Whether an element's step depends on others of its parameter, so that shards can't be stepped. No communication.
+    """Whether an element's step depends on others of its parameter, so that shards can't be stepped. All ranks call it.
 
     Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
     DTensors also on such, which not all operators take.
