@@ -16,25 +16,23 @@ class Freezing:
         self._parameters = list(module.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
 
-    def refuse_new(self, *, looks: bool = True) -> None:
+    def refuse_new(self) -> None:
         """Refuse parameters that came since (ConfigurationError); engines put their own in the place of known ones."""
-        if not looks:
-            return
         known = set(self._parameters)
         found = named_parameters(self._module).items()
         if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
             raise ConfigurationError(
-                f"{', '.join(new[:4])} came after the model was set up to train, in a hook such as on_fit_start: no "
-                "engine reduces their gradients or shards them. Make them in configure_model, setup or __init__."
+                f"{', '.join(new[:4])} came after the model was set up to train, in a hook of the fit: no engine "
+                "reduces their gradients or shards them. Make them in configure_model, setup or __init__."
             )
 
-    def changed(self, master: torch.dtype) -> bool:
+    def changed(self, master: torch.dtype, batch_idx: int) -> bool:
         """Whether other parameters are trainable than at the last look.
 
-        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. At the
-        first look also as `refuse_new`.
+        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. In the
+        first batch of the fit and of an epoch also as `refuse_new`.
         """
-        if not self._looked:
+        if batch_idx == 0 or not self._looked:
             self.refuse_new()
             self._looked = True
         trainable = [p.requires_grad for p in self._parameters]

@@ -356,7 +356,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.checkpoints.saver.look()
-        if self._freezing.changed(self.policy.master):
+        if self._freezing.changed(self.policy.master, batch_idx):
             self.model = self.engine.follow_freezing()
 
     @override
@@ -367,8 +367,8 @@ class ShardStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._freezing.refuse_new(looks=self._module.trainer.sanity_checking)
         if self._fits:  # one that was interrupted runs again from its beginning
+            self._freezing.refuse_new()
             progress.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
 

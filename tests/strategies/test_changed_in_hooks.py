@@ -39,6 +39,18 @@ class Replaces(Changes):
         self.head = nn.Linear(self.head.in_features, self.head.out_features)
 
 
+class ReplacesLater(Changes):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head = nn.Linear(self.head.in_features, self.head.out_features)
+
+
+class ReplacesBetweenValidations(Changes):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 1:
+            self.head = nn.Linear(self.head.in_features, self.head.out_features)
+
+
 class ReplacesBeforeValidation(Changes):
     def on_fit_start(self) -> None:
         self.head = nn.Linear(self.head.in_features, self.head.out_features)
@@ -56,6 +68,8 @@ CASES: list[tuple[str, type[Changes], str]] = [
     ("shard_fsdp", AddsGroupToFull, GROUP),
     *((name, Replaces, NEW) for name in ("shard_ddp", "shard_fsdp", "shard_deepspeed_stage_1")),
     ("shard_deepspeed_stage_3", ReplacesBeforeValidation, NEW),
+    *((name, ReplacesLater, NEW) for name in ("shard_ddp", "shard_fsdp")),
+    ("shard_fsdp", ReplacesBetweenValidations, NEW),
     ("shard_fsdp", Mixes, "Use full_tensor(trainer, name) and set_full_tensor"),
 ]
 
@@ -63,8 +77,8 @@ CASES: list[tuple[str, type[Changes], str]] = [
 def _refusals(cases: list[tuple[str, type[Changes], str]]) -> list[str]:
     wrong = []
     for strategy, kind, said in cases:
-        trainer = quiet_trainer(strategy=strategy, max_steps=3, num_sanity_val_steps=1)
-        error, message = refusal(trainer.fit, kind(), data(), data())
+        trainer = quiet_trainer(strategy=strategy, max_steps=6, num_sanity_val_steps=1)
+        error, message = refusal(trainer.fit, kind(), data(count=8), data(count=8))
         if said not in message or error != ("RuntimeError" if kind is Mixes else "ConfigurationError"):
             wrong.append(f"{strategy}, {kind.__name__}: {error}: {message}")
     return wrong
