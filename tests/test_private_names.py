@@ -42,7 +42,10 @@ USES = {
         "gradient accumulation; whether validation is due; signal handlers, the end of a run",
         "_broadcast_sigterm_tensor _should_accumulate _should_check_val_fx _signal_connector _val_check_time_interval",
     ),
-    "_lightning/messages.py": ("who asked for a message", "_AcceleratorConnector _check_and_init_precision"),
+    "_lightning/messages.py": (
+        "who asked for a message, modules that are compiled",
+        "_AcceleratorConnector _check_and_init_precision _compiler_ctx",
+    ),
     "_lightning/names.py": (
         "classes that names are required of",
         "_CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop"

@@ -1,17 +1,20 @@
-"""What Lightning says of a run that is not so. Tested with Lightning 2.6.4 to 2.6.6."""
+"""What Lightning says of a run that is not so, or does not help. Tested with Lightning 2.6.4 to 2.6.6."""
 
 import inspect
 import logging
 import warnings
 from functools import cache
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities import rank_zero
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 
 require(_AcceleratorConnector, "_check_and_init_precision strategy", tested="lightning 2.6")
+require(LightningModule, "_compiler_ctx", tested="lightning 2.6")
 
 
 @cache
@@ -22,6 +25,25 @@ def leave_out_noise() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # The command line is used with srun where it is meant to be.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")
+
+
+class Uncompiled:
+    """A strategy's ``_lightning_module``, which the Trainer sets: one that is compiled as a whole is refused.
+
+    Lightning's own refusal, which follows at once, advises other strategies.
+    """
+
+    def __get__(self, strategy: Strategy | None, owner: type[Strategy]) -> LightningModule | None:
+        return vars(strategy).get("_lightning_module") if strategy is not None else None
+
+    def __set__(self, strategy: Strategy, module: LightningModule | None) -> None:
+        if module is not None and module._compiler_ctx is not None:
+            raise ConfigurationError(
+                f"The Trainer was given torch.compile({type(module).__name__}(...)). The strategies here compile "
+                "the shard units, inside of what the engine does at each: pass the module itself, with `compile: true` "
+                "of the strategy; or compile submodules in configure_model."
+            )
+        vars(strategy)["_lightning_module"] = module
 
 
 @cache

@@ -66,13 +66,13 @@ class ShardStrategy(ParallelStrategy):
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)
-        self._predictions = parts.Predictions()
+        self._predictions, self._replacements = parts.Predictions(), Replacements()
         self._compiler = parts.CompilerWatch(settings.compile)
         self._ledger, self._identity = parts.RunLedger(), parts.RunIdentity()
-        self._replacements = Replacements()
         self._engine: Engine | None = None
 
     _start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    _lightning_module = messages.Uncompiled()
     is_distributed = True  # else Lightning gives a custom strategy no distributed sampler
     restore_checkpoint_after_setup = True  # into the parameters that the engine left
 

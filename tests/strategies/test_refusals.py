@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import ConfigurationError
@@ -20,3 +22,13 @@ def test_none_is_a_batch_left_out_in_one_process_alone(output: Any) -> None:
     module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match=r"training_step returned None.*a weight of 0.*boring_classes\.py:\d+"):
         refuse_loss(output, module)
+
+
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_a_module_that_is_compiled_as_a_whole_is_told_of_units(call: str) -> None:
+    trainer = Trainer(strategy="shard_fsdp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    compiled = torch.compile(BoringModel(), backend="eager")
+    with pytest.raises(
+        ConfigurationError, match=r"torch.compile\(BoringModel\(...\)\).*`compile: true` of the strategy"
+    ):
+        getattr(trainer, call)(compiled)
