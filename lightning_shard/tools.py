@@ -9,9 +9,8 @@ from typing import Any, Literal
 from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
 from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
 from lightning_shard.checkpoint.foreign.export import export as export_contents
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.commands.migrate import Migrated, migrate
 from lightning_shard.commands.plan import Plan, parsed

@@ -27,11 +27,10 @@ USES = {
         "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs"
         " _latest_update_epoch _scheduler_state _skip_backward _swap_models _use_buffers",
     ),
-    "_lightning/callbacks.py": ("what a summary counts", "_max_depth _store _summary"),
-    "_lightning/checkpoints.py": (
-        "what a run resumes from, links",
-        "_checkpoint_connector _every_n_train_steps _link_checkpoint _monitor_candidates _save_last_checkpoint"
-        " _save_topk_checkpoint _should_skip_saving_checkpoint",
+    "_lightning/callbacks.py": (
+        "what a summary counts, what a run resumes from, links",
+        "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _monitor_candidates"
+        " _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _store _summary",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",
@@ -39,14 +38,16 @@ USES = {
         " _last_train_dl_reload_epoch _mode _prepare_dataloader _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
-        "gradient accumulation; whether validation is due; signal handlers, the end of a run",
-        "_broadcast_sigterm_tensor _should_accumulate _should_check_val_fx _signal_connector _val_check_time_interval",
+        "the loops' counters; gradient accumulation; whether validation is due; signal handlers, the end of a run",
+        "_broadcast_sigterm_tensor _can_stop_early _combined_loader_states_to_load _current_fx_name _data_fetcher"
+        " _is_training_done _num_ready_batches_reached _restarting _should_accumulate _should_check_val_fx"
+        " _signal_connector _skip_next_val _val_check_time_interval",
     ),
     "_lightning/messages.py": (
         "who asked for a message, modules that are compiled",
         "_AcceleratorConnector _check_and_init_precision _compiler_ctx",
     ),
-    "_lightning/names.py": (
+    "_lightning/__init__.py": (
         "classes that names are required of",
         "_CheckpointConnector _DataConnector _DatasetSamplerWrapper _EvaluationLoop _FitLoop _LoggerConnector _Loop"
         " _SignalConnector _TrainingEpochLoop _update_dataloader",
@@ -56,11 +57,6 @@ USES = {
         "launchers, the process group, the module's device",
         "_MultiProcessingLauncher _SubprocessScriptLauncher _destroy_dist_connection"
         " _device_mesh _init_dist_connection _layer_sync _sync_ddp_if_available _update_properties",
-    ),
-    "_lightning/progress.py": (
-        "the loops' counters",
-        "_can_stop_early _combined_loader_states_to_load _current_fx_name _data_fetcher _is_training_done"
-        " _num_ready_batches_reached _restarting _should_check_val_fx _skip_next_val",
     ),
     "_lightning/results.py": (
         "logged values across a resume, and which loggers draw a graph",
@@ -73,7 +69,7 @@ USES = {
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),
-    "checkpoint/files/metadata.py": ("records of torch's checkpoints", "_StorageInfo"),
+    "checkpoint/files/boxes.py": ("records of torch's checkpoints", "_StorageInfo"),
     "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
     "cluster/watch.py": ("os._exit is documented", "_exit"),
     "commands/options.py": ("the arguments of a parser", "_actions"),
@@ -212,7 +208,7 @@ def uses(source: str) -> Iterator[str]:
 
 
 def required(source: str) -> set[str]:
-    """The names in a module's calls of ``require``, and in the table of `_lightning.names`."""
+    """The names in a module's calls of ``require``, and in the table of `_lightning`."""
     asking = [
         node
         for node in ast.walk(ast.parse(source))

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_shard._lightning import names
-from lightning_shard._lightning.progress import settle_progress
+from lightning_shard._lightning import DatasetSamplerWrapper, update_dataloader
+from lightning_shard._lightning.loops import settle_progress
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.loader import Draws, ResumableLoader
@@ -49,7 +49,7 @@ def keep_order(replacements: Replacements, trainer: Trainer) -> None:
                     "strategies: set DataLoader(shuffle=True) for that."
                 )
                 rank_zero_info(said[0])
-            prepared: Any = names.update_dataloader(dataloader, sampler, mode)
+            prepared: Any = update_dataloader(dataloader, sampler, mode)
         else:
             prepared = prepare(dataloader, shuffle, mode)
         if stock_type(given) is BatchSampler and mode != RunningStage.PREDICTING:
@@ -89,7 +89,7 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     loop = trainer.fit_loop
     dealt = getattr(getattr(dataloader, "sampler", None), "dataset", None)
     # What Lightning wrapped in a distributed sampler.
-    inner = dealt._sampler if isinstance(dealt, names.DatasetSamplerWrapper) else None
+    inner = dealt._sampler if isinstance(dealt, DatasetSamplerWrapper) else None
     draws = Draws(seed=_seed(), epoch=lambda: trainer.current_epoch) if sample_seeds else None
     loader = resumable(dataloader, world_size=world_size, rank=rank, inner_sampler=inner, draws=draws)
     states = loop._combined_loader_states_to_load

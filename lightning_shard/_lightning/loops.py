@@ -1,12 +1,27 @@
-"""Where a run is in Lightning's loops, what is called between two batches and at its end, and its signal handlers."""
+"""Where a run is in Lightning's loops, what is called between two batches and at its end, and its signal handlers.
 
-from collections.abc import Callable
+The counters of the fit loop when a run stops between two batches, and when it goes on from a checkpoint, are set for
+Lightning's own classification of a loaded state (``_restart_stage``): it knows states written in
+``on_train_batch_end`` and in the middle of a validation, and after neither of them repeats or leaves out a batch. Two
+states that it loads do not mean where the data goes on, because it saves before or after it has counted:
+
+- At an epoch's end under ``max_steps`` it takes the run for one in mid-epoch (its ``restarting`` is forced for
+  iteration-based training) and ends the next epoch after one batch.
+- ``max_steps``, ``max_time`` or ``should_stop`` in mid-epoch count the epoch as processed, so that the rest of it
+  would be taken from the next epoch's order.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_shard._lightning import Loop
 from lightning_shard._lightning.replaced import Replacements
+from lightning_shard.resume.shape import KINDS
 
 
 def use_no_grad_in_evaluation(replacements: Replacements, trainer: Trainer) -> None:
@@ -125,3 +140,178 @@ def at_end_of_run(replacements: Replacements, trainer: Trainer, *hooks: Callable
             replacements.restore()
 
     replacements.replace(connector, "teardown", teardown_and_restore)
+
+
+# When a run stops
+
+
+def in_validation(trainer: Trainer) -> bool:
+    """Whether a validation of a fit has begun, and its end was not reached."""
+    hook = trainer.lightning_module._current_fx_name
+    fits = trainer.validating and trainer.state.fn == TrainerFn.FITTING
+    return fits and hook not in ("on_validation_end", "on_validation_model_train")
+
+
+def in_batch(trainer: Trainer) -> bool:
+    """Whether a training batch has begun, and was not processed."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return bool(batches.ready > batches.processed)
+
+
+def validation_follows(trainer: Trainer, fetcher: Any) -> bool:
+    """Whether validation is run after the batch that has just ended."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop._should_check_val_fx(fetcher) and not loop._skip_next_val)
+
+
+def nothing_follows(trainer: Trainer) -> bool:
+    """Whether the epoch, or the training, ends with the batch that has just ended."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._is_training_done or (trainer.should_stop and loop._can_stop_early))
+
+
+def mark_after_batch(trainer: Trainer) -> None:
+    """Make the counters those of a state saved in ``on_train_batch_end``; the next batch is where the run goes on."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    for counter in (batches.total, batches.current):
+        counter.completed = counter.processed - 1
+
+
+def mark_before_validation(trainer: Trainer) -> None:
+    """Make the counters those of a state saved in the first batch of validation, so that it runs again in full."""
+    val: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    state = val.state_dict()
+    _mark_before_validation(state)
+    val.load_state_dict(state)
+
+
+def _mark_before_validation(val: dict[str, Any]) -> None:
+    before = val["total"]["completed"] - val["current"]["completed"]
+    for counter, done in ((val["total"], before), (val["current"], 0)):
+        counter.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    val["is_last_batch"] = False
+
+
+def saved_after_batch(trainer: Trainer, loops: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The loops' part of a checkpoint, such that nothing is left out that follows the batch in which it is saved.
+
+    Lightning takes a state saved in ``on_train_batch_end`` for one in which the validation after that batch, and the
+    end of the epoch, have been, and most that are saved in a validation too. Where one of them is still to come, or has
+    not come to its end, the state is made that of the moment before it.
+    Returns it, and whether the end of the epoch comes next, for `end_epoch` to be told; ``loops`` is not changed.
+    """
+    fit_loop = trainer.fit_loop
+    loop = fit_loop.epoch_loop
+    batches: Any = loop.batch_progress.total
+    interrupted = in_validation(trainer)
+    if not interrupted and batches.completed != batches.processed - 1:
+        return dict(loops), False
+    validates = interrupted or validation_follows(trainer, fit_loop._data_fetcher)
+    if not validates and not loop._num_ready_batches_reached():
+        return dict(loops), False
+    state = copy.deepcopy(dict(loops))
+    fit = state["fit_loop"]
+    for counter in ("total", "current"):
+        counted = fit["epoch_loop.batch_progress"][counter]
+        counted["completed"] = counted["processed"]
+    if validates:
+        _mark_before_validation(fit["epoch_loop.val_loop.batch_progress"])
+    elif not should_accumulate(trainer):
+        # The loop counts it after the batch, which it has no part in any more when it goes on.
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    return state, not validates
+
+
+# When a run goes on
+
+
+def settle_progress(trainer: Trainer) -> None:
+    """Make the loaded counters of the fit loop say what an uninterrupted run's would (all ranks, no communication).
+
+    To be called after the loops' state was loaded and before the dataloaders' is. Does nothing to a run that was
+    not loaded; may be called again.
+    """
+    loop = trainer.fit_loop
+    if not loop.is_resuming:
+        return
+    batches: Any = loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress
+    current = epochs.current
+    closed = 0 < current.ready == current.started == current.processed
+    if batches.is_last_batch:
+        # With limit_train_batches the loader itself has more.
+        for state in loop._combined_loader_states_to_load:
+            if state.get("kind") in KINDS:
+                state["finished"] = True
+                # Where the epoch's end comes next a stream has nothing more to give, not even to be fetched ahead.
+                state["spent"] = state["kind"] == "iterable" and current.started == current.processed + 1
+    if current.started == current.ready - 1:
+        # Saved in ``on_train_epoch_start``, with the batches of the epoch before.
+        loop.epoch_loop._restarting = batches.is_last_batch = False
+    elif batches.is_last_batch and closed:
+        # The fit loop's own setter would force it back on for iteration-based training.
+        Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]
+    elif not batches.is_last_batch and closed and batches.current.ready > 0:
+        for counter in (epochs.total, epochs.current):
+            counter.processed -= 1
+            counter.completed = min(counter.completed, counter.processed)
+        loop.restarting = True
+
+
+def end_epoch(replacements: Replacements, trainer: Trainer) -> None:
+    """After loading a state from which the end of the epoch comes next: run no batch before it, and no validation.
+
+    The loops do not restart then as soon as their counters are set, so that the epoch's schedulers are stepped too.
+    """
+    fit_loop = trainer.fit_loop
+    loop = fit_loop.epoch_loop
+
+    def reset() -> None:
+        # For once.
+        replacements.restore(loop, "reset")
+        loop.reset()
+        for restarted in (loop, fit_loop):
+            restarted._restarting = False
+
+    replacements.replace(loop, "reset", reset)
+
+
+def settle_validation(replacements: Replacements, trainer: Trainer) -> None:
+    """After loading, and before the loop runs: let a validation that is due run although the training has ended."""
+    loop = trainer.fit_loop.epoch_loop
+    if _stopped_in_validation(trainer) and loop.max_steps != -1 and loop.global_step >= loop.max_steps:
+        replacements.replace(loop, "max_steps", loop.global_step + 1)
+
+
+def count_validation_anew(replacements: Replacements, trainer: Trainer) -> None:
+    """When validation starts again: forget the batch in which it stopped, which later states would seem to be in."""
+    loop = trainer.fit_loop.epoch_loop
+    if _stopped_in_validation(trainer):
+        total: Any = loop.val_loop.batch_progress.total
+        total.ready = total.started = total.processed
+    replacements.restore(loop, "max_steps")
+
+
+def _stopped_in_validation(trainer: Trainer) -> bool:
+    total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    return bool(total.ready == total.started == total.processed + 1 and total.completed == total.processed)
+
+
+def restore_steps(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Restore schedulers, the precision plugin and the count of optimizer steps; the loops' place in the data stays.
+
+    ``checkpoint``: the dictionary that Lightning dumped in the same fit, or the one that it goes on from.
+    """
+    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)
+    plugin = trainer.precision_plugin
+    if (state := checkpoint.get(type(plugin).__qualname__)) is not None:
+        plugin.load_state_dict(state)
+    loop, loops = trainer.fit_loop.epoch_loop, checkpoint["loops"]["fit_loop"]
+    loop.automatic_optimization.optim_progress.load_state_dict(
+        loops["epoch_loop.automatic_optimization.optim_progress"]
+    )
+    loop.manual_optimization.optim_step_progress.load_state_dict(
+        loops["epoch_loop.manual_optimization.optim_step_progress"]
+    )
+    loop.on_load_checkpoint(loops["epoch_loop.state_dict"])

@@ -52,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _inspect(path: str) -> str:
-    from lightning_shard.checkpoint.foreign.forms import open_any
-    from lightning_shard.checkpoint.inspect import describe
+    from lightning_shard.checkpoint.inspect import describe, open_any
 
     return describe(path, open_any(path, optimizers="numbered"))
 

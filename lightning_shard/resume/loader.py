@@ -12,21 +12,10 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_shard.errors import DataError
-from lightning_shard.resume.draws import DrawingDataset, generators_of
+from lightning_shard.resume import rng
+from lightning_shard.resume import shape as shapes
 from lightning_shard.resume.iterable import DelegatingLoader
-from lightning_shard.resume.rng import generator_state, rng_state, set_generator_state, set_rng_state
-from lightning_shard.resume.samplers import States
-from lightning_shard.resume.shape import (
-    Shape,
-    global_order,
-    is_midway,
-    length_of,
-    rank_share,
-    refuse_other_data,
-    shape_of,
-    stock_type,
-)
-from lightning_shard.resume.source import Generators, IndexSource, Snapshot
+from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +29,7 @@ class Draws:
 @dataclasses.dataclass
 class _Run:
     epoch: int | None
-    shape: Shape
+    shape: shapes.Shape
     rng: dict[str, Any] | None  # At the start, as `generators`.
     generators: list[Any]
     attributes: dict[str, Any]
@@ -96,14 +85,14 @@ class ResumableLoader(DelegatingLoader):
         # A DataLoader refuses to have its samplers set; this copy is this object's own.
         inner.__dict__["batch_sampler" if batched else "sampler"] = source
         samples = inner.dataset
-        drawing = DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
+        drawing = rng.DrawingDataset(samples, inner.collate_fn, seeded=draws is not None, workers=inner.num_workers > 0)
         if draws is not None or inner.num_workers > 0:
             inner.__dict__["dataset"] = drawing
         super().__init__(inner)
         self._draws, self._drawing, self._samples = draws, drawing, samples
         self._source, self._states = source, states
         self._generators = Generators(inner, samplers, samples)
-        self.lookahead = int(length_of(inner) is None)
+        self.lookahead = int(shapes.length_of(inner) is None)
         self._drawn_from: deque[list[Any]] = deque(maxlen=2)  # States of `_drawers` after the last batches.
         self._world_size, self._rank = world_size, rank
         self._pending: dict[str, Any] | None = None
@@ -124,14 +113,14 @@ class ResumableLoader(DelegatingLoader):
         full = self._source.full
         if self._inner.batch_sampler is None:
             return full
-        return full.sampler if stock_type(full) is BatchSampler else self._inner.sampler
+        return full.sampler if shapes.stock_type(full) is BatchSampler else self._inner.sampler
 
     @property
     def batches_done(self) -> int:
         """Batches of this loader that are behind it in the epoch; after loading, in units of this loader."""
         if self._pending is None:
             return 0 if self._run is None else self._run.start_batches + self._run.batches - self._ahead(self._run)
-        return self._batches_behind(self._pending) if is_midway(self._pending) else 0
+        return self._batches_behind(self._pending) if shapes.is_midway(self._pending) else 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch given out; the same on all ranks but for the random numbers.
@@ -176,22 +165,24 @@ class ResumableLoader(DelegatingLoader):
         DataError: the epoch was interrupted and can't be finished with this loader: another kind of sampler or number
         of samples, or another world size where the sampler can't say the common order.
         """
-        if is_midway(state):
-            refuse_other_data(state, self._shape, self._world_size)
+        if shapes.is_midway(state):
+            shapes.refuse_other_data(state, self._shape, self._world_size)
             set_epoch = getattr(self._epoch_sampler(), "set_epoch", None)
             if set_epoch is not None and state["epoch"] is not None:
                 set_epoch(state["epoch"])
         elif state.get("states") and state["rng"] is not None:
-            before = rng_state(device=False)
+            before = rng.rng_state(device=False)
             self._generators.restore(_snapshot(state))
             self._states.finish(state["states"], self._source.full)
-            set_rng_state(before)
+            rng.set_rng_state(before)
         attributes = state.get("attributes_now", {})
         self._generators.set_states(state["generators_now"], attributes)
         drawers, saved = self._drawers(), state.get("drawers", [])
-        set_back = [set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
+        set_back = [rng.set_generator_state(*pair) for pair in zip(drawers, saved, strict=False)]
         begun_anew = "drawers" in state and (len(drawers) != len(saved) or not all(set_back))
-        lost = (state["attributes"] if is_midway(state) and "attributes" in state else attributes).get("lost", [])
+        lost = (state["attributes"] if shapes.is_midway(state) and "attributes" in state else attributes).get(
+            "lost", []
+        )
         if self._rank == 0:
             for message in self._differences(state, lost, begun_anew):
                 warnings.warn(message, stacklevel=2)
@@ -201,7 +192,9 @@ class ResumableLoader(DelegatingLoader):
         """The generators that samples and their collating draw from in this process, and that nothing seeds."""
         seeded = self._draws is not None
         return (
-            [] if self._inner.num_workers else generators_of([self._inner.collate_fn, *[self._samples] * (not seeded)])
+            []
+            if self._inner.num_workers
+            else rng.generators_of([self._inner.collate_fn, *[self._samples] * (not seeded)])
         )
 
     def _ahead(self, run: _Run) -> int:
@@ -209,7 +202,7 @@ class ResumableLoader(DelegatingLoader):
         return 0 if run.ended else min(self.lookahead, run.batches)
 
     def _drawer_states(self) -> list[Any]:
-        return [generator_state(generator) for generator in self._drawers()]
+        return [rng.generator_state(generator) for generator in self._drawers()]
 
     def _differences(self, state: dict[str, Any], lost: list[str], begun_anew: bool) -> Iterator[str]:
         """What does not go on as if the run had not been interrupted."""
@@ -227,7 +220,7 @@ class ResumableLoader(DelegatingLoader):
                     f" was begun is finished in the one, and those after it follow the other. Give {where} {saved} to"
                     " go on as if the run had not been interrupted."
                 )
-        goes_on = is_midway(state) or (self._inner.persistent_workers and self._inner.num_workers > 0)
+        goes_on = shapes.is_midway(state) or (self._inner.persistent_workers and self._inner.num_workers > 0)
         if state.get("drawn") and self._draws is None and goes_on:
             yield (
                 "the dataset drew random numbers in the worker processes of its DataLoader, whose generators are not in"
@@ -256,7 +249,7 @@ class ResumableLoader(DelegatingLoader):
         loaded, self._pending = self._pending, None
         inner, generators = self._inner, self._generators
         epoch = self._epoch
-        begun = loaded if loaded is not None and is_midway(loaded) else None
+        begun = loaded if loaded is not None and shapes.is_midway(loaded) else None
         other_epoch = begun is not None and None not in (begun["epoch"], epoch) and begun["epoch"] != epoch
         resumed = None if other_epoch else begun
         keeps_workers = inner.persistent_workers and inner.num_workers > 0
@@ -279,7 +272,7 @@ class ResumableLoader(DelegatingLoader):
             batches = iter(inner)
         if resumed:
             # The generators that are the loader's own go on from the epoch's start.
-            set_rng_state(now[0])
+            rng.set_rng_state(now[0])
         self._run = run
         return run, batches
 
@@ -325,14 +318,14 @@ class ResumableLoader(DelegatingLoader):
         sampler: DistributedSampler[Any] = copy.copy(self.sampler)
         sampler.seed, sampler.shuffle = state["seed"], state["shuffle"]
         before, states = self._generators.snapshot(), self._states.read()
-        order = global_order(sampler)
+        order = shapes.global_order(sampler)
         # One under a wrapper may draw from the global generator, each time anew.
         self._generators.restore(before)
         self._states.write(states)
         mine = list(sampler)
         ranks = (sampler.rank, sampler.num_replicas)
-        if rank_share(order, 0, *ranks, drop_last=sampler.drop_last) == mine:
-            return rank_share(order, start, *ranks, drop_last=sampler.drop_last)
+        if shapes.rank_share(order, 0, *ranks, drop_last=sampler.drop_last) == mine:
+            return shapes.rank_share(order, start, *ranks, drop_last=sampler.drop_last)
         if state["replicas"] != sampler.num_replicas:
             raise DataError(
                 f"the checkpoint was written in the middle of an epoch on {state['replicas']} processes and is resumed"
@@ -349,8 +342,8 @@ class ResumableLoader(DelegatingLoader):
         return int(state["batches"]) if total is None or left is None else total - left
 
     @property
-    def _shape(self) -> Shape:
-        return shape_of(self.sampler, self.batch_sampler)
+    def _shape(self) -> shapes.Shape:
+        return shapes.shape_of(self.sampler, self.batch_sampler)
 
     @property
     def _epoch(self) -> int | None:

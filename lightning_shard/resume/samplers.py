@@ -1,10 +1,12 @@
-"""What samplers of users keep between epochs: a ``state_dict`` of their own, or generators and values as attributes."""
+"""Samplers that go on in mid-epoch: what those of users keep between epochs (a ``state_dict`` of their own, or
+generators and values as attributes), and the stand-in for a loader's that can yield the rest of an epoch once.
+"""
 
 import copy
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -13,15 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from lightning_shard.resume.iterable import has_state
-from lightning_shard.resume.rng import (
-    GENERATORS,
-    decoded,
-    encoded,
-    generator_kind,
-    generator_state,
-    set_generator_state,
-)
+from lightning_shard.resume import rng
+from lightning_shard.resume.iterable import Delegating, has_state
 
 LARGEST = 2**20  # Bytes of an attribute that changes between epochs, above which it is not put into every checkpoint.
 
@@ -47,15 +42,15 @@ class Attributes:
         """Path to value, which is plain; a generator's is its state. "lost": the paths of others that have changed."""
         values: dict[str, Any] = {"lost": []}
         for path, _, _, value in self._found():
-            if generator_kind(value) is not None:
-                values[path] = generator_state(value)
+            if rng.generator_kind(value) is not None:
+                values[path] = rng.generator_state(value)
             elif not isinstance(value, _VALUES):
                 values["lost"].append(path)  # an iterator
             elif (now := _pickled(value)) != self._first.get(path):
                 if len(now) > LARGEST or not _is_plain(value):
                     values["lost"].append(path)
                 else:
-                    values[path] = {"value": encoded(copy.deepcopy(value))}
+                    values[path] = {"value": rng.encoded(copy.deepcopy(value))}
         return values
 
     def write(self, values: dict[str, Any]) -> None:
@@ -74,13 +69,13 @@ class Attributes:
                 continue
             [(kind, state)] = value.items()
             if kind == "value":
-                setattr(owners[parent], name, decoded(copy.deepcopy(state)))
+                setattr(owners[parent], name, rng.decoded(copy.deepcopy(state)))
                 continue
             generator = getattr(owners[parent], name, None)
-            if generator_kind(generator) != kind:
-                generator = np.random.default_rng() if kind == "numpy" else GENERATORS[kind][0]()
+            if rng.generator_kind(generator) != kind:
+                generator = np.random.default_rng() if kind == "numpy" else rng.GENERATORS[kind][0]()
                 setattr(owners[parent], name, generator)
-            set_generator_state(generator, value)
+            rng.set_generator_state(generator, value)
 
     def _is_sampler(self, owner: Any) -> bool:
         return isinstance(owner, Sampler) or any(owner is sampler for sampler in self._samplers)
@@ -110,7 +105,9 @@ class Attributes:
                 epoch = name == "epoch" and hasattr(owner, "set_epoch")
                 if value is self._dataset or epoch or name.startswith("__pl_"):
                     continue
-                if generator_kind(value) or (sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))):
+                if rng.generator_kind(value) or (
+                    sampler and (isinstance(value, _VALUES) or hasattr(value, "__next__"))
+                ):
                     yield f"{path}.{name}", owner, name, value
 
 
@@ -155,11 +152,11 @@ class States:
         self._drawn, self._ended = 0, False
 
     def read(self) -> list[Any]:
-        return [encoded(copy.deepcopy(sampler.state_dict())) for sampler in self._samplers]
+        return [rng.encoded(copy.deepcopy(sampler.state_dict())) for sampler in self._samplers]
 
     def write(self, states: list[Any]) -> None:
         for sampler, state in zip(self._samplers, states, strict=False):
-            sampler.load_state_dict(decoded(copy.deepcopy(state)))
+            sampler.load_state_dict(rng.decoded(copy.deepcopy(state)))
 
     def begin(self, saved: dict[str, Any] | None = None, drawn: int = 0) -> None:
         """An epoch's items are drawn from here on; or those after ``drawn`` of the epoch that was ``saved``."""
@@ -223,3 +220,103 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_same, first, second))
     return bool(first == second)
+
+
+Snapshot = tuple[dict[str, Any], list[Any], dict[str, Any]]
+
+
+class Generators:
+    """What a loader's order can depend on: random number generators, and further attributes of its samplers."""
+
+    def __init__(self, loader: Any, samplers: list[Any], dataset: Any) -> None:
+        found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+        unique = {id(one): one for one in found if isinstance(one, torch.Generator)}
+        self._own = list(unique.values())
+        self._attributes = Attributes(samplers, dataset)
+
+    def states(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Of the loader's and its samplers' own, not of the global ones."""
+        return [generator.get_state() for generator in self._own], self._attributes.read()
+
+    def set_states(self, states: list[torch.Tensor], attributes: dict[str, Any]) -> None:
+        for generator, state in zip(self._own, states, strict=False):
+            generator.set_state(state)
+        self._attributes.write(attributes)
+
+    def snapshot(self) -> Snapshot:
+        """The global generators' state (CPU) and the loader's own."""
+        return rng.rng_state(device=False), *self.states()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        rng.set_rng_state(snapshot[0])
+        self.set_states(*snapshot[1:])
+
+
+class IndexSource(Delegating):
+    """In a DataLoader's place of the sampler or batch sampler `full`: the same, but for planned iterations."""
+
+    _own = frozenset({"full", "_states", "_planned"})
+
+    def __init__(self, full: Any, states: States) -> None:
+        super().__init__(full)
+        self.full, self._states = full, states
+        self._planned: Callable[[], Iterator[Any]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._states.watched(iter(self.full) if self._planned is None else self._planned())
+
+    def iterate(
+        self, loader: Any, build: Callable[[], Iterator[Any]], generators: Generators, *, unseeded: bool
+    ) -> Iterator[Any]:
+        """An iterator over `loader`, which has this source, of the indices that ``build()`` draws from `generators`.
+
+        torch asks for them twice when it makes an iterator with workers, and draws the seed of the workers after that;
+        `unseeded`: this is to leave no trace, because in an uninterrupted run the workers would still be there.
+        """
+        latest: list[_Peekable] = []
+        after: list[Snapshot] = []
+
+        def planned() -> Iterator[Any]:
+            if not (unseeded and latest):
+                latest.append(_Peekable(build()))
+            if unseeded and not after:
+                latest[-1].prime()
+                after.append(generators.snapshot())
+            return latest[-1]
+
+        def settle() -> None:
+            """Draw now what was not drawn yet."""
+            latest[-1].prime()
+            for snapshot in after:
+                generators.restore(snapshot)
+
+        self._planned = planned
+        try:
+            batches = iter(loader)
+            if not latest:
+                # A subclass whose __iter__ is a generator has not come to the sampler yet.
+                batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+            if latest:
+                settle()
+        finally:
+            self._planned = None
+        return batches
+
+
+class _Peekable:
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._first: list[Any] | None = None
+
+    def prime(self) -> None:
+        """Have the first item drawn, if nothing was taken yet."""
+        if self._first is None:
+            self._first = list(itertools.islice(self._iterator, 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.prime()
+        assert self._first is not None
+        return self._first.pop() if self._first else next(self._iterator)

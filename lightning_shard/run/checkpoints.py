@@ -13,26 +13,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.digests import digests
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
-from lightning_shard.checkpoint.foreign.forms import is_foreign, open_any
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
+from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint, with_own_states
+from lightning_shard.checkpoint.matching import differing as schedules_differing
 from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
 from lightning_shard.checkpoint.optimizer_state import check_savable
+from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0, persistent_buffers
 from lightning_shard.errors import CheckpointError
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.schedules import differing as schedules_differing
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.ledger import RunLedger
 from lightning_shard.tensors.flat import Accumulated

@@ -5,7 +5,7 @@ generators, the states of metrics and of values logged so far in the epoch, and 
 are saved by each rank for itself, and given back at the latest moment at which nothing else draws from or resets them.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal
@@ -15,32 +15,16 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_shard._lightning import progress, results
+from lightning_shard._lightning import loaders, loops, results
 from lightning_shard._lightning.callbacks import thaw_again, thawed
-from lightning_shard._lightning.loaders import (
-    loader_states,
-    prepare_loader,
-    recount_batches,
-    reload_as_before,
-    reload_epoch,
-    train_batch_size,
-)
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
+from lightning_shard.resume import rng
 from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.rng import (
-    derived_rng_seed,
-    load_module_rng_states,
-    module_rng_states,
-    rng_state,
-    seed_rng,
-    set_rng_state,
-)
 from lightning_shard.resume.wrap import order_warning
-from lightning_shard.run import accumulation
-from lightning_shard.run.checkpoints import Checkpoints
+from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]
 
@@ -102,7 +86,7 @@ class Data:
         if trainer.training:
             world_size, rank = coordinates
             ranks = {"world_size": world_size, "rank": rank}
-            loader = prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
+            loader = loaders.prepare_loader(trainer, loader, **ranks, sample_seeds=self._sample_seeds)
             if self._resumed is not None and (warning := order_warning(loader)) is not None:
                 rank_zero_warn(warning)
         stage: Stage = "predict" if trainer.predicting else "training" if trainer.training else "validation"
@@ -117,22 +101,22 @@ class Data:
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
-        if progress.in_batch(trainer):
+        if loops.in_batch(trainer):
             rank_zero_warn(
                 "A checkpoint is saved in the middle of a training batch: a run that resumes from it goes on with the"
                 " next one. Save in on_train_batch_end, or later, to lose none."
             )
-        loops, epoch_ends = progress.saved_after_batch(trainer, checkpoint["loops"])
+        counters, epoch_ends = loops.saved_after_batch(trainer, checkpoint["loops"])
         own = {
             **changed_by_evaluation(trainer),
             "logged": results.training_results_state(trainer),
-            "loaders": loader_states(trainer, loops),
-            **(before_validation if progress.in_validation(trainer) else {}),
-            **accumulation.state(trainer),
+            "loaders": loaders.loader_states(trainer, counters),
+            **(before_validation if loops.in_validation(trainer) else {}),
+            **accumulation_state(trainer),
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
-        kept["reloaded"] = reload_epoch(trainer)
-        return {**checkpoint, "loops": loops, RUN_STATE: kept, **thawed(trainer)}, own
+        kept["reloaded"] = loaders.reload_epoch(trainer)
+        return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
         """Put this rank's part where Lightning takes the loaders' state from."""
@@ -151,8 +135,8 @@ class Data:
     def loops_loaded(self, replacements: Replacements, trainer: Trainer) -> None:
         """The loops' state was loaded: let an epoch end whose end comes next, and settle a validation."""
         if self._resumed is not None and self._resumed.get("epoch_ends"):
-            progress.end_epoch(replacements, trainer)
-        progress.settle_validation(replacements, trainer)
+            loops.end_epoch(replacements, trainer)
+        loops.settle_validation(replacements, trainer)
 
     def start_of_training(self, replacements: Replacements, trainer: Trainer, checkpoints: Checkpoints) -> None:
         """Go on with the generators, metrics and batches of a resumed run, after all that draws from or resets them.
@@ -162,31 +146,32 @@ class Data:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
             rank_zero_warn(warning)
-        recount_batches(trainer)  # ahead of what says that the loops do not resume any more
+        loaders.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
         if resumed is not None:
-            reload_as_before(trainer, resumed.get("reloaded"))
-            accumulation.resume(trainer, resumed["ranks"], checkpoints)
+            loaders.reload_as_before(trainer, resumed.get("reloaded"))
+            resume_accumulation(trainer, resumed["ranks"], checkpoints)
             ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
             # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.
             load_metric_states(trainer.lightning_module, [r["metrics"] for r in ranks], rank=rank, world_size=size)
             logged = [r["logged"] for r in ranks]
             results.restore_training_results(replacements, trainer, logged, rank=rank, world_size=size)
-            lost = load_module_rng_states(
-                trainer.lightning_module, ranks[rank if rank < len(ranks) else 0].get("generators", {})
-            )
-            if lost:
+            own = ranks[rank if rank < len(ranks) else 0]
+            if lost := rng.load_module_rng_states(trainer.lightning_module, own.get("generators", {})):
                 rank_zero_warn(
                     f"Generators of the checkpoint that the module does not have any more: {', '.join(lost)}."
                 )
             if rank < len(ranks):
-                set_rng_state(ranks[rank]["rng"])
+                rng.set_rng_state(ranks[rank]["rng"])
             else:
-                seed_rng(derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
+                rng.seed_rng(rng.derived_rng_seed(int(resumed["seed"]), rank, trainer.global_step))
 
 
-def _factors(trainer: Trainer) -> list[int]:
-    """Ranks, samples of a micro-batch and micro-batches of a step; empty where the loader has no batch size."""
-    micro = train_batch_size(trainer)
+_RULE = "{} ranks x batch size {} x accumulate_grad_batches {}"
+
+
+def _factors(trainer: Trainer, unknown: int | None = None) -> list[int]:
+    """As in `_RULE`; where only a hook knows the batch size it is ``unknown``, or None are given."""
+    micro = loaders.train_batch_size(trainer) or unknown
     return [] if micro is None else [trainer.world_size, micro, trainer.accumulate_grad_batches]
 
 
@@ -194,11 +179,10 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
     """What to say of steps that take another number of samples than those before."""
     if not saved or not now or prod(saved) == prod(now):
         return None
-    factors = "{} ranks x batch size {} x accumulate_grad_batches {}"
     keeps, rest = divmod(prod(saved), now[0] * now[1])
     return (
-        f"A step took {prod(saved)} samples before the checkpoint ({factors.format(*saved)}) and takes {prod(now)} now "
-        f"({factors.format(*now)}), which the learning rate may not be meant for. "
+        f"A step took {prod(saved)} samples before the checkpoint ({_RULE.format(*saved)}) and takes {prod(now)} now "
+        f"({_RULE.format(*now)}), which the learning rate may not be meant for. "
         + (f"accumulate_grad_batches: {keeps} keeps it." if not rest else "No accumulate_grad_batches keeps it.")
     )
 
@@ -206,4 +190,49 @@ def other_batch(saved: list[int] | None, now: list[int]) -> str | None:
 def changed_by_evaluation(trainer: Trainer) -> dict[str, Any]:
     """The parts of this rank's state that validation changes, copied."""
     module = trainer.lightning_module
-    return {"rng": rng_state(), "generators": module_rng_states(module), "metrics": metric_states(module)}
+    return {"rng": rng.rng_state(), "generators": rng.module_rng_states(module), "metrics": metric_states(module)}
+
+
+# An optimizer step that a checkpoint is saved in the middle of. It averages the gradients of ranks x micro-batches x
+# samples: where a run goes on after as many samples of it, on whatever ranks, those so far are part of it, rescaled.
+
+
+def accumulation_state(trainer: Trainer) -> dict[str, Any]:
+    """This rank's part of what a checkpoint keeps of the step, beside gradients; empty between two steps."""
+    plugin: Any = trainer.precision_plugin
+    if not trainer.lightning_module.automatic_optimization and plugin.backward_pending:
+        rank_zero_warn(
+            "This checkpoint is saved after a manual_backward that no optimizer step has followed. What steps manual "
+            "optimization makes of its batches is not known, so that these gradients are not saved, and the step after "
+            "resuming lacks them. Save after a step."
+        )
+    if not (batches := loops.accumulated_batches(trainer)):
+        return {}
+    return {ACCUMULATION: {"batches": batches, "factors": _factors(trainer, 1), **plugin.accumulation(trainer)}}
+
+
+def resume_accumulation(trainer: Trainer, ranks: Sequence[Mapping[str, Any]], checkpoints: Checkpoints) -> None:
+    """Go on in the middle of a step, if the checkpoint is of one; ``ranks`` is the state that it keeps of each.
+
+    All ranks call it. Where gradients are lacking, or are of no part of the step here, a warning says so.
+    """
+    if (saved := ranks[0].get(ACCUMULATION)) is None:
+        return
+    here = _factors(trainer, 1)
+    done, due = saved["batches"] * prod(saved["factors"][:2]), loops.accumulated_batches(trainer) * prod(here[:2])
+    if checkpoints.accumulated is None:
+        why = "it has none"
+    elif done != due:
+        why = (
+            f"the step had taken {done} samples ({_RULE.format(*saved['factors'])}), here {due} ({_RULE.format(*here)})"
+        )
+    else:
+        plugin: Any = trainer.precision_plugin
+        factor = plugin.resume_accumulation([rank[ACCUMULATION] for rank in ranks])
+        checkpoints.load_gradients(factor * prod(saved["factors"]) / prod(here))
+        return
+    rank_zero_warn(
+        f"The checkpoint was saved after {saved['batches']} of the {saved['factors'][2]} batches that one step "
+        f"accumulates. The step that comes lacks their gradients, because {why}. Resume with the same numbers from the "
+        "directory that was saved, or from one that was saved after a step."
+    )

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard._lightning import callbacks, loaders, loops, processes, progress
+from lightning_shard._lightning import callbacks, loaders, loops, processes
 from lightning_shard.checkpoint.files.place import Place, place
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
 from lightning_shard.engines.replicated import SharedBuffers
@@ -44,18 +44,18 @@ class Fit:
         return loops.should_accumulate(self._trainer)
 
     def validation_follows(self, fetcher: Any) -> bool:
-        return progress.validation_follows(self._trainer, fetcher)
+        return loops.validation_follows(self._trainer, fetcher)
 
     def nothing_follows(self) -> bool:
-        return progress.nothing_follows(self._trainer)
+        return loops.nothing_follows(self._trainer)
 
     def go_on_after_batch(self) -> None:
         """Make what is saved now go on with the next batch."""
-        progress.mark_after_batch(self._trainer)
+        loops.mark_after_batch(self._trainer)
 
     def go_on_before_validation(self) -> None:
         """Make what is saved now go on with the whole validation after the batch that has just ended."""
-        progress.mark_before_validation(self._trainer)
+        loops.mark_before_validation(self._trainer)
 
     def changed_by_validation(self) -> dict[str, Any]:
         return changed_by_evaluation(self._trainer)

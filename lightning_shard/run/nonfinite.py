@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_shard._lightning import averaging, progress
+from lightning_shard._lightning import averaging, loops
 from lightning_shard.arguments import checked_fields
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.files.place import place
@@ -165,7 +165,7 @@ class Rollback:
         self._checkpoints.saver.finish()
         path, checkpoint = self._open(why)
         self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
-        progress.restore_steps(trainer, checkpoint)
+        loops.restore_steps(trainer, checkpoint)
         averaging.recount_averages(trainer, checkpoint)
         states = checkpoint[RUN_STATE]["ranks"]
         if trainer.global_rank < len(states):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks, loaders, loops, results
 from lightning_shard._lightning.averaging import averaging_callbacks, leave_out_copies
-from lightning_shard._lightning.checkpoints import choose_checkpoint, let_checkpoints_wait, save_between_steps
+from lightning_shard._lightning.callbacks import choose_checkpoint, let_checkpoints_wait, save_between_steps
 from lightning_shard._lightning.optimizers import full_gradient_norms
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.load import OpenCheckpoint

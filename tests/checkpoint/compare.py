@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import open_any
 from tests.checkpoint.nets import bits
 
 

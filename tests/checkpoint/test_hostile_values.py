@@ -15,8 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from lightning_shard.checkpoint.files.safetensors import SafetensorsReader
-from lightning_shard.checkpoint.foreign.forms import open_any
-from lightning_shard.checkpoint.inspect import describe, verify
+from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.calls import FACTS, save_tensors, trainer_state

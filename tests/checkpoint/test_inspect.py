@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import describe, verify
+from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.errors import (
     CheckpointCorruptError,
     CheckpointError,

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import lightning_shard
 from lightning_shard import CheckpointMismatchError, CheckpointNotFoundError, load_from_checkpoint
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.inspect import open_any
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
 from lightning_shard.checkpoint.optimizer_state import check_savable
 from lightning_shard.checkpoint.save import write_portable

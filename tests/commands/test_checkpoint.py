@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.save import write_portable
 from tests.checkpoint.calls import load_into
 from tests.checkpoint.compare import assert_equal, stored

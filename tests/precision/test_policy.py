@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
 from lightning_shard.errors import PrecisionError
 from lightning_shard.precision.policy import PRECISIONS, PrecisionPolicy, policy_from
-from lightning_shard.strategies.stock_precision import translate
+from lightning_shard.strategies.precision import translate
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

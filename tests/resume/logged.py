@@ -21,7 +21,7 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from lightning_shard._lightning import progress
+from lightning_shard._lightning import loops
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import restore_training_results, training_results_state
 from lightning_shard.ranks import Ranks
@@ -153,7 +153,7 @@ class Restores:
     carried: list[dict[str, Any]] | None = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        progress.settle_progress(self.lightning_module.trainer)
+        loops.settle_progress(self.lightning_module.trainer)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_shard import ShardDDPStrategy
-from lightning_shard.resume.schedules import differing
+from lightning_shard.checkpoint.matching import differing
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_shard import ConfigurationError, full_tensor, set_full_tensor
-from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.engines.refusals import refuse_compiled
 from lightning_shard.tensors.names import fqns, named_parameters
 from tests.harness import run_distributed

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lightning_shard import ConfigurationError, full_tensor
-from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import open_any
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer

@@ -30,18 +30,19 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.boxes import BoxesByRank, StoredBoxes, TensorFacts, data_files, encode_boxes
+from lightning_shard import errors
+from lightning_shard.checkpoint.files.boxes import (
+    BoxesByRank,
+    StorageInfo,
+    StoredBoxes,
+    TensorFacts,
+    data_files,
+    encode_boxes,
+)
 from lightning_shard.checkpoint.files.directory import Directory
 from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry, damaged_if
-from lightning_shard.checkpoint.files.metadata import StorageInfo
 from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointUnreachableError,
-)
 
 Values = Callable[[dcp.MetadataIndex], Tensor]  # Gives the values of a box that this rank is to write.
 _LENGTH_BYTES = 8
@@ -139,11 +140,13 @@ def read_own_state(directory: Directory, rank: int) -> dict[str, Any]:
         stream.seek(max(end, 0))
         length = int.from_bytes(stream.read(), "little")
         if not 0 < length <= end:
-            raise CheckpointCorruptError(f"{directory.path / name} does not end with the state of rank {rank}")
+            raise errors.CheckpointCorruptError(f"{directory.path / name} does not end with the state of rank {rank}")
         stream.seek(end - length)
         state = load_archive(io.BytesIO(stream.read(length)), directory.path / name)
     if not isinstance(state, dict):
-        raise CheckpointCorruptError(f"{directory.path / name} ends with a {type(state).__name__}, not a dictionary")
+        raise errors.CheckpointCorruptError(
+            f"{directory.path / name} ends with a {type(state).__name__}, not a dictionary"
+        )
     return state
 
 
@@ -229,7 +232,7 @@ def read_tensors(directory: Directory, stored: Mapping[str, StoredBoxes], target
     for key, target in targets:
         boxes = stored[key]
         if boxes.shape != tuple(target.shape):
-            raise CheckpointMismatchError(f"{key} has shape {boxes.shape} there, {tuple(target.shape)} here")
+            raise errors.CheckpointMismatchError(f"{key} has shape {boxes.shape} there, {tuple(target.shape)} here")
         for position, chunk in enumerate(chunks_of(target)):
             live = dcp.MetadataIndex(key, chunk.offsets, position)
             for (file, start, length, *box), low, high in boxes.meeting(chunk):
@@ -289,11 +292,11 @@ def _read_box(stream: BinaryIO, directory: Directory, name: str, read: _Read) ->
             part = io.BytesIO(stream.read(read.length))  # faster by far
         box = load_archive(part, path)
     except Exception as error:
-        if type(error) in (CheckpointError, CheckpointUnreachableError):
+        if type(error) in (errors.CheckpointError, errors.CheckpointUnreachableError):
             raise  # The bytes did not come.
-        raise CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
+        raise errors.CheckpointCorruptError(f"{path}: {key} can't be read: {error}") from error
     if not isinstance(box, Tensor) or list(box.shape) != read.sizes or box.dtype != read.dtype:
-        raise CheckpointCorruptError(f"{path}: {key} is not a {read.dtype} tensor of shape {tuple(read.sizes)}")
+        raise errors.CheckpointCorruptError(f"{path}: {key} is not a {read.dtype} tensor of shape {tuple(read.sizes)}")
     return box
 
 

@@ -19,16 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
-from lightning_shard.checkpoint.files.layout import (
-    EXTRA_STATE,
-    OPTIMIZER_STATES,
-    SlotName,
-    StrPath,
-    check_relative,
-    damaged_if,
-)
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
@@ -63,12 +56,12 @@ _OWN = {
 def deepspeed_folder(path: Path) -> Path | None:
     """The folder with the ranks' files: ``path`` itself, what ``latest`` in it names, or Lightning's own; or None."""
     if (path / "latest").is_file():
-        return path / check_relative((path / "latest").read_text(encoding="utf-8", errors="replace").strip())
+        return path / layout.check_relative((path / "latest").read_text(encoding="utf-8", errors="replace").strip())
     folders = (path, path / "checkpoint")
     return next((folder for folder in folders if folder.is_dir() and any(folder.glob(f"*{_MODEL}"))), None)
 
 
-def open_deepspeed(path: StrPath) -> Contents:
+def open_deepspeed(path: layout.StrPath) -> Contents:
     """The checkpoint in the directory ``path``; no tensor of the model or the optimizer is read yet.
 
     Raises CheckpointCorruptError for a file that names a class which such checkpoints do not need, or is damaged;
@@ -78,7 +71,7 @@ def open_deepspeed(path: StrPath) -> Contents:
     assert folder is not None
     models = [read_archive(file, _ALLOWED) for file in _files(folder, _MODEL)]
     states = [read_archive(file, _ALLOWED) for file in _files(folder, _OPTIM)]
-    with damaged_if(f"{folder} is no ZeRO checkpoint"):
+    with layout.damaged_if(f"{folder} is no ZeRO checkpoint"):
         return _stored(folder, models, [state["optimizer_state_dict"] for state in states])
 
 
@@ -122,7 +115,8 @@ def _stored(folder: Path, models: list[dict[str, Any]], states: list[dict[str, A
         weights=weights | rest,
         aliases={_clean(alias): _clean(name) for alias, name in shared.items()},
         slots=slots,
-        trainer_state={**_trainer_state(models[0]), EXTRA_STATE: materialize(extra), OPTIMIZER_STATES: [described]},
+        trainer_state=_trainer_state(models[0])
+        | {layout.EXTRA_STATE: materialize(extra), layout.OPTIMIZER_STATES: [described]},
     )
 
 
@@ -168,7 +162,7 @@ def _clean(name: str) -> str:
 
 def _optimizer(
     bases: Sequence[Mapping[str, Any]], places: Mapping[str, _Place], stage: int
-) -> tuple[dict[str, Any], dict[SlotName, StoredTensor]]:
+) -> tuple[dict[str, Any], dict[layout.SlotName, StoredTensor]]:
     """The groups' description and the slots' tensors. A state's number is that of its flat group, in order."""
     numbers = [number for group in bases[0]["param_groups"] for number in group["params"]]
     inside: dict[int, list[str]] = {}
@@ -190,7 +184,7 @@ def _optimizer(
                     state[name][slot] = _flat_tensor([own[slot] for own in states], places[name], stage)
                 else:
                     state[name][slot] = materialize(value)
-    slots = dict[SlotName, StoredTensor]()
+    slots = dict[layout.SlotName, StoredTensor]()
     clean = [_clean(name) for group in groups for name in group["params"]]
     return described_optimizer(0, {"state": state, "param_groups": groups}, clean, "unknown", slots), slots
 

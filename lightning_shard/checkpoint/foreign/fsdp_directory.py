@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.archive import materialize, read_archive
+from lightning_shard.checkpoint.files.boxes import StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
 from lightning_shard.checkpoint.files.directory import Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Facts
-from lightning_shard.checkpoint.files.metadata import StorageInfo, parse_foreign_metadata
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
 from lightning_shard.checkpoint.foreign.lightning_file import described_optimizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, write_archive
 from lightning_shard.checkpoint.files.contents import StoredTensor
-from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.errors import (
     CheckpointCorruptError,
     CheckpointError,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.checkpoint.files.pickles import check_pickle
+from lightning_shard.checkpoint.files.trainer_state import check_pickle
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.errors import CheckpointCorruptError
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES
-from lightning_shard.checkpoint.foreign.forms import open_any
-from lightning_shard.checkpoint.inspect import describe
+from lightning_shard.checkpoint.inspect import describe, open_any
 from tests.checkpoint.foreign.stock import Tied, fit, groups_of, save_deepspeed, state_of
 from tests.harness import run_distributed
 

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lightning_shard.checkpoint.foreign.export import export
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import (
     CheckpointError,
@@ -85,7 +85,7 @@ MEASURE = """
 import re, sys, torch
 from pathlib import Path
 from lightning_shard.checkpoint.foreign.export import export
-from lightning_shard.checkpoint.foreign.forms import open_any
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.files.manifest import Facts
 from tests.checkpoint.calls import save_tensors

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, other_form
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
+from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import (

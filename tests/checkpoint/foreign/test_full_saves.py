@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_shard.checkpoint.foreign.forms import open_any
-from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.compare import assert_equal, stored
 from tests.checkpoint.foreign.stock import fit, state_of

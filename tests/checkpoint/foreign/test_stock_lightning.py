@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_shard.checkpoint.foreign.forms import is_foreign
+from lightning_shard.checkpoint.inspect import is_foreign
 from lightning_shard.errors import CheckpointMismatchError
 from tests.checkpoint.compare import assert_equal
 from tests.checkpoint.foreign.stock import ROWS, Model, fit, fit_stock, save_stock, state_of

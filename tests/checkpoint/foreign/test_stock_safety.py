@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_shard.checkpoint.foreign.forms import open_any
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.inspect import verify
+from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.compare import assert_equal, stored
