@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -23,7 +23,7 @@ from lightning_shard.precision import loss_scale as scales
 from lightning_shard.precision.float8 import Float8
 from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
 from lightning_shard.precision.loss_weight import LossWeights
-from lightning_shard.precision.policy import DTYPES, PrecisionPolicy, autocasting, policy_from
+from lightning_shard.precision.policy import ALL, DTYPES, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
 from lightning_shard.strategies.refusals import refuse_loss
@@ -31,18 +31,6 @@ from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, multiply
 
 DType = Literal["fp32", "bf16", "fp16"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Connected:
-    """A run of the strategy."""
-
-    engine: Engine
-    run: Run
-    module: LightningModule
-    settings: CommonSettings
-    weights: LossWeights
-    watch: NonFiniteWatch | None
 
 
 class ShardPrecision(Precision):
@@ -104,7 +92,7 @@ class ShardPrecision(Precision):
                 self.policy(aligned=True)
             except PrecisionError:
                 raise error from None
-        self._connected: _Connected | None = None
+        self._watch: NonFiniteWatch | None = None
         self._scaling: LossScaling | None = None
         self._scale: LossScaleState | None = None
         self._optimizers: list[Optimizer] = []
@@ -142,22 +130,15 @@ class ShardPrecision(Precision):
                 "(automatic_optimization is False), so that there is no end of a step to divide by the weights at. "
                 "Multiply the losses by their weights in training_step, or use automatic optimization."
             )
-        weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
-        watch = None
+        self._engine, self._run, self._module, self._settings = engine, run, module, settings
+        self._weights = LossWeights(key, ranks=ranks, device=run.device, scaled=self._scale is not None)
+        self._watch = None
         if run.fitting and isinstance(settings.nonfinite, NonFinite):
-            watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
-        self._connected = _Connected(
-            engine=engine, run=run, module=module, settings=settings, weights=weights, watch=watch
-        )
-
-    @property
-    def _now(self) -> _Connected:
-        assert self._connected is not None, "the precision plugin is connected by a strategy of this package"
-        return self._connected
+            self._watch = NonFiniteWatch(settings.nonfinite, module, engine, device=run.device)
 
     def step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """A step of the LightningModule in `autocasting`, inside of what an engine does around it."""
-        engine, run = self._now.engine, self._now.run
+        engine, run = self._engine, self._run
 
         def autocast_step(*args: Any, **kwargs: Any) -> Any:
             with autocasting(run.policy, run.device.type, cache=engine.replicates):
@@ -167,9 +148,9 @@ class ShardPrecision(Precision):
 
     def weighed(self, output: Any, arguments: Sequence[Any]) -> Any:
         """What a training step returned for ``arguments``, after its weight was taken. All ranks call it."""
-        if self._now.run.automatic:
-            refuse_loss(output, self._now.module)
-            self._now.weights.take(output, arguments[0] if arguments else None)
+        if self._run.automatic:
+            refuse_loss(output, self._module)
+            self._weights.take(output, arguments[0] if arguments else None)
         return output
 
     # Loss scale
@@ -188,8 +169,6 @@ class ShardPrecision(Precision):
         PrecisionError: an optimizer that evaluates the closure itself, where a step may have to be skipped.
         """
         self._optimizers = optimizers
-        self._overflows = {}
-        self.step_skipped = False
         lbfgs = any(isinstance(optimizer, LBFGS) for optimizer in optimizers)
         if lbfgs and self._watch is not None:
             raise ConfigurationError(
@@ -206,7 +185,6 @@ class ShardPrecision(Precision):
     @contextmanager
     @override
     def train_step_context(self) -> Generator[None, None, None]:
-        """Forget what an earlier batch left."""
         self._overflows = {}
         self.step_skipped = False
         with super().train_step_context():
@@ -215,29 +193,27 @@ class ShardPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then Lightning's hooks, which see it scaled as under its own AMP."""
-        now, self._backward_after = self._now, loops.processed_batches(module.trainer)
-        self.backward_pending = True
-        if now.weights.given:
+        self._backward_after, self.backward_pending = loops.processed_batches(module.trainer), True
+        if self._weights.given:
             ends = not loops.should_accumulate(module.trainer)
-            tensor = now.weights.scale(tensor, ends=ends, waiting=self._waiting)
-        if now.watch is not None:
-            now.watch.see_loss(tensor)
+            tensor = self._weights.scale(tensor, ends=ends, waiting=self._waiting)
+        if self._watch is not None:
+            self._watch.see_loss(tensor)
         if self._scale is not None:
             tensor = scales.scaled(tensor, self._scale)
         return super().pre_backward(tensor, module)
 
     def _waiting(self) -> list[Tensor]:
-        """The gradients of the micro-batches so far."""
-        return [part for gradient in self._now.engine.tensors.accumulated().values() for part in gradient.parts]
+        return [part for gradient in self._engine.tensors.accumulated().values() for part in gradient.parts]
 
     def accumulation(self, trainer: Trainer) -> dict[str, Any]:
         """What a step that goes on from a checkpoint needs of this rank, beside the gradients."""
         inside = self._backward_after == loops.processed_batches(trainer)
-        return {"inside": inside, "scale": self.loss_scale or 1.0, "weights": self._now.weights.state()}
+        return {"inside": inside, "scale": self.loss_scale or 1.0, "weights": self._weights.state()}
 
     def resume_accumulation(self, states: Sequence[Mapping[str, Any]]) -> float:
         """Go on with the `accumulation` of all ranks; what its gradients are to be multiplied by."""
-        self._now.weights.load_state([state["weights"] for state in states], Ranks.of().rank)
+        self._weights.load_state([state["weights"] for state in states], Ranks.of().rank)
         return (self.loss_scale or 1.0) / float(states[0]["scale"])
 
     @override
@@ -251,7 +227,7 @@ class ShardPrecision(Precision):
         """
         if averaging.collects_statistics(model.trainer):
             return closure()  # there is nothing to step with
-        engine, weights = self._now.engine, self._now.weights
+        engine, weights = self._engine, self._weights
 
         def closure_with_reduction() -> Any:
             result = closure()
@@ -283,14 +259,10 @@ class ShardPrecision(Precision):
         """Whether to skip the step for a loss or gradient of inf or NaN."""
         if (watch := self._watch) is None:
             return False
-        gradients = [] if self._scale is not None else self._now.engine.gradients(optimizer)[0]
+        gradients = [] if self._scale is not None else self._engine.gradients(optimizer)[0]
         refused = watch.judge(gradients, step=module.trainer.global_step + 1)
         module.log("nonfinite_steps", float(watch.steps))
         return refused
-
-    @property
-    def _watch(self) -> NonFiniteWatch | None:
-        return None if self._connected is None else self._connected.watch
 
     def settle(self) -> None:
         """Look at losses and gradients of the last step that were not looked at yet. All ranks call it.
@@ -308,15 +280,14 @@ class ShardPrecision(Precision):
 
     @override
     def teardown(self) -> None:
-        """Take what was put on the module off it."""
         if self._watch is not None:
             self._watch.close()
         super().teardown()
 
     def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Divide the gradients by the weights of the step's losses; whether there are any."""
-        gradients, _ = self._now.engine.gradients(optimizer)
-        loss = self._now.weights.finish(gradients, micro_batches=module.trainer.accumulate_grad_batches)
+        gradients, _ = self._engine.gradients(optimizer)
+        loss = self._weights.finish(gradients, micro_batches=module.trainer.accumulate_grad_batches)
         if loss is not None:
             module.log("weighted_loss", loss)
         return loss is not None
@@ -325,7 +296,6 @@ class ShardPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run backward from ``tensor`` under the engine."""
 
         def call(loss: Tensor) -> None:
             super(ShardPrecision, self).backward(loss, model, optimizer, *args, **kwargs)
@@ -343,14 +313,14 @@ class ShardPrecision(Precision):
 
         if overridden and tensor.requires_grad:
             tensor.register_hook(once)
-        self._now.engine.backward(tensor, call, overridden=overridden, **kwargs)
+        self._engine.backward(tensor, call, overridden=overridden, **kwargs)
 
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""
         assert self._scale is not None
         if id(optimizer) not in self._overflows:
-            gradients, _ = self._now.engine.gradients(optimizer)
-            self._overflows[id(optimizer)] = scales.unscale(gradients, self._scale, device=self._now.run.device)
+            gradients, _ = self._engine.gradients(optimizer)
+            self._overflows[id(optimizer)] = scales.unscale(gradients, self._scale, device=self._run.device)
         return self._overflows[id(optimizer)]
 
     def _update(self, optimizer: Optimizer, *, counts: bool) -> None:
@@ -362,7 +332,7 @@ class ShardPrecision(Precision):
         self._scale = scales.next_state(self._scaling, self._scale, overflow=overflow)
         if self._scale.scale == before:
             return
-        engine = self._now.engine
+        engine = self._engine
         own = {id(gradient) for gradient in engine.gradients(optimizer)[0]}
         for other in self._optimizers:
             # Its gradients, from a backward before this step, wait for a step of their own.
@@ -379,25 +349,24 @@ class ShardPrecision(Precision):
         The norm is logged as ``grad_norm`` where it was computed. Gradients of a step that will be skipped are left
         as they are. All ranks call it.
         """
-        now = self._now
         if isinstance(optimizer, LightningOptimizer):  # from the user, in manual optimization
             optimizer = optimizer.optimizer
-        if not now.run.automatic:
+        if not self._run.automatic:
             # The user clips ahead of `optimizer_step`.
-            now.engine.finish_gradients()
+            self._engine.finish_gradients()
         if self._scale is not None and self._unscale(optimizer):
             return
-        gradients, mesh = now.engine.gradients(optimizer)
+        gradients, mesh = self._engine.gradients(optimizer)
         by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
         norm: Tensor | None = None
-        if now.settings.log_grad_norm or by_norm:
+        if self._settings.log_grad_norm or by_norm:
             norm = gradient_norm(gradients, sharded_over=mesh)
         if by_norm:
-            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=now.settings.error_if_nonfinite)
+            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=self._settings.error_if_nonfinite)
         elif clip_val > 0:
             clip_by_value(gradients, float(clip_val))
         if norm is not None:
-            now.module.log("grad_norm", norm)
+            self._module.log("grad_norm", norm)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -409,3 +378,36 @@ class ShardPrecision(Precision):
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
             self._scale = scales.state_from_dict(state_dict)
+
+
+def translate(plugin: Precision | None) -> ShardPrecision | None:
+    """The `ShardPrecision` that says the same as a stock plugin made by Lightning from the Trainer's flag.
+
+    PrecisionError: the plugin carries more than the flag (a scaler, a quantiser, double precision), or a precision that
+    these strategies do not run.
+    """
+    if plugin is None or isinstance(plugin, ShardPrecision):
+        return plugin
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
+            f"lightning_shard cast on their own and take no plugin that does. They run {ALL}."
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not _is_default(scaler):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__} with a "
+            f"{type(scaler).__name__} of its own, but the strategies of lightning_shard scale the loss themselves, the "
+            "same on every engine. Give its settings to ShardPrecision('16-mixed', loss_scale=LossScaling(...)) in "
+            "plugins instead."
+        )
+    return ShardPrecision(plugin.precision)  # type: ignore[arg-type]
+
+
+def _is_default(scaler: Any) -> bool:
+    """Whether Lightning made ``scaler`` from the flag: torch's own class with its default settings, not yet used."""
+    if type(scaler) is not torch.amp.GradScaler:
+        return False
+    # torch switches one for CUDA off on a machine without it.
+    default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
+    return scaler.state_dict() == default.state_dict()

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import run as parts
-from lightning_shard._lightning import averaging, loops, messages, processes, progress
+from lightning_shard._lightning import averaging, loops, messages, processes
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
 from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_graphs
@@ -37,9 +37,8 @@ from lightning_shard.precision.ledger.record import Ledger
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.ranks import Ranks
 from lightning_shard.strategies import refusals
-from lightning_shard.strategies.precision import ShardPrecision
+from lightning_shard.strategies.precision import ShardPrecision, translate
 from lightning_shard.strategies.settings import CommonSettings
-from lightning_shard.strategies.stock_precision import translate
 
 
 class ShardStrategy(ParallelStrategy):
@@ -369,7 +368,7 @@ class ShardStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._fits:  # one that was interrupted runs again from its beginning
             self._freezing.refuse_new()
-            progress.count_validation_anew(self._replacements, self._module.trainer)
+            loops.count_validation_anew(self._replacements, self._module.trainer)
         self.checkpoints.synchronize_buffers()
 
     on_test_start = on_validation_start
