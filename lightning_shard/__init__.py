@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from lightning_shard.precision.float8 import Float8
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
+    from lightning_shard.run.full_tensors import full_tensor, set_full_tensor
     from lightning_shard.run.loading import load_from_checkpoint
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
-    from lightning_shard.strategies.full_tensors import full_tensor, set_full_tensor
     from lightning_shard.strategies.precision import ShardPrecision
 
 __version__ = "0.1.0"
@@ -91,8 +91,8 @@ _LAZY = {
         ("OptimizerOffload", "ParameterOffload", "Stage3Options", "ZeroBuckets", "ZeroPlusPlus"),
         "lightning_shard.engines.zero.config.fields",
     ),
-    "full_tensor": "lightning_shard.strategies.full_tensors",
-    "set_full_tensor": "lightning_shard.strategies.full_tensors",
+    "full_tensor": "lightning_shard.run.full_tensors",
+    "set_full_tensor": "lightning_shard.run.full_tensors",
     "load_from_checkpoint": "lightning_shard.run.loading",
     "load_pretrained": "lightning_shard.checkpoint.foreign.pretrained",
 }

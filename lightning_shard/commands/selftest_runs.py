@@ -24,7 +24,7 @@ from lightning_shard.commands.failures import global_rank
 from lightning_shard.devices import visible
 from lightning_shard.errors import ShardError
 from lightning_shard.ranks import Ranks
-from lightning_shard.strategies.full_tensors import full_tensor
+from lightning_shard.run.full_tensors import full_tensor
 
 STEPS, HALF = 6, 3
 # In more than two processes sums are taken in another order: 5e-7 of a tensor's largest element was seen in 20 steps,

@@ -63,8 +63,11 @@ class Memory:
             return None
         engine = self._engine.facts(self._module, self._run)
         points = step_points(self._training(self._facts, optimizers), engine, None)
-        place = None if self.averaging is None else self.averaging.place
-        return with_averages(most(*(point.account for point in points)), place)
+        return with_averages(most(*(point.account for point in points)), self._averages_place)
+
+    @property
+    def _averages_place(self) -> str | None:
+        return None if self.averaging is None else self.averaging.place
 
     def _training(self, model: ModelFacts, optimizers: Sequence[Optimizer]) -> Training:
         facts = [optimizer_facts(optimizer) for optimizer in optimizers]
@@ -87,9 +90,8 @@ class Memory:
         size, policy = batch_size_of(step.batch), self._run.policy
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
         training = self._training(facts_of(module, self._engine), optimizers)
-        place = None if self.averaging is None else self.averaging.place
         engine = self._engine.facts(self._module, self._run)
-        run = Run(training=training, engine=engine, traces=tuple(traces), averages=place)
+        run = Run(training=training, engine=engine, traces=tuple(traces), averages=self._averages_place)
         return largest_batch(run, limit, lambda tensors: tensors)
 
     def advice(self, account: MemoryAccount) -> str:

@@ -150,45 +150,39 @@ class NonFiniteWatch:
         self._closing.close()
 
 
-class Rollback:
-    """Puts the newest whole checkpoint of a fit back in place: one that it saved, or went on from."""
+def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
+    """Put the newest whole checkpoint that a fit saved, or went on from, back in place. All ranks call it.
 
-    def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
-        self._trainer, self._checkpoints = trainer, checkpoints
+    Weights, optimizers, schedulers, loss scale, generators and the count of steps. DataError on every rank: there is no
+    such checkpoint.
+    """
+    checkpoints.saver.finish()
+    path, checkpoint = _open_newest(trainer, checkpoints, why)
+    checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
+    loops.restore_steps(trainer, checkpoint)
+    averaging.recount_averages(trainer, checkpoint)
+    states = checkpoint[RUN_STATE]["ranks"]
+    if trainer.global_rank < len(states):
+        set_rng_state(states[trainer.global_rank]["rng"])
+    rank_zero_warn(f"{why} The fit went back to step {trainer.global_step}, {path}; the data goes on.")
 
-    def run(self, why: str) -> None:
-        """Restore weights, optimizers, schedulers, loss scale, generators and the count of steps. All ranks call it.
 
-        DataError on every rank: there is no whole checkpoint.
-        """
-        trainer = self._trainer
-        self._checkpoints.saver.finish()
-        path, checkpoint = self._open(why)
-        self._checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
-        loops.restore_steps(trainer, checkpoint)
-        averaging.recount_averages(trainer, checkpoint)
-        states = checkpoint[RUN_STATE]["ranks"]
-        if trainer.global_rank < len(states):
-            set_rng_state(states[trainer.global_rank]["rng"])
-        rank_zero_warn(f"{why} The fit went back to step {trainer.global_step}, {path}; the data goes on.")
-
-    def _open(self, why: str) -> tuple[str, dict[str, Any]]:
-        """The newest whole checkpoint, about to be loaded."""
-        bad = self._trainer.global_step
-        own = [*self._checkpoints.saved, *([self._trainer.ckpt_path] if self._trainer.ckpt_path else [])]
-        for path in Ranks.of().broadcast([os.fspath(p) for p in own if place(p).is_dir()]):
-            try:
-                checkpoint = self._checkpoints.load_checkpoint(path)
-            except CheckpointError as error:
-                rank_zero_warn(f"The fit can't go back to {path}: {error}")
-                continue
-            # Not one that was saved in the batch of the step that is left out.
-            if OPTIMIZER_STATES in checkpoint and RUN_STATE in checkpoint and checkpoint["global_step"] < bad:
-                return path, checkpoint
-        raise DataError(
-            f"{why} nonfinite is rollback, but this fit has no whole checkpoint yet to go back to. Save one earlier, "
-            "such as with ModelCheckpoint(every_n_train_steps=...), or use nonfinite: skip."
-        )
+def _open_newest(trainer: Trainer, checkpoints: Checkpoints, why: str) -> tuple[str, dict[str, Any]]:
+    own = [*checkpoints.saved, *([trainer.ckpt_path] if trainer.ckpt_path else [])]
+    for path in Ranks.of().broadcast([os.fspath(p) for p in own if place(p).is_dir()]):
+        try:
+            checkpoint = checkpoints.load_checkpoint(path)
+        except CheckpointError as error:
+            rank_zero_warn(f"The fit can't go back to {path}: {error}")
+            continue
+        # Not one that was saved in the batch of the step that is left out.
+        usable = OPTIMIZER_STATES in checkpoint and RUN_STATE in checkpoint
+        if usable and checkpoint["global_step"] < trainer.global_step:
+            return path, checkpoint
+    raise DataError(
+        f"{why} nonfinite is rollback, but this fit has no whole checkpoint yet to go back to. Save one earlier, "
+        "such as with ModelCheckpoint(every_n_train_steps=...), or use nonfinite: skip."
+    )
 
 
 def warn_of_nonfinite(engine: Engine) -> None:

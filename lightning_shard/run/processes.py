@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,38 +27,21 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import forget_made_groups, set_timeout
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessOptions:
-    """What a user sets about the processes of a run."""
-
-    mesh: MeshConfig
-    timeout_seconds: float
-    init_timeout_seconds: float
-    process_group_backend: str | None
-
-    def __post_init__(self) -> None:
-        for name in ("timeout_seconds", "init_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be greater than 0.")
 
 
 class Processes:
     """Connects the processes, and lays the mesh over them."""
 
-    def __init__(self, options: ProcessOptions) -> None:
+    def __init__(
+        self, mesh: MeshConfig, timeout_seconds: float, init_timeout_seconds: float, backend: str | None
+    ) -> None:
         """Nothing is connected before `connect`."""
-        self._options = options
+        self._axes, self._init_timeout_seconds, self._backend = mesh, init_timeout_seconds, backend
+        self.timeout = timedelta(seconds=timeout_seconds)  # Of collectives.
         self._mesh: DeviceMesh | None = None
         self._device = torch.device("cpu")
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._options.timeout_seconds)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -88,7 +70,7 @@ class Processes:
         """
         self._device = device
         options: dict[str, Any] = {"timeout": self.timeout, "device_id": None if device.type == "cpu" else device}
-        backend = self._options.process_group_backend or dist.get_default_backend_for_device(device)
+        backend = self._backend or dist.get_default_backend_for_device(device)
         if not dist.is_initialized() and environment.world_size() > 1:
             store, place = self._meet(environment, launch, os.environ, settings, root)
             prepare_gloo(place.address, os.environ, gpu=device.type != "cpu")
@@ -102,7 +84,7 @@ class Processes:
     def lay_mesh(self, *, per_node: int) -> DeviceMesh:
         """Build the mesh over all connected processes, of which there are ``per_node`` on a node. All ranks call it."""
         world = dist.get_world_size()
-        shape = resolve_mesh(self._options.mesh, world_size=world, processes_per_node=per_node)
+        shape = resolve_mesh(self._axes, world_size=world, processes_per_node=per_node)
         self._mesh = build_mesh(shape, device_type=self._device.type, timeout=self.timeout)
         return self._mesh
 
@@ -125,11 +107,11 @@ class Processes:
             # torchrun counts no restart where nodes come or go, and keeps the store.
             agent=f"{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{environment.world_size()}" if agent else None,
         )
-        seconds = self._options.init_timeout_seconds
-        store = connect(place, seconds)
+        store = connect(place, self._init_timeout_seconds)
         writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
         facts = Facts(node=socket.gethostname(), versions=library_versions(), settings=dict(settings))
-        for warning in compare(store, place, facts, seconds, Path(str(root)) if writes else None):
+        folder = Path(str(root)) if writes else None
+        for warning in compare(store, place, facts, self._init_timeout_seconds, folder):
             rank_zero_warn(warning)
         return store, place
 

@@ -25,7 +25,7 @@ from lightning_shard.run.fit import Fit, checkpoint_folders
 from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.memory import Memory
-from lightning_shard.run.nonfinite import Rollback
+from lightning_shard.run.nonfinite import roll_back
 from lightning_shard.run.preemption import Preemption
 
 
@@ -58,11 +58,11 @@ def after_batches(
     trainer: Trainer,
     checkpoints: Checkpoints,
     preemption: Preemption,
-    go_back: Callable[[Rollback, Any], None],
+    go_back: Callable[[Callable[[str], None], Any], None],
 ) -> None:
     """After each batch ``go_back`` to a checkpoint where one is due, and then stop, which saves, where that is."""
-    rollback, stop = Rollback(trainer, checkpoints), partial(preemption.after_batch, Fit(trainer))
-    loops.after_each_batch(replacements, trainer, partial(go_back, rollback), stop)
+    restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, Fit(trainer))
+    loops.after_each_batch(replacements, trainer, partial(go_back, restore), stop)
 
 
 def keep_batch(trainer: Trainer, identity: RunIdentity) -> None:
@@ -108,8 +108,7 @@ def begin_averaging(
 ) -> None:
     """Let a callback that averages weights average what ``engine`` has engaged, if there is one. All ranks call it.
 
-    Raises:
-        ConfigurationError: what is stepped lies in files.
+    ConfigurationError: what is stepped lies in files.
     """
     if averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):

@@ -25,7 +25,7 @@ from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import ALL, DTYPES, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.ranks import Ranks
-from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch, Rollback
+from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.strategies.settings import CommonSettings
 from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, multiply
@@ -272,11 +272,11 @@ class ShardPrecision(Precision):
         if self._watch is not None:
             self._watch.settle()
 
-    def after_batch(self, rollback: Rollback, data_fetcher: Any) -> None:
+    def after_batch(self, roll_back: Callable[[str], None], data_fetcher: Any) -> None:
         """Go back to a checkpoint where the last step asks for it. All ranks call it."""
         if self._watch is not None and (why := self._watch.rollback_due) is not None:
             self._watch.rollback_due = None
-            rollback.run(why)
+            roll_back(why)
 
     @override
     def teardown(self) -> None:

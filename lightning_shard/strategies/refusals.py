@@ -24,11 +24,7 @@ from lightning_shard.run.memory import Memory, explain_out_of_memory
 
 
 def refuse_loss(output: Any, module: LightningModule) -> None:
-    """Refuse what a training step returned, if backward can't start from it.
-
-    Raises:
-        ConfigurationError: with what was returned, what to return, and where the step is.
-    """
+    """Refuse what a training step returned, if backward can't start from it (ConfigurationError)."""
     if is_overridden("backward", module):
         return
     if isinstance(output, Mapping) and "loss" not in output:
@@ -61,11 +57,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-    """Lightning's ``setup``, which raises a bare KeyError for a mapping without an optimizer.
-
-    Raises:
-        ConfigurationError: with what ``configure_optimizers`` may return.
-    """
+    """Lightning's ``setup``, which raises a bare KeyError for a mapping without an optimizer; here ConfigurationError."""
     try:
         setup(trainer)
     except KeyError as error:
@@ -80,11 +72,7 @@ def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> Non
 
 
 def refuse_batch_size_finder(trainer: Trainer) -> None:
-    """Refuse Lightning's, which ``Tuner.scale_batch_size`` uses too.
-
-    Raises:
-        ConfigurationError: on every rank.
-    """
+    """Refuse Lightning's, which ``Tuner.scale_batch_size`` uses too: a ConfigurationError on every rank."""
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
         raise ConfigurationError(
             "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where "
@@ -96,15 +84,8 @@ def refuse_batch_size_finder(trainer: Trainer) -> None:
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
     """Refuse the callbacks of a fit that would fail, or save something else than the user thinks.
 
-    Args:
-        trainer: whose callbacks.
-        engine: what keeps the parameters, in which form, and whether it steps what is thawed during the fit.
-        run: what the message calls the run: strategy and precision.
-
-    Raises:
-        ConfigurationError: on every rank.
+    ``run``: what the message calls it, strategy and precision. ConfigurationError on every rank.
     """
-    saving = bool(trainer.checkpoint_callbacks)
     for callback in callbacks.callbacks(trainer):
         if isinstance(callback, BaseFinetuning) and not engine.follows_freezing and _thaws(callback, trainer):
             raise ConfigurationError(
@@ -119,7 +100,7 @@ def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:
                 f"ModelPruning works on whole parameters, which {run} does not have. Use shard_ddp with precision "
                 "'32-true'."
             )
-        if saving:
+        if trainer.checkpoint_callbacks:
             raise ConfigurationError(
                 "ModelPruning writes other tensors than the module's own into the checkpoint, which the portable "
                 "checkpoint has no place for. Set enable_checkpointing: false and save the result after the fit, or "
@@ -150,11 +131,7 @@ def _thaws(callback: BaseFinetuning, trainer: Trainer) -> bool:
 
 
 def refuse_sync_batchnorm(layer_sync: object | None, device: torch.device) -> None:
-    """Refuse ``Trainer(sync_batchnorm=True)``, which sets ``layer_sync``, on a CPU.
-
-    Raises:
-        ConfigurationError: on every rank.
-    """
+    """Refuse ``Trainer(sync_batchnorm=True)``, which sets ``layer_sync``, on a CPU: ConfigurationError."""
     if layer_sync is not None and device.type == "cpu":
         raise ConfigurationError(
             "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone. Set sync_batchnorm: false for "

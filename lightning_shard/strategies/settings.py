@@ -14,7 +14,6 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.run.nonfinite import Action, NonFinite
-from lightning_shard.run.processes import ProcessOptions
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 ResumeHyperparameters = Literal["checkpoint", "configuration"]
@@ -135,16 +134,6 @@ class CommonSettings:
         """What changes the units' forward."""
         named: Any = self.activation_checkpointing
         return ForwardOptions(activation_checkpointing=named, compile=self.compile)
-
-    @property
-    def processes(self) -> ProcessOptions:
-        """What concerns the processes."""
-        return ProcessOptions(
-            mesh=self.mesh,
-            timeout_seconds=self.timeout_seconds,
-            init_timeout_seconds=self.init_timeout_seconds,
-            process_group_backend=self.process_group_backend,
-        )
 
 
 def _stock_argument(name: str) -> str:

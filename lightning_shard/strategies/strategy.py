@@ -4,7 +4,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -57,11 +56,12 @@ class ShardStrategy(ParallelStrategy):
         self._settings = settings
         self.num_nodes = 1
         vars(self).update(vars(settings))
-        self.timeout = timedelta(seconds=settings.timeout_seconds)
         settle, configured = lambda: self.precision_plugin.settle(), settings.resume_hyperparameters == "configuration"
         self.checkpoints = parts.Checkpoints(settle=settle, configured=configured, save_frozen=settings.save_frozen)
         self.memory: parts.Memory | None = None  # from a run's set-up on
-        self._processes = parts.Processes(settings.processes)
+        waits = settings.timeout_seconds, settings.init_timeout_seconds
+        self._processes = parts.Processes(settings.mesh, *waits, settings.process_group_backend)
+        self.timeout = self._processes.timeout
         self._preemption = parts.Preemption(self.preemption, self.checkpoints)
         self._watch = parts.RunWatch(settings.lost_rank_seconds, settings.stuck_seconds, self._preemption.end_process)
         self._data = parts.Data(sample_seeds=self.aligned if settings.sample_seeds is None else settings.sample_seeds)

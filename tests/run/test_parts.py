@@ -43,7 +43,7 @@ from lightning_shard.run import (
 )
 from lightning_shard.run.data import checked
 from lightning_shard.run.full_tensors import FullTensors
-from lightning_shard.run.processes import ProcessOptions, launch_of
+from lightning_shard.run.processes import launch_of
 from tests.harness import free_port, run_distributed
 
 CPU = torch.device("cpu")
@@ -201,16 +201,8 @@ def test_preemption_saves_and_leaves_at_the_next_step(tmp_path: Path) -> None:
 # Processes and watch
 
 
-def test_processes_refuse_times_that_can_not_be() -> None:
-    with pytest.raises(ConfigurationError, match="init_timeout_seconds is 0"):
-        ProcessOptions(mesh=MeshConfig(), timeout_seconds=1, init_timeout_seconds=0, process_group_backend=None)
-
-
 def _mesh(replicate: int) -> tuple[tuple[int, ...], int]:
-    options = ProcessOptions(
-        mesh=MeshConfig(replicate=replicate), timeout_seconds=60, init_timeout_seconds=60, process_group_backend=None
-    )
-    processes, environment = Processes(options), LightningEnvironment()
+    processes, environment = Processes(MeshConfig(replicate=replicate), 60, 60, None), LightningEnvironment()
     environment.set_world_size(dist.get_world_size())
     environment.set_global_rank(dist.get_rank())
     launch = Launch(nodes=1, devices=dist.get_world_size(), launcher="lightning", gpu=False)
@@ -235,9 +227,8 @@ def _met(kind: str) -> tuple[Any, ...]:
     if kind == "plain":
         environment.set_world_size(size)
         environment.set_global_rank(rank)
-    options = ProcessOptions(mesh=MeshConfig(), timeout_seconds=60, init_timeout_seconds=60, process_group_backend=None)
     launch = launch_of(environment, nodes=size, devices=1, gpu=False)
-    _store, place = Processes(options)._meet(environment, launch, os.environ, {}, None)
+    _store, place = Processes(MeshConfig(), 60, 60, None)._meet(environment, launch, os.environ, {}, None)
     dist.barrier()
     return place.rank, place.world_size, place.port == box[0], place.agent
 
