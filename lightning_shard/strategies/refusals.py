@@ -57,7 +57,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-    """Lightning's ``setup``, which raises a bare KeyError for a mapping without an optimizer; here ConfigurationError."""
+    """Lightning's ``setup``, whose bare KeyError for a mapping without an optimizer is a ConfigurationError here."""
     try:
         setup(trainer)
     except KeyError as error:
