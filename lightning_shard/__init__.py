@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from lightning_shard.precision.float8 import Float8
     from lightning_shard.precision.loss_scale import LossScaling
     from lightning_shard.precision.policy import PrecisionPolicy
-    from lightning_shard.run.full_tensors import full_tensor, set_full_tensor
-    from lightning_shard.run.loading import load_from_checkpoint
+    from lightning_shard.run.full_tensors import full_tensor, load_from_checkpoint, set_full_tensor
     from lightning_shard.strategies.ddp import ShardDDPStrategy
     from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
     from lightning_shard.strategies.fsdp import ShardFSDPStrategy
@@ -93,7 +92,7 @@ _LAZY = {
     ),
     "full_tensor": "lightning_shard.run.full_tensors",
     "set_full_tensor": "lightning_shard.run.full_tensors",
-    "load_from_checkpoint": "lightning_shard.run.loading",
+    "load_from_checkpoint": "lightning_shard.run.full_tensors",
     "load_pretrained": "lightning_shard.checkpoint.foreign.pretrained",
 }
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_shard.checkpoint.files.contents import FULL, PORTABLE
+from lightning_shard.checkpoint.files.manifest import FULL, PORTABLE
 from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
-from lightning_shard.checkpoint.foreign.export import export as export_contents
+from lightning_shard.checkpoint.foreign.hugging_face import export as export_contents
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import open_any, verify
 from lightning_shard.checkpoint.save import write_portable

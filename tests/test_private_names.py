@@ -22,15 +22,12 @@ SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in so
 
 # Modules, why they need them, and all the private names that they use.
 USES = {
-    "_lightning/averaging.py": (
-        "callbacks that average weights",
-        "_average_model _clear_schedulers _copy_average_to_current _device _init_n_averaged _kwargs"
-        " _latest_update_epoch _scheduler_state _skip_backward _swap_models _use_buffers",
-    ),
     "_lightning/callbacks.py": (
-        "what a summary counts, what a run resumes from, links",
-        "_checkpoint_connector _every_n_train_steps _link_checkpoint _max_depth _monitor_candidates"
-        " _save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint _store _summary",
+        "callbacks that average weights, what a summary counts, what a run resumes from, links",
+        "_average_model _checkpoint_connector _clear_schedulers _copy_average_to_current _device _every_n_train_steps"
+        " _init_n_averaged _kwargs _latest_update_epoch _link_checkpoint _max_depth _monitor_candidates"
+        " _save_last_checkpoint _save_topk_checkpoint _scheduler_state _should_skip_saving_checkpoint _skip_backward"
+        " _store _summary _swap_models _use_buffers",
     ),
     "_lightning/loaders.py": (
         "the loaders' loaded states and samplers",

@@ -1,9 +1,12 @@
 """Everything that this package uses of Lightning's private names, and all that it replaces on live Lightning objects.
 
 One module for each subject. A name that another version of Lightning lacks fails on import, of any of the modules, and
-not in a training step: all are required here. What is replaced, on what and why is the table in ``replaced.py``;
-every function that replaces something takes the run's `Replacements`, which put it back when the run ends.
+not in a training step: all are required here. What is replaced, on what and why is the table `REPLACED`; every
+function that replaces something takes the run's `Replacements`, which put it back when the run ends.
+Beside these, `registry` answers for ``StrategyRegistry.available_strategies`` as long as the process lives.
 """
+
+from typing import Any
 
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
@@ -54,3 +57,80 @@ _REQUIRED = (
 )
 for _owner, _names in _REQUIRED:
     require(_owner, _names, tested="lightning 2.6.4 to 2.6.6")
+
+
+REPLACED = {
+    "BaseFinetuning._store": "groups of flat partitions have no parameters with names, and get none",
+    "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
+    "LightningModule.log": "values of sharded tensors are logged in full",
+    "Logger.log_graph": "the graph is drawn before the model is sharded",
+    "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once that is full",
+    "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",
+    "ModelCheckpoint.on_train_batch_end": "saves come after an optimizer step",
+    "ModelCheckpoint.on_train_end": "saves come after an optimizer step, or at the end",
+    "ModelCheckpoint.on_validation_end": "saves come after an optimizer step",
+    "ModelSummary._summary": "parameters that ZeRO-3 has sharded are counted with their full size",
+    "Profiler.start": "what the main thread does is noted, and a meter sums up the seconds of some actions",
+    "Profiler.stop": "what the main thread does is noted, and a meter sums up the seconds of some actions",
+    "StochasticWeightAveraging._average_model": "averages lie in shards",
+    "StochasticWeightAveraging.load_state_dict": "a learning rate schedule of another kind goes on after a resume",
+    "StochasticWeightAveraging.setup": "it would copy the module",
+    "StochasticWeightAveraging.transfer_weights": "averages lie in shards",
+    "StochasticWeightAveraging.update_parameters": "averages lie in shards",
+    "WeightAveraging._average_model": "averages lie in shards",
+    "WeightAveraging._copy_average_to_current": "averages lie in shards",
+    "WeightAveraging._swap_models": "averages lie in shards",
+    "WeightAveraging.on_load_checkpoint": "averages are read with the weights",
+    "WeightAveraging.setup": "it would copy the module",
+    "_CheckpointConnector.resume_start": "a run resumes from its own checkpoints",
+    "_DataConnector._prepare_dataloader": "training dataloaders keep their order",
+    "_EvaluationLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
+    "_PredictionLoop.inference_mode": "what FSDP2 gathers under inference mode can't be trained on afterwards",
+    "_SignalConnector.register_signal_handlers": "this package's own handlers only note a signal",
+    "_SignalConnector.teardown": "the run's own end comes with it, however the run ends",
+    "_TrainingEpochLoop._broadcast_sigterm_tensor": "nothing reads what Lightning's handlers would have noted",
+    "_TrainingEpochLoop._should_check_val_fx": "a validation that is due by the clock is due by that of rank 0",
+    "_TrainingEpochLoop._results": "values logged before a checkpoint count in the resumed epoch",
+    "_TrainingEpochLoop.max_steps": "a validation that was interrupted runs although the last step is done",
+    "_TrainingEpochLoop.on_advance_end": "a run is stopped between a batch and the validation after it",
+    "_TrainingEpochLoop.reset": "a run that goes on at an epoch's end runs no batch before it",
+    "_TrainingEpochLoop.update_lr_schedulers": "schedulers stay where they are after a step that was skipped",
+    "function.__code__": "grad_norm reads gradients that are sharded, or that DeepSpeed keeps",
+    "function.shard_run": "the module and the gradients that grad_norm reads",
+}
+"""Class and attribute, and why. `Replacements` refuses anything else."""
+
+_NOTHING = object()
+
+
+class Replacements:
+    """What one run has replaced; nothing else in this package sets such an attribute of a Lightning object."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name``, an entry of `REPLACED`, on the instance."""
+        listed = [f"{cls.__name__}.{name}" in REPLACED for cls in type(owner).__mro__]
+        assert any(listed), f"{type(owner).__name__}.{name} is not in REPLACED"
+        if name == "__code__":
+            self._before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+            return
+        self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
+        vars(owner)[name] = value
+
+    def restore(self, owner: Any = None, name: str = "") -> None:
+        """Put back what was replaced, the last first; with ``owner`` and ``name`` that attribute alone, if it was."""
+        kept = []
+        while self._before:
+            entry = self._before.pop()
+            if owner is not None and not (entry[0] is owner and entry[1] == name):
+                kept.append(entry)
+            elif entry[1] == "__code__":
+                setattr(*entry)
+            elif entry[2] is _NOTHING:
+                vars(entry[0]).pop(entry[1], None)
+            elif entry[1] in vars(entry[0]):  # else it was put back by one that replaced it before
+                vars(entry[0])[entry[1]] = entry[2]
+        self._before = kept[::-1]

@@ -11,9 +11,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_shard._lightning import DatasetSamplerWrapper, update_dataloader
+from lightning_shard._lightning import DatasetSamplerWrapper, Replacements, update_dataloader
 from lightning_shard._lightning.loops import settle_progress
-from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.resume.iterable import has_state
 from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.shape import KINDS, stock_type

@@ -19,8 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_shard._lightning import Loop
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Loop, Replacements
 from lightning_shard.resume.shape import KINDS
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Replacements
 
 
 def is_missing_optimizer(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Replacements
 from lightning_shard.resume.metrics import set_update_count
 
 # Hooks that run again in a resumed run, or at the epoch's real end: their values must not be counted twice.

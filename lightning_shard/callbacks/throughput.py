@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric, MetricCollection
 
-from lightning_shard._lightning import processes
+from lightning_shard._lightning import Replacements, processes
 from lightning_shard._lightning.loops import follow_actions
-from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.engines.units import class_name

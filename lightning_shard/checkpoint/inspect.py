@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import boxes_file, read_boxes
-from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST, OPTIMIZER_STATES, StrPath
-from lightning_shard.checkpoint.files.manifest import damaged, open_checkpoint_directory
+from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.place import StorePath, place
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
-from lightning_shard.checkpoint.foreign.deepspeed import deepspeed_folder, open_deepspeed
-from lightning_shard.checkpoint.foreign.fsdp_directory import is_stock_fsdp, open_stock_fsdp
+from lightning_shard.checkpoint.foreign.deepspeed import (
+    deepspeed_folder,
+    is_stock_fsdp,
+    open_deepspeed,
+    open_stock_fsdp,
+)
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError

@@ -15,17 +15,22 @@ from torch import Tensor, nn
 
 from lightning_shard import errors
 from lightning_shard.checkpoint import load_optimizers
-from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.boxes import StoredBoxes, boxes_file, read_boxes
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
-from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.manifest import Manifest, damaged, open_checkpoint_directory
+from lightning_shard.checkpoint.files.commit import settle
+from lightning_shard.checkpoint.files.layout import Directory
+from lightning_shard.checkpoint.files.manifest import (
+    Contents,
+    Manifest,
+    StoredTensor,
+    damaged,
+    open_checkpoint_directory,
+)
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, match
-from lightning_shard.checkpoint.module_state import live_tensors, load_extra_state, sharded_names
+from lightning_shard.checkpoint.optimizer_state import live_tensors, load_extra_state, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor

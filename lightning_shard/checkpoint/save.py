@@ -16,8 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.checkpoint.files import commit, layout
-from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import Facts, Manifest, TensorEntry, library_versions
+from lightning_shard.checkpoint.files.manifest import Contents, Facts, Manifest, TensorEntry, library_versions
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place, refuse_url
 from lightning_shard.checkpoint.files.tensor_files import Values, Written, describe_boxes, write_boxes, write_file
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
@@ -25,8 +24,7 @@ from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugg
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.gradients import keyed
 from lightning_shard.checkpoint.load import open_portable
-from lightning_shard.checkpoint.module_state import extra_state, live_tensors, sharded_names
-from lightning_shard.checkpoint.optimizer_state import optimizer_states
+from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
 from lightning_shard.checkpoint.plan import Plan, Plans, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks

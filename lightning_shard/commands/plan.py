@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from lightning_shard import registry
-from lightning_shard._lightning import averaging
+from lightning_shard._lightning import callbacks
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.plan_inputs import Inputs
@@ -236,7 +236,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         nodes=inputs.nodes,
         memory=options.device_memory - (options.reserve or 0),
         rates=_rates(options, inputs, measured),
-        averages=averaging.averages_place(inputs.trainer.get("callbacks")),
+        averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
     )
     if options.no_trace:
         planner.without_activations("--no-trace was given")

@@ -1,10 +1,16 @@
-"""Which loaders can be resumed, by what, and what is said of the others."""
+"""Which loaders can be resumed, by what, and what is said of the others; ranks with different amounts of data."""
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard.resume.iterable import StatefulIterableLoader, has_state
+from lightning_shard.errors import DataError
+from lightning_shard.ranks import Ranks
+from lightning_shard.resume.iterable import Delegating, DelegatingLoader, StatefulIterableLoader, has_state
 from lightning_shard.resume.loader import Draws, ResumableLoader
 from lightning_shard.resume.shape import length_of
 
@@ -58,3 +64,120 @@ def order_warning(loader: Any) -> str | None:
         f"{name} is iterable and has no state_dict: on resume its order is not restored, it starts from its"
         " beginning. Give the dataset or the loader state_dict() and load_state_dict() to go on where it was."
     )
+
+
+_FAILED, _OUT, _HAS = -1, 0, 1
+
+
+def check_lengths(length: int | None, *, what: str = "training dataloader") -> None:
+    """Refuse sized loaders whose numbers of batches differ between ranks. All ranks call it.
+
+    ``length`` is None of a loader without one; ``what`` names the loader. The DataError has a table of rank and
+    batches.
+    """
+    lengths = Ranks.of().gather(length)
+    if len(set(lengths)) == 1:
+        return
+    table = "\n".join(
+        f"  rank {rank}: {'no length' if count is None else f'{count} batches'}" for rank, count in enumerate(lengths)
+    )
+    raise DataError(
+        f"the {what} has different numbers of batches on different ranks:\n{table}\n"
+        "All ranks must make the same number of steps, or those with more wait for the others for ever. Give every"
+        " rank equally many samples: keep Trainer(use_distributed_sampler=True) or use a DistributedSampler, set"
+        " drop_last=True, or set Trainer(limit_train_batches=...) to at most the smallest number above."
+    )
+
+
+def check_some(length: int, *, what: str = "predict dataloader") -> None:
+    """Refuse a loader without a batch on some ranks only (DataError, naming those ranks). All ranks call it."""
+    lengths = Ranks.of().gather(length)
+    empty = [rank for rank, count in enumerate(lengths) if count == 0]
+    if empty and len(empty) < len(lengths):
+        raise DataError(
+            f"the {what} has no batch on {_ranks(empty)}, {_ranks(_others(empty, lengths))} have some. A rank without "
+            "batches leaves the loop before it began, and the others wait for it for ever. Give every rank at least "
+            "one batch: use fewer processes, or a smaller batch_size."
+        )
+
+
+def agreed(iterator: Iterator[Any], *, what: str = "training dataloader") -> Iterator[Any]:
+    """Go on for as long as every rank has a next batch. All ranks iterate over it.
+
+    One all-reduce of an integer on the host per batch, so that no device is waited for. When ranks run out at different
+    batches, all end after the same one, with a warning on every rank that names those that ran out; the others' next
+    batch is dropped. An iterator's error is a DataError on the other ranks, which names its rank.
+    """
+    ranks = Ranks.of()
+    if ranks.size == 1:
+        yield from iterator
+        return
+    count = 0
+    while True:
+        batch, failure = None, None
+        try:
+            batch, status = next(iterator), _HAS
+        except StopIteration:
+            status = _OUT
+        except Exception as error:
+            status, failure = _FAILED, error
+        lowest = torch.tensor(status)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=ranks.group)
+        if lowest.item() == _HAS:
+            count += 1
+            yield batch
+            continue
+        statuses = ranks.gather(status)
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, other in enumerate(statuses) if other == _FAILED]
+        if failed:
+            raise DataError(
+                f"the {what} raised on {_ranks(failed)} after {count} batches; all ranks end here. The cause is in"
+                " the traceback of that rank."
+            )
+        out = [rank for rank, other in enumerate(statuses) if other == _OUT]
+        if len(out) < len(statuses):
+            warnings.warn(
+                f"the {what} ran out on {_ranks(out)} after {count} batches, {_ranks(_others(out, statuses))} had"
+                " more: all ranks end the epoch here. Give every rank equally much data to use all of it.",
+                stacklevel=2,
+            )
+        return
+
+
+def agreeing(loader: Any, *, what: str = "training dataloader") -> Any:
+    """The `loader` whose iterators are :func:`agreed`; keeps its attributes, and its state where it has one.
+
+    For loaders without a length; sized ones need only :func:`check_lengths`. All ranks must iterate together.
+    """
+    # A state is looked for in the class.
+    bases = [_Stateful] * has_state(loader) + [_Agreeing] + [DelegatingLoader] * isinstance(loader, DataLoader)
+    return type("AgreeingLoader", tuple(bases), {})(loader, what)
+
+
+class _Agreeing(Delegating):
+    _own = frozenset({"_what"})
+
+    def __init__(self, inner: Any, what: str) -> None:
+        super().__init__(inner)
+        self._what = what
+
+    def __iter__(self) -> Iterator[Any]:
+        return agreed(iter(self._inner), what=self._what)
+
+
+class _Stateful(Delegating):
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _others(ranks: list[int], statuses: list[int]) -> list[int]:
+    return [rank for rank in range(len(statuses)) if rank not in ranks]

@@ -9,11 +9,10 @@ from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
 from lightning_shard.run.fit import Fit, before_sharding, begin_batch, compared_settings, run_of, same_on_all_ranks
 from lightning_shard.run.freezing import Freezing
-from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
-from lightning_shard.run.preemption import Preemption
+from lightning_shard.run.preemption import Preemption, RunIdentity
 from lightning_shard.run.processes import Processes, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
     after_batches,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from lightning_shard._lightning import averaging, callbacks
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Replacements, callbacks
 from lightning_shard.checkpoint.files.layout import AVERAGING_STATE
 from lightning_shard.checkpoint.files.tensor_files import chunks_of
-from lightning_shard.checkpoint.module_state import live_tensors
+from lightning_shard.checkpoint.optimizer_state import live_tensors
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.resident import Resident
@@ -69,8 +68,8 @@ class Averaging:
 
     def begin(self, replacements: Replacements, trainer: Trainer) -> None:
         """Let the Trainer's callback average, from the values of now on."""
-        self._average = averaging.average_shards(replacements, trainer, self)
-        self.place = averaging.averages_place(callbacks.callbacks(trainer))
+        self._average = callbacks.average_shards(replacements, trainer, self)
+        self.place = callbacks.averages_place(callbacks.callbacks(trainer))
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
         self._engine.before_reading()

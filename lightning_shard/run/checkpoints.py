@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
@@ -24,8 +23,7 @@ from lightning_shard.checkpoint.gradients import load_gradients, stored_gradient
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint, with_own_states
 from lightning_shard.checkpoint.matching import differing as schedules_differing
-from lightning_shard.checkpoint.module_state import live_tensors, sharded_names
-from lightning_shard.checkpoint.optimizer_state import check_savable
+from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine

@@ -15,15 +15,13 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_shard._lightning import loaders, loops, results
+from lightning_shard._lightning import Replacements, loaders, loops, results
 from lightning_shard._lightning.callbacks import thaw_again, thawed
-from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume import rng
-from lightning_shard.resume.lengths import agreeing, check_lengths, check_some
 from lightning_shard.resume.metrics import load_metric_states, metric_states
-from lightning_shard.resume.wrap import order_warning
+from lightning_shard.resume.wrap import agreeing, check_lengths, check_some, order_warning
 from lightning_shard.run.checkpoints import ACCUMULATION, Checkpoints
 
 Stage = Literal["training", "validation", "predict"]

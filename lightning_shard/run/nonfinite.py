@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_shard._lightning import averaging, loops
+from lightning_shard._lightning import callbacks, loops
 from lightning_shard.arguments import checked_fields
 from lightning_shard.checkpoint.files.layout import OPTIMIZER_STATES, RUN_STATE
 from lightning_shard.checkpoint.files.place import place
@@ -160,7 +160,7 @@ def roll_back(trainer: Trainer, checkpoints: Checkpoints, why: str) -> None:
     path, checkpoint = _open_newest(trainer, checkpoints, why)
     checkpoints.load_tensors(optimizers=True, strict=True, begins=False)
     loops.restore_steps(trainer, checkpoint)
-    averaging.recount_averages(trainer, checkpoint)
+    callbacks.recount_averages(trainer, checkpoint)
     states = checkpoint[RUN_STATE]["ranks"]
     if trainer.global_rank < len(states):
         set_rng_state(states[trainer.global_rank]["rng"])

@@ -10,11 +10,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_shard._lightning import callbacks, loaders, loops, results
-from lightning_shard._lightning.averaging import averaging_callbacks, leave_out_copies
-from lightning_shard._lightning.callbacks import choose_checkpoint, let_checkpoints_wait, save_between_steps
+from lightning_shard._lightning import Replacements, callbacks, loaders, loops, results
+from lightning_shard._lightning.callbacks import (
+    averaging_callbacks,
+    choose_checkpoint,
+    leave_out_copies,
+    let_checkpoints_wait,
+    save_between_steps,
+)
 from lightning_shard._lightning.optimizers import full_gradient_norms
-from lightning_shard._lightning.replaced import Replacements
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
 from lightning_shard.errors import ConfigurationError
@@ -23,10 +27,9 @@ from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
 from lightning_shard.run.fit import Fit, checkpoint_folders
 from lightning_shard.run.full_tensors import FullTensors
-from lightning_shard.run.identity import RunIdentity
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
-from lightning_shard.run.preemption import Preemption
+from lightning_shard.run.preemption import Preemption, RunIdentity
 
 
 def take_over(

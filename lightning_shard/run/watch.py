@@ -12,8 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_shard._lightning import loops
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Replacements, loops
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Place

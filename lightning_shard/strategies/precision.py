@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_shard._lightning import averaging, loops
+from lightning_shard._lightning import callbacks, loops
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.errors import ConfigurationError, PrecisionError
@@ -225,7 +225,7 @@ class ShardPrecision(Precision):
         It is skipped after an overflow on any rank, where the weights of all losses are 0, and as ``nonfinite`` says.
         Hooks run, and ``global_step`` counts, on a skipped step too, as under Lightning's own AMP. All ranks call it.
         """
-        if averaging.collects_statistics(model.trainer):
+        if callbacks.collects_statistics(model.trainer):
             return closure()  # there is nothing to step with
         engine, weights = self._engine, self._weights
 

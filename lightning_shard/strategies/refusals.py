@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
-from lightning_shard._lightning.averaging import averaging_callbacks, own_averaging_hooks
+from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
 from lightning_shard.cluster.frames import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_shard import run as parts
-from lightning_shard._lightning import averaging, loops, messages, processes
+from lightning_shard._lightning import Replacements, callbacks, loops, messages, processes
 from lightning_shard._lightning.optimizers import hold_schedulers, is_missing_optimizer, step_scheduler, wrapped
-from lightning_shard._lightning.replaced import Replacements
 from lightning_shard._lightning.results import log_graphs
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -349,7 +348,7 @@ class ShardStrategy(ParallelStrategy):
         parts.after_batches(self._replacements, trainer, self.checkpoints, self._preemption, go_back)
         # After all that draws random numbers or resets metrics.
         self._data.start_of_training(self._replacements, trainer, self.checkpoints)
-        averaging.go_on_in_mid_epoch(trainer)
+        callbacks.go_on_in_mid_epoch(trainer)
         self._compiler.start()
 
     @override
@@ -437,7 +436,7 @@ class ShardStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._fits:
             self._data.resume(checkpoint, self._module.trainer, thaws=self.engine.follows_freezing)
-        schedules, averaged = self.lr_scheduler_configs, averaging.evaluates_average(self._module.trainer)
+        schedules, averaged = self.lr_scheduler_configs, callbacks.evaluates_average(self._module.trainer)
         self.checkpoints.load_tensors(optimizers=self._fits, strict=strict, schedules=schedules, averaged=averaged)
 
     @override

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy
-from lightning_shard._lightning.replaced import REPLACED, Replacements
+from lightning_shard._lightning import REPLACED, Replacements
 from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.cluster.preemption import Preempted
 from tests.harness import run_distributed

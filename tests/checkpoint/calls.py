@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import model_key
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.matching import LoadReport
-from lightning_shard.checkpoint.module_state import live_tensors
-from lightning_shard.checkpoint.optimizer_state import optimizer_states
+from lightning_shard.checkpoint.optimizer_state import live_tensors, optimizer_states
 from lightning_shard.checkpoint.save import save, training_state
 from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import fqns

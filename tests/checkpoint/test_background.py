@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lightning_shard.checkpoint import background, plan
 from lightning_shard.checkpoint.background import HostBuffers, Saver, pinned_like
 from lightning_shard.checkpoint.files import tensor_files
-from lightning_shard.checkpoint.files.contents import Contents
 from lightning_shard.checkpoint.files.layout import leftovers
-from lightning_shard.checkpoint.files.manifest import Facts, is_checkpoint
+from lightning_shard.checkpoint.files.manifest import Contents, Facts, is_checkpoint
 from lightning_shard.checkpoint.load import find_checkpoints, open_checkpoint
 from lightning_shard.errors import CheckpointError
 from lightning_shard.tensors.flat import FlatSlice, FlatTensor

@@ -15,8 +15,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_shard import registry
-from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files import commit, tensor_files
+from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.manifest import is_checkpoint
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.cluster.preemption import Preempted

@@ -22,10 +22,8 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import commit, tensor_files
-from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.directory import try_lock
-from lightning_shard.checkpoint.files.layout import MANIFEST
-from lightning_shard.checkpoint.files.manifest import is_checkpoint, read_manifest
+from lightning_shard.checkpoint.files.layout import MANIFEST, try_lock
+from lightning_shard.checkpoint.files.manifest import Contents, is_checkpoint, read_manifest
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import registry
 from lightning_shard.checkpoint import save
 from lightning_shard.checkpoint.background import HostBuffers
-from lightning_shard.checkpoint.background_writes import settle
 from lightning_shard.checkpoint.files import commit
+from lightning_shard.checkpoint.files.commit import settle
 from lightning_shard.checkpoint.files.manifest import Manifest, read_manifest
 from lightning_shard.checkpoint.inspect import verify
 from tests.harness import DistributedError, run_distributed

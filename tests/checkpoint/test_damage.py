@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_shard.checkpoint.files import commit, directory
+from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.tensor_files import read_full
 from lightning_shard.checkpoint.load import open_checkpoint
 from lightning_shard.errors import CheckpointError
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_replaced_or_removed_while_it_is_open_is_read_as_it
 
 
 def test_without_locks_a_checkpoint_that_is_replaced_is_not_called_damaged(path, monkeypatch):
-    monkeypatch.setattr(directory, "try_lock", lambda *_: True)
+    monkeypatch.setattr(layout, "try_lock", lambda *_: True)
     opened = open_checkpoint(path)
     save_tensors(path, fresh(2.0))
     with pytest.raises(CheckpointError, match="was replaced or removed while it was read: read it again") as caught:

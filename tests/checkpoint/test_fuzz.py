@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from lightning_shard.checkpoint.files.boxes import decode_boxes, encode_boxes
 from lightning_shard.checkpoint.files.manifest import _digest, read_manifest
-from lightning_shard.checkpoint.foreign.export import export
+from lightning_shard.checkpoint.foreign.hugging_face import export
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import open_newest

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.checkpoint.background import Saver
-from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from tests.checkpoint.calls import load_into
 from tests.harness import run_distributed
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from lightning_shard.checkpoint.files.safetensors import SafetensorsReader
+from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader
 from lightning_shard.checkpoint.inspect import describe, open_any, verify
 from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard import PreemptionConfig
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import commit, tensor_files
-from lightning_shard.checkpoint.files.contents import Contents
+from lightning_shard.checkpoint.files.manifest import Contents
 from lightning_shard.checkpoint.files.place import place
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import open_checkpoint

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.checkpoint.module_state import sharded_names
-from lightning_shard.checkpoint.optimizer_state import optimizer_states
+from lightning_shard.checkpoint.optimizer_state import optimizer_states, sharded_names
 
 
 def test_quantised_state_is_saved_as_the_tensors_inside() -> None:

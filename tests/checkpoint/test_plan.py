@@ -21,7 +21,7 @@ from examples.benchmarks.planning import LAYOUTS, cut, gpt_tensors, held_by
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import tensor_files
 from lightning_shard.checkpoint.files.boxes import BoxesByRank, TensorFacts, covered_once
-from lightning_shard.checkpoint.files.contents import Contents, StoredTensor
+from lightning_shard.checkpoint.files.manifest import Contents, StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.plan import divide, local_boxes, who_describes
 from lightning_shard.checkpoint.save import write_portable

@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
-from lightning_shard.checkpoint.module_state import extra_state, load_extra_state
+from lightning_shard.checkpoint.optimizer_state import extra_state, load_extra_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors, trainer_state

@@ -21,8 +21,7 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from lightning_shard._lightning import loops
-from lightning_shard._lightning.replaced import Replacements
+from lightning_shard._lightning import Replacements, loops
 from lightning_shard._lightning.results import restore_training_results, training_results_state
 from lightning_shard.ranks import Ranks
 from lightning_shard.resume.metrics import load_metric_states, metric_states

@@ -12,8 +12,7 @@ from torch.utils.data import (
 
 from lightning_shard.errors import DataError
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.lengths import agreed, agreeing, check_lengths
-from lightning_shard.resume.wrap import resumable
+from lightning_shard.resume.wrap import agreed, agreeing, check_lengths, resumable
 from tests.harness import run_distributed
 from tests.resume.support import StatefulStream
 

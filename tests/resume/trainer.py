@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_shard._lightning import loaders
 from lightning_shard.cluster.network import let_threads_finish_before_forks
 from lightning_shard.ranks import Ranks
-from lightning_shard.resume.lengths import agreeing, check_lengths
 from lightning_shard.resume.rng import rng_state, seed_rng, set_rng_state
+from lightning_shard.resume.wrap import agreeing, check_lengths
 
 SAMPLES = 22
 

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities import grad_norm
 
+from lightning_shard._lightning import Replacements
 from lightning_shard._lightning.callbacks import let_errors_through
 from lightning_shard._lightning.loops import validate_by_one_clock
-from lightning_shard._lightning.replaced import Replacements
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
 

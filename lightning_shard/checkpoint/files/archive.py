@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.files.contents import StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.layout import damaged_if
+from lightning_shard.checkpoint.files.manifest import StoredTensor, raw_bytes
 from lightning_shard.checkpoint.files.trainer_state import check_archive, refusal
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError
 from lightning_shard.private_names import require

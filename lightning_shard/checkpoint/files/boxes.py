@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.directory import Directory
+from lightning_shard.checkpoint.files.layout import Directory
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.trainer_state import check_pickle
 from lightning_shard.errors import CheckpointCorruptError

@@ -27,8 +27,7 @@ from typing import BinaryIO, cast
 from fsspec.spec import AbstractBufferedFile
 
 from lightning_shard.checkpoint.files import layout
-from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import MANIFEST
+from lightning_shard.checkpoint.files.layout import MANIFEST, Directory
 from lightning_shard.checkpoint.files.place import StorePath
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 

@@ -39,8 +39,7 @@ from lightning_shard.checkpoint.files.boxes import (
     data_files,
     encode_boxes,
 )
-from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, FileEntry, damaged_if
+from lightning_shard.checkpoint.files.layout import BOXES, DATA_SUFFIX, METADATA, Directory, FileEntry, damaged_if
 from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.checkpoint.files.trainer_state import load_archive, refusal
 

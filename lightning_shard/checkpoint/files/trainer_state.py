@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.checkpoint.files.directory import Directory
-from lightning_shard.checkpoint.files.layout import TRAINER_STATE, damaged_if
+from lightning_shard.checkpoint.files.layout import TRAINER_STATE, Directory, damaged_if
 from lightning_shard.checkpoint.files.manifest import Manifest
 from lightning_shard.checkpoint.files.place import Place
 from lightning_shard.errors import CheckpointCorruptError, CheckpointError

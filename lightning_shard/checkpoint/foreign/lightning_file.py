@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_shard.checkpoint.files import commit, layout
 from lightning_shard.checkpoint.files.archive import ArchivedTensor, materialize, read_archive, write_archive
-from lightning_shard.checkpoint.files.contents import FULL, Contents, StoredTensor
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import FULL, Contents, Facts, StoredTensor
 from lightning_shard.checkpoint.optimizer_state import groups_of, hyperparameters
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.flat import AnyOptimizer

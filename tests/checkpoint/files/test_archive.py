@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.files.archive import materialize, read_archive, write_archive
-from lightning_shard.checkpoint.files.contents import StoredTensor
+from lightning_shard.checkpoint.files.manifest import StoredTensor
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.errors import (
     CheckpointCorruptError,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard.checkpoint.files.directory import Directory, open_directory
-from lightning_shard.checkpoint.files.layout import RUN_STATE
+from lightning_shard.checkpoint.files.layout import RUN_STATE, Directory, open_directory
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.files.tensor_files import read_own_state, write_boxes
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state

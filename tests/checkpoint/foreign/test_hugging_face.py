@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
 from lightning_shard.checkpoint.files import commit
-from lightning_shard.checkpoint.files.contents import Contents
-from lightning_shard.checkpoint.files.manifest import Facts
+from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.foreign import hugging_face
 from lightning_shard.checkpoint.inspect import verify
 from lightning_shard.checkpoint.load import open_portable

@@ -23,9 +23,8 @@ from lightning_shard import (
     CheckpointNotFoundError,
     load_pretrained,
 )
-from lightning_shard.checkpoint.files.safetensors import SafetensorsReader
-from lightning_shard.checkpoint.foreign.export import export
-from lightning_shard.checkpoint.foreign.pretrained import fill
+from lightning_shard.checkpoint.foreign.hugging_face import export
+from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader, fill
 from lightning_shard.checkpoint.inspect import open_any
 from lightning_shard.checkpoint.matching import LoadReport
 from tests.checkpoint.compare import assert_equal
