@@ -1,15 +1,12 @@
 """``lightning-shard checkpoint inspect|verify|convert|export|clean``: each command and its arguments."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_shard.commands import COMMANDS
-from lightning_shard.commands.options import UsageError
-from lightning_shard.commands.parser import ShardArgumentParser
-
-DType = Literal["fp32", "bf16", "fp16"]
-Form = Literal["portable", "full"]
+from lightning_shard.commands.options import OptionsParser, UsageError, options_parser
 
 _HELP = {
     "inspect": "Print what is in a checkpoint of any form.",
@@ -20,34 +17,44 @@ _HELP = {
 }
 
 
-def parser() -> ShardArgumentParser:
+def parser() -> OptionsParser:
     """Of the commands below ``checkpoint``."""
-    parser = ShardArgumentParser(prog="lightning-shard [options] checkpoint", description=COMMANDS["checkpoint"])
-    commands = parser.add_subcommands(dest="command")
+    parser = options_parser("checkpoint", COMMANDS["checkpoint"])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _HELP.items():
-        command = ShardArgumentParser(description=text)
-        add = command.add_argument
-        add("path", type=str, help="a folder" if name == "clean" else "a checkpoint: a directory or a file")
+        add = commands.add_parser(name, description=text, help=text, allow_abbrev=False).add_argument
+        add("path", help="a folder" if name == "clean" else "a checkpoint: a directory or a file")
         if name == "clean":
-            add("--remove", type=bool, default=False, help="remove it")
+            add("--remove", **_SWITCH, help="remove it")
         if name == "convert":
-            add("target", type=str, help="where to write the other form")
-            add("--form", type=Form | None, default=None, help="default: full of a portable directory, else portable")
-            add("--weights_only", type=bool, default=False, help="leave the optimizers' state out")
+            add("target", help="where to write the other form")
+            form = "default: full of a portable directory, else portable"
+            add("--form", choices=["portable", "full"], help=form)
+            add("--weights_only", **_SWITCH, help="leave the optimizers' state out")
         if name == "export":
-            add("folder", type=str, help="where to write the files")
-            add("--dtype", type=DType | None, default=None, help="of floating-point tensors; default: as stored")
-            add("--module", type=str, default="", help="FQN of a submodule to export alone, under its own names")
+            add("folder", help="where to write the files")
+            dtype = "of floating-point tensors; default: as stored"
+            add("--dtype", choices=["fp32", "bf16", "fp16"], help=dtype)
+            add("--module", default="", help="FQN of a submodule to export alone, under its own names")
             add("--ema", action="store_true", help="write averages of weights in the place of the weights")
-            add("--max_shard_size", type=str, default="5GB", help="bytes of tensors in a file")
-        commands.add_subcommand(name, command, help=text)
+            add("--max_shard_size", default="5GB", help="bytes of tensors in a file")
     return parser
+
+
+def _truth(word: str) -> bool:
+    """``true`` or ``false``, as YAML has them."""
+    if word.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"got {word}; allowed: true, false")
+    return word.lower() == "true"
+
+
+_SWITCH: Mapping[str, Any] = {"type": _truth, "nargs": "?", "const": True, "default": False, "metavar": "true"}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what is asked for and print what came of it; the exit code."""
-    config = parser().parse_args(list(arguments))
-    print(_RUN[config.command](**config[config.command].as_dict()))
+    options = vars(parser().parse_args(arguments))
+    print(_RUN[options.pop("command")](**options))
     return 0
 
 

@@ -1,11 +1,14 @@
 """The parser of commands with options alone, which imports nothing that takes time."""
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
+from lightning_shard.text import did_you_mean
 
 KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only")
 """At the top of a configuration of ``lightning-shard fit``."""
@@ -13,9 +16,60 @@ KEYS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_schedule
 require(argparse.ArgumentParser, "_actions", tested="Python 3.10 to 3.13")
 
 
-def options_parser(name: str, description: str) -> argparse.ArgumentParser:
+class UsageError(Exception):
+    """Arguments or a configuration file that can't be parsed; the message is complete."""
+
+
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+class OptionsParser(argparse.ArgumentParser):
+    """Argparse's, which raises a UsageError with what was given, the rule and the right form."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            below = [action.choices for action in actions(self) if action.dest == "command" and action.required]
+            parser = below[0][options.command] if below else self
+            raise UsageError(parser.unknown(rest[0]))
+        return options
+
+    def unknown(self, word: str, more: Sequence[str] = ()) -> str:
+        """What is wrong with a word that is neither an option nor one of ``more``, nor the value of one."""
+        name = word.partition("=")[0]
+        known = [option for action in actions(self) for option in action.option_strings] + [*more]
+        named = [action.dest for action in actions(self) if not action.option_strings]
+        if name.lstrip("-") in (*named, *(dest.rstrip("s") for dest in named)) and name.startswith("-"):
+            return f"{name} is given without its name: {self.form}"
+        if not word.startswith("-"):
+            return f"{word!r} is one word too many: {self.form}"
+        near = did_you_mean(name, known) or f" They are {', '.join(known)}."
+        return f"{name} is no option of {self.prog.removeprefix('lightning-shard ')}.{near}"
+
+    @property
+    def form(self) -> str:
+        """How the command is called."""
+        named = [action for action in actions(self) if not action.option_strings]
+        words = ["|".join(action.choices or ()) or action.metavar or action.dest.upper() for action in named]
+        return " ".join([self.prog, *words, "[options]"])
+
+    def error(self, message: str) -> NoReturn:
+        name, _, said = message.removeprefix("argument ").partition(": ")
+        if wrong := re.match(r"invalid (int|float) value: '(.*)'", said):
+            message = f"{name}: got {wrong[2]}; allowed: {_KINDS[wrong[1]]}"
+        elif wrong := re.match(r"invalid choice: '(.*?)' \(choose from (.*)\)", said):
+            choices = wrong[2].replace("'", "")
+            message = f"{name}: got {wrong[1]}; allowed: {choices}.{did_you_mean(wrong[1], choices.split(', '))}"
+        elif said.startswith("expected"):
+            message = f"{name}: needs a value; one that begins with a dash is given as {name}=VALUE"
+        elif name == "the following arguments are required":
+            message = f"{said}: required, and not given: {self.form}"
+        raise UsageError(message.removeprefix("argument "))
+
+
+def options_parser(name: str, description: str) -> OptionsParser:
     """A parser for a command whose arguments are no part of a run's configuration."""
-    return argparse.ArgumentParser(
+    return OptionsParser(
         prog=f"lightning-shard {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,6 +85,8 @@ def add_output(parser: argparse.ArgumentParser, text: str, default: Path | None 
 
 def refuse_to_replace(output: Path | None, force: bool) -> None:
     """Refuse an ``--output`` that exists, unless ``--force`` was given, or that has no folder."""
+    if output is not None and output.is_dir():
+        raise ConfigurationError(f"{output} is a folder: give the path of a file.")
     if output is not None and output.exists() and not force:
         raise ConfigurationError(f"{output} exists: choose another path, remove it, or give --force.")
     if output is not None and not output.parent.is_dir():
@@ -40,7 +96,3 @@ def refuse_to_replace(output: Path | None, force: bool) -> None:
 def actions(parser: Any) -> list[Any]:
     """The arguments of a parser, argparse's or jsonargparse's."""
     return list(parser._actions)
-
-
-class UsageError(Exception):
-    """Arguments or a configuration file that can't be parsed; the message is complete."""

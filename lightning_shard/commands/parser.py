@@ -64,7 +64,8 @@ def explain(message: str, keys: Collection[str]) -> str:
     unknown = re.match(r"unrecognized arguments: (.*)", message, re.DOTALL)
     if unknown:
         options = [word.partition("=")[0] for word in unknown[1].split() if word.startswith("--")]
-        return "\n".join(_unknown_key(option[2:], keys) for option in options) or message
+        stray = f"{unknown[1]}: options alone are taken; a configuration is given as --config FILE."
+        return "\n".join(_unknown_key(option[2:], keys) for option in options) or stray
     unknown = re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([\w.]+)'", message)
     if unknown:
         return _unknown_key(unknown[1], keys)

@@ -7,10 +7,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_shard.commands.options import KEYS, actions, add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import KEYS, OptionsParser, actions, add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
@@ -18,30 +18,56 @@ _SIGNAL = "USR1"  # SLURM sends it before the time limit.
 _BESIDE = os.path.dirname(sys.executable)  # where the programs of this environment are
 
 
+_OWN = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "array", "signal", "job-name")
+"""Options of sbatch that this command gives; given again they would say something else than the program is told."""
+
+
 def check(options: argparse.Namespace) -> None:
     """Refuse what SLURM or Lightning would take for something else."""
-    for name in ("devices", "signal_seconds"):
-        if getattr(options, name) < 1:
-            raise ConfigurationError(f"{name} is {getattr(options, name)}, but must be 1 or more.")
+    for name, least in (("devices", 1), ("signal_seconds", 1), ("cpus_per_task", 1), ("max_restarts", 0)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ConfigurationError(f"{name} is {value}, but must be {least} or more.")
     counts = re.fullmatch(r"([1-9]\d*)(?:-(\d+))?", options.nodes)
     if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
         raise ConfigurationError(f"nodes is {options.nodes}, but must be 1 or more, or a range such as 2-4.")
     if options.name in ("bash", "interactive"):
         raise ConfigurationError(f"name is {options.name!r}, which Lightning takes for a shell. Choose another.")
-    if options.time is not None and not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
-        raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
+    _check_time(options)
     for name in ("name", "array", "logs", "partition", "account"):
-        if not (getattr(options, name) or "-").isprintable():
-            raise ConfigurationError(f"{name} is {getattr(options, name)!r}, but must be one line without tabs.")
+        value = getattr(options, name)
+        if value is not None and not (value.strip() and value.isprintable()):
+            raise ConfigurationError(f"{name} is {value!r}, but must be one line without tabs, and not empty.")
     if "/" in options.name:
         raise ConfigurationError(f"name is {options.name!r}, but the log is named by it: it must have no slash.")
     for option in options.sbatch:
         if not option.startswith("-") or not option.isprintable():
             raise ConfigurationError(f"sbatch option {option!r} must be one that sbatch has, such as --qos=high.")
+        if (name := option.partition("=")[0].lstrip("-")) in _OWN:
+            raise ConfigurationError(
+                f"sbatch option {option!r}: `lightning-shard slurm` sets {name} by its own options."
+            )
     if options.max_restarts and options.launcher != "torchrun":
         raise ConfigurationError(
             f"max_restarts is {options.max_restarts}, but only the launcher torchrun starts processes again: choose "
             "it, or leave restarts to SLURM's queue."
+        )
+
+
+def _check_time(options: argparse.Namespace) -> None:
+    if options.time is None:
+        return
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+(:\d+){1,2}|\d+", options.time):
+        raise ConfigurationError(f"time is {options.time!r}, but must be minutes, H:MM:SS or D-H:MM:SS.")
+    days, _, clock = options.time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = ([*parts, 0, 0] if days else [0, *parts, 0] if len(parts) < 3 else parts)[:3]
+    limit = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    # SLURM signals up to a minute early, and counts no limit as 0.
+    if 0 < limit <= options.signal_seconds + 60:
+        raise ConfigurationError(
+            f"time is {options.time}, but the signal to save comes signal_seconds ({options.signal_seconds} s) before "
+            "its end, or a minute earlier: the job would be stopped as it starts, again and again. Give more time, or "
+            "fewer --signal-seconds."
         )
 
 
@@ -72,7 +98,8 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         *options.sbatch,
     ]
     text = ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines if line is not None), ""]
-    text += ["set -euo pipefail", *options.setup]
+    # Not -u: what people activate reads variables that are not set.
+    text += ["set -eo pipefail", *options.setup]
     if cpus:
         text.append(f"export SRUN_CPUS_PER_TASK={cpus}  # srun does not take it from sbatch since SLURM 22.05")
     text += [f"export {name}={shlex.quote(value)}" for name, value in _environment(options).items()]
@@ -84,7 +111,8 @@ def script(options: argparse.Namespace, command: Sequence[str]) -> str:
         "",
         # torchrun kills after that time; half a minute by itself, in which a long step and a save have no room.
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.signal_seconds}",
-        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        # `head` would end before scontrol has written the names of thousands of nodes, and so the script.
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         "port=$((15000 + SLURM_JOB_ID % 17000))",
         f"{srun} {shlex.quote(shutil.which('torchrun', path=_BESIDE) or 'torchrun')} --nnodes={_nodes_of(options)} "
         f"--nproc-per-node={options.devices} \\",
@@ -124,7 +152,7 @@ limit and when it is preempted, and goes back into the queue then.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionsParser:
     parser = options_parser("slurm", _DESCRIPTION)
     add = parser.add_argument
     add("--nodes", default="1", help="nodes of the job, or the fewest and the most that it may have: 2-4 (default: 1)")
@@ -161,21 +189,33 @@ def command_of(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     command += [f"--trainer.num_nodes={_nodes_of(options)}", f"--trainer.devices={options.devices}"]
     if options.cpu:
         command.append("--trainer.accelerator=cpu")
-    if options.command == "fit" and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):
+    # Where a configuration says from what a run starts, only a run that was stopped goes on from its own.
+    said = any(re.search(r"^ckpt_path: *(?!null\b|~)[^\s#]", text, re.MULTILINE) for _, text in _configs(rest))
+    if options.command == "fit" and not said and not any(word.partition("=")[0] == "--ckpt_path" for word in rest):
         command.append("--ckpt_path=auto")
     return command
 
 
+def _configs(rest: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The configuration files among the arguments of the command, each with its text, "" where there is none."""
+    for word, value in zip(rest, [*rest, ""][1:], strict=True):
+        name, equals, inline = word.partition("=")
+        if name in ("-c", "--config"):
+            file = inline if equals else value
+            yield file, Path(file).read_text(errors="replace") if Path(file).is_file() else ""
+
+
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    environment = {"PYTHONUNBUFFERED": "1"}
+    # Under sbatch --export=NONE the steps would see none of these.
+    environment = {"PYTHONUNBUFFERED": "1", "SLURM_EXPORT_ENV": "ALL"}
     if options.nccl_debug:
         environment["NCCL_DEBUG"] = options.nccl_debug
     if options.socket_interface:
         environment |= {"NCCL_SOCKET_IFNAME": options.socket_interface, "GLOO_SOCKET_IFNAME": options.socket_interface}
     for setting in options.env:
         name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigurationError(f"--env {setting!r} must have the form NAME=VALUE.")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigurationError(f"--env {setting!r} must have the form NAME=VALUE, the name in plain letters.")
         environment[name] = value
     return environment
 
@@ -189,23 +229,29 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
 
     A script of the user's may have options of its own; what resembles one of this command is a mistake there too.
     """
-    own = [option[2:] for action in actions(parser()) for option in action.option_strings if option.startswith("--")]
+    accelerators, configs = [], [*_configs(rest)]
+    for file, text in configs:
+        if not Path(file or "-").is_file():
+            raise ConfigurationError(f"--config {file}: there is no such file (from {Path.cwd()}).")
+        if match := re.search(r"^[^#\n]*\baccelerator: *[\"']?(\w+)", text, re.MULTILINE):
+            accelerators.append((f"--config {file}", match[1]))
+    known = [f"--{key}" for key in _KEYS]
+    own = [option for action in actions(parser()) for option in action.option_strings]
+    takes_value = False
     for word, value in zip(rest, [*rest, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
-        key = name.removeprefix("--").partition(".")[0].rstrip("+")
-        file = Path(inline if equals else value)
-        accelerator = str(file) if name == "--trainer.accelerator" else ""
-        if name in ("-c", "--config"):
-            if not file.is_file():
-                raise ConfigurationError(f"{name} {file}: there is no such file (from {Path.cwd()}).")
-            found = re.search(r"^ +accelerator: *(\w+)", file.read_text(errors="replace"), re.MULTILINE)
-            accelerator = found[1] if found is not None else ""
-        if accelerator == "cpu" and not cpu:
-            raise ConfigurationError(f"{name} {file}: the accelerator is cpu, which needs no GPUs: give --cpu.")
-        near = did_you_mean(key, own)
-        if name.startswith("--") and key not in _KEYS and (near or not _is_script()):
-            near = did_you_mean(key, [*own, *_KEYS])
-            raise ConfigurationError(f"{name} is no option of slurm, nor of {command}.{near}")
+        if name == "--trainer.accelerator":
+            accelerators.append((f"{name} {inline if equals else value}", inline if equals else value))
+        option = word.startswith("-")
+        resembles = name.startswith("--") and did_you_mean(name, own)
+        is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known
+        if (option and not is_known and (resembles or not _is_script())) or not (option or takes_value or _is_script()):
+            raise ConfigurationError(parser().unknown(word, known).replace("slurm.", f"slurm, nor of {command}.", 1))
+        takes_value = option and not equals and name not in ("--verbose", "--print_config", "--traceback")
+    if accelerators and accelerators[-1][1] == "cpu" and not cpu:
+        raise ConfigurationError(f"{accelerators[-1][0]}: the accelerator is cpu, which needs no GPUs: give --cpu.")
+    if not (configs or _is_script() or any(word.startswith("--model") for word in rest)):
+        raise ConfigurationError(f"{command} has nothing to run: give --config FILE, or --model.")
 
 
 def _is_script() -> bool:

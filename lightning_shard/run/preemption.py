@@ -77,17 +77,19 @@ class RunIdentity:
         """The checkpoint to resume from where ``ckpt_path`` is ``asked``. All ranks call it.
 
         ``auto``: this run's newest intact one, opened. None, if ``fitting``: what this run left when it was stopped,
-        opened, if it was. Anything else is returned as it is. ``folders`` are where the Trainer's checkpoint callbacks
-        save. ConfigurationError: ``auto`` in a run that no launcher and no setting named. CheckpointNotFoundError:
-        ``auto`` outside a fit, with nothing to find. CheckpointError: a checkpoint of another job that Lightning found
-        by itself.
+        opened, if it was. Anything else is returned as it is, but in a fit of a job that was put back into the queue,
+        which goes on from its own newest one: it began with that path. ``folders`` are where the Trainer's checkpoint
+        callbacks save. ConfigurationError: ``auto`` in a run that no launcher and no setting named.
+        CheckpointNotFoundError: ``auto`` outside a fit, with nothing to find. CheckpointError: a checkpoint of another
+        job that Lightning found by itself.
         """
         own: list[Place] = [self.own_path.parent]
         if asked is None:
             return self._newest(own, speak=False) if fitting and self.name != NAMELESS else None
         if asked != AUTO:
             self._refuse_stock_checkpoint(Path(asked))
-            return asked
+            again = fitting and self.job is not None and self.job.restarts > 0
+            return (self._newest(own + folders, speak=False) if again else None) or asked
         if self.name == NAMELESS:
             raise ConfigurationError(
                 "ckpt_path is auto, but this run has no name, by which its checkpoints are told from those of other "

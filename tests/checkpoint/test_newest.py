@@ -16,6 +16,7 @@ from lightning_shard import CheckpointError, CheckpointNotFoundError, Preemption
 from lightning_shard.checkpoint.files.manifest import Facts
 from lightning_shard.checkpoint.load import find_checkpoints
 from lightning_shard.registry import build
+from lightning_shard.run.preemption import RunIdentity
 from tests.checkpoint.calls import save_tensors
 from tests.harness import run_distributed
 from tests.models import TinyLM, loader, quiet_trainer
@@ -42,6 +43,19 @@ def test_the_newest_of_the_run_over_all_folders(tmp_path: Path) -> None:
     found = find_checkpoints([tmp_path / "0", tmp_path / "1", tmp_path / "0"], "a")
     assert [(Path(path).name, run["step"]) for path, run in found.own] == [("2.ckpt", 5), ("1.ckpt", 5), ("0.ckpt", 3)]
     assert found.others == ("b",)
+
+
+def test_a_requeued_job_goes_on_from_its_own_and_not_from_where_it_began(tmp_path: Path) -> None:
+    began = _save(tmp_path / "began.ckpt", _run("another", 3))
+    for restarts, own, expected in (("0", True, began), ("1", True, None), ("1", False, began)):
+        root = tmp_path / f"{restarts}{own}"
+        environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+        identity = RunIdentity.read(PreemptionConfig(), environ, str(root))
+        if own:
+            _save(Path(str(identity.own_path)), _run(identity.name, 9))
+        for fitting, wanted in ((True, expected), (False, began)):
+            chosen = identity.choose_checkpoint(began, fitting=fitting, folders=[])
+            assert getattr(chosen, "path", chosen) == (wanted or identity.own_path)
 
 
 def test_what_is_no_state_of_a_run_is_not_taken(tmp_path: Path) -> None:

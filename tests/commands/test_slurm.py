@@ -36,7 +36,7 @@ SRUN = """\
 #SBATCH --output=slurm-logs/%x-%j.log
 #SBATCH --qos=high
 
-set -euo pipefail
+set -eo pipefail
 module load cuda
 export SRUN_CPUS_PER_TASK=8  # srun does not take it from sbatch since SLURM 22.05
 export NCCL_SOCKET_IFNAME='ib0,ib1'
@@ -52,7 +52,9 @@ def test_one_task_for_each_device() -> None:
     text = _job(
         *words.split(), "--setup=module load cuda", command=("lightning-shard", "fit", "--config", "my run.yaml")
     )
-    assert text.replace("export PYTHONUNBUFFERED=1\n", "") == SRUN.replace("'ib0,ib1'", "ib0,ib1")
+    assert text.replace("export PYTHONUNBUFFERED=1\nexport SLURM_EXPORT_ENV=ALL\n", "") == SRUN.replace(
+        "'ib0,ib1'", "ib0,ib1"
+    )
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
@@ -84,7 +86,7 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean nodes"),
+        (["--node", "2"], r"--node is no option of slurm, nor of fit\. Did you mean --nodes"),
         (["--config", "nope.yaml"], r"--config nope.yaml: there is no such file"),
         (["--config=nope.yaml"], r"--config nope.yaml: there is no such file"),
         (
@@ -92,7 +94,12 @@ def test_words_with_spaces_are_quoted_and_lines_are_refused() -> None:
             r"--config cpu.yaml: the accelerator is cpu, which needs no GPUs: give --cpu",
         ),
         (["--trainer.accelerator", "cpu"], r"--trainer.accelerator cpu: the accelerator is cpu"),
-        (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean trainer"),
+        (["--config=flow.yaml"], r"--config flow.yaml: the accelerator is cpu"),
+        (["--config"], r"--config : there is no such file"),
+        (["--model=M", "run.yaml"], r"'run.yaml' is one word too many: lightning-shard slurm \[options\]"),
+        (["--model=M", "-x", "3"], r"-x is no option of slurm, nor of fit"),
+        (["--nodes=2"], r"fit has nothing to run: give --config FILE, or --model"),
+        (["--trainr.max_steps", "2"], r"--trainr.max_steps is no option of slurm, nor of fit\. Did you mean --trainer"),
     ],
 )
 def test_mistakes_are_refused_before_the_queue(
@@ -101,6 +108,7 @@ def test_mistakes_are_refused_before_the_queue(
     monkeypatch.setattr(sys, "argv", ["lightning-shard"])
     monkeypatch.chdir(tmp_path)
     Path("cpu.yaml").write_text("trainer:\n  accelerator: cpu\n")
+    Path("flow.yaml").write_text("trainer: {accelerator: 'cpu'}\n")
     with pytest.raises(ConfigurationError, match=expected):
         slurm.main(arguments)
 
@@ -110,9 +118,9 @@ def test_a_script_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.
     output = tmp_path / "run.sh"
     output.write_text("mine")
     with pytest.raises(ConfigurationError, match="give --force"):
-        slurm.main(["--output", str(output)])
+        slurm.main(["--model=M", "--output", str(output)])
     assert output.read_text() == "mine"
-    assert slurm.main(["--output", str(output), "--force"]) == 0
+    assert slurm.main(["--model=M", "--output", str(output), "--force"]) == 0
     assert output.read_text().startswith("#!/bin/bash")
 
 
@@ -142,6 +150,18 @@ def test_bash_can_read_it(tmp_path: Path) -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+def test_many_nodes_and_what_is_activated_do_not_end_the_script(tmp_path: Path) -> None:
+    """``scontrol`` here names so many nodes that it is still writing when the first is read."""
+    options = ["--model", "M", "--launcher", "torchrun", "--setup"]
+    text = _text(*options, 'echo "${NOT_SET}activated"').replace("srun --kill", "echo $head # ")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nseq -f node%g 20000\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[1-20000]"}
+    lines = text.split(" \\\n")[0]
+    done = subprocess.run(["bash", "-c", lines], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["activated", "node1"])
+
+
 def test_the_examples_are_what_the_command_writes() -> None:
     # The first command of the walk-through, as it stands there.
     walkthrough = (ROOT / "examples/README.md").read_text()
@@ -164,6 +184,14 @@ def test_the_examples_are_what_the_command_writes() -> None:
         (["--nodes=two"], "nodes is two, but must be 1 or more"),
         (["--time=4h"], "must be minutes, H:MM:SS or D-H:MM:SS"),
         (["--sbatch=qos=high"], "must be one that sbatch has"),
+        (["--sbatch=--nodes=7"], "`lightning-shard slurm` sets nodes by its own options"),
+        (["--name="], "name is '', but must be one line without tabs, and not empty"),
+        (["--logs= "], "logs is ' ', but must be one line"),
+        (["--cpus-per-task=0"], "cpus_per_task is 0, but must be 1 or more"),
+        (["--time=2"], "the job would be stopped as it starts, again and again"),
+        (["--time=0:05:00", "--signal-seconds=240"], "before its end, or a minute earlier"),
+        (["--env=1A=2"], "must have the form NAME=VALUE"),
+        (["--env=\xfcn=1"], "the name in plain letters"),
     ],
 )
 def test_jobs_that_are_refused(settings: list[str], says: str) -> None:
@@ -171,7 +199,7 @@ def test_jobs_that_are_refused(settings: list[str], says: str) -> None:
         _job(*settings)
 
 
-@pytest.mark.parametrize("time", ["30", "4:00:00", "1-12", "1-12:30:00", "90:00"])
+@pytest.mark.parametrize("time", ["0", "30", "4:00:00", "1-12", "1-12:30:00", "0-1:30", "90:00"])
 def test_times_that_slurm_has(time: str) -> None:
     assert f"--time={time}\n" in _job("--time", time)
 
@@ -185,7 +213,7 @@ def _job(*arguments: str, command: Sequence[str] = ("x",)) -> str:
     return script(slurm.parser().parse_args(arguments), command)
 
 
-def test_the_command_line() -> None:
+def test_the_command_line(tmp_path: Path) -> None:
     text = _text(
         "--nodes", "2", "--devices", "4", "--config", "x.yaml", "--trainer.max_steps=5", "--nccl-debug", "INFO"
     )
@@ -195,6 +223,10 @@ def test_the_command_line() -> None:
     assert "export NCCL_DEBUG=INFO" in text
     assert "#SBATCH --ntasks-per-node=4" in text
     assert "--ckpt_path=auto" not in _text("--ckpt_path", "a.ckpt")
+    # Else what a run is to start from would be passed over without a word.
+    for line, auto in (("ckpt_path: new.ckpt", False), ("ckpt_path: null", True), ("# ckpt_path: a.ckpt", True)):
+        (tmp_path / "run.yaml").write_text(f"trainer: {{}}\n{line}\n")
+        assert ("--ckpt_path=auto" in _text("--config", str(tmp_path / "run.yaml"))) == auto
     assert "--trainer.accelerator=cpu" in _text("--cpu")
     assert "#SBATCH --partition=gpu" in _text("--partition", "gpu")
     with pytest.raises(ConfigurationError, match="is set by --nodes"):

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_shard import __version__
 from lightning_shard.commands import COMMANDS, FIT, quick, run
+from lightning_shard.commands.options import UsageError
 
 SCRIPT = "from lightning_shard import ShardCLI; ShardCLI()"
 PROGRAM = "from lightning_shard.__main__ import main; main()"
@@ -29,12 +30,41 @@ QUICK: dict[str, tuple[int, str]] = {
     "fot": (2, "error: there is no command 'fot'. Did you mean fit?"),
     "strategies": (0, "shard_deepspeed_stage_3_offload_nvme_aligned "),
     "strategies shard_fdsp": (2, "error: there is no strategy 'shard_fdsp'. Did you mean shard_fsdp"),
-    "slurm --nodes 2": (0, "#SBATCH --nodes=2"),
+    "slurm --nodes 2 --model M": (0, "#SBATCH --nodes=2"),
     "selftest --help": (0, "usage: lightning-shard selftest"),
     "init --help": (0, "usage: lightning-shard init"),
     "env --help": (0, "usage: lightning-shard env"),
-    "slurm --confg run.yaml": (2, "error: --confg is no option of slurm, nor of fit. Did you mean config"),
+    "slurm --confg run.yaml": (2, "error: --confg is no option of slurm, nor of fit. Did you mean --config"),
 }
+
+
+WRONG = {
+    "checkpoint inspect --path x": "--path is given without its name: lightning-shard checkpoint inspect PATH",
+    "checkpoint inspect": "path: required, and not given: lightning-shard checkpoint inspect PATH",
+    "checkpoint inspect a b": "'b' is one word too many: lightning-shard checkpoint inspect PATH",
+    "checkpoint convert x y --wieghts_only": "--wieghts_only is no option of checkpoint convert. Did you mean --w",
+    "checkpoint convert x y --weights_only maybe": "--weights_only: got maybe; allowed: true, false",
+    "checkpoint inspekt x": "COMMAND: got inspekt; allowed: inspect, verify, convert, clean, export. Did you mean i",
+    "checkpoint": "lightning-shard checkpoint inspect|verify|convert|clean|export",
+    "strategies --name shard_ddp": "--name is given without its name: lightning-shard strategies NAME",
+    "completion fish": "shell: got fish; allowed: bash, zsh",
+    "migrate --file x": "--file is given without its name: lightning-shard migrate FILE",
+    "plan": "--device-memory: required, and not given: lightning-shard plan",
+    "plan --device-memory 80": "--device-memory: '80' is no size. Write a number and a unit",
+    "plan --device-memory 80GB --devices two": "--devices: got two; allowed: a whole number",
+    "slurm --sbatch --qos=high": "--sbatch: needs a value; one that begins with a dash is given as --sbatch=VALUE",
+    "doctor --seconds soon": "--seconds: got soon; allowed: a number",
+    "doctor --secons 3": "--secons is no option of doctor. Did you mean --seconds",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_arguments_are_told_the_right_form(line: str) -> None:
+    name, *arguments = line.split()
+    with pytest.raises(UsageError) as raised:
+        run(name, arguments)
+    assert WRONG[line] in str(raised.value)
+    assert "usage:" not in str(raised.value)
 
 
 @pytest.mark.parametrize("line", QUICK)
