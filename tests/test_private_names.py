@@ -117,8 +117,8 @@ USES = {
     "resume/loader.py": ("whether a DataLoader keeps its workers", "_iterator"),
     "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
     "run/preemption.py": ("os._exit is documented", "_exit"),
-    "run/watch.py": ("os._exit is documented", "_exit"),
-    "run/compiling.py": ("how many graphs were compiled", "_dynamo"),
+    "run/processes.py": ("os._exit is documented", "_exit"),
+    "run/fit.py": ("how many graphs were compiled", "_dynamo"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"
@@ -150,9 +150,9 @@ ELSEWHERE = {
     "precision/casting.py": "one class, that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
-    "run/compiling.py": "the compiler's counters, for a warning",
+    "run/fit.py": "the compiler's counters, for a warning",
     "run/preemption.py": "Python's",
-    "run/watch.py": "Python's",
+    "run/processes.py": "Python's",
 }
 
 # Names that are used where they are there, or that no `require` can ask for.

@@ -2,11 +2,15 @@
 
 A checkpoint is opened once: every rank reads the manifest, ``trainer.pt`` and ``boxes.bin`` once, and every other file
 is compared with its checksum by one rank. What was opened is then loaded; nothing is checked or read again.
+
+The gradients of a step's micro-batches so far lie in a checkpoint as in memory: averaged over the ranks, or every
+rank's own in full where they are averaged at the step's end. Where it is read as it was written, both are read back bit
+by bit; else a rank's own become averages, and averages every rank's own, which the ranks' average gives back.
 """
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +36,10 @@ from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.optimizer_state import live_tensors, load_extra_state, sharded_names
 from lightning_shard.checkpoint.plan import digests
+from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.ranks import Ranks
-from lightning_shard.tensors.flat import AnyOptimizer, LiveTensor
-from lightning_shard.tensors.names import Names
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
+from lightning_shard.tensors.names import Names, fqns
 
 _OPENINGS = 20  # of a checkpoint that is replaced all the time, until all ranks have opened the same one
 
@@ -162,7 +167,7 @@ def load_training_state(
         tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
         homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
         matched = match(_shapes(live), aliases, stored, {a: home for a, home in homes.items() if home in stored})
-        left_out = {layout.model_key(fqn) for fqn in found.facts.frozen} if strict else set()
+        left_out = {layout.MODEL_PREFIX + fqn for fqn in found.facts.frozen} if strict else set()
         matched.missing[:] = [key for key in matched.missing if key not in left_out]
         matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
@@ -171,7 +176,7 @@ def load_training_state(
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
         targets = []
         for key, source in matched.sources.items():
-            average = layout.average_key(source.removeprefix(layout.MODEL_PREFIX))
+            average = layout.AVERAGE_PREFIX + source.removeprefix(layout.MODEL_PREFIX)
             targets.append((average if averaged and average in found.tensors else source, live[key]))
         return names, targets, plan, report
 
@@ -329,3 +334,67 @@ def find_checkpoints(folders: Iterable[AnyPath], run: str) -> Found:
             own.append((int(facts["step"]), float(facts["time"]), str(path), facts))
     newest_first = sorted(own, key=lambda one: one[:3], reverse=True)
     return Found(own=tuple(one[2:] for one in newest_first), broken=tuple(broken), others=tuple(sorted(others)))
+
+
+def keyed(gradients: Mapping[str, Accumulated]) -> dict[str, Any]:
+    """Key of a checkpoint to tensor, of gradients by FQN on this rank."""
+    keys = {True: layout.GRADIENT_PREFIX, False: f"{layout.RANK_GRADIENT_PREFIX}{Ranks.of().rank}."}
+    return {keys[each.reduced] + fqn: each.tensor for fqn, each in gradients.items()}
+
+
+def stored_gradients(keys: Collection[str]) -> dict[str, dict[int | None, str]]:
+    """FQN to key by rank, None: averaged over the ranks; empty where a checkpoint has no gradients."""
+    found: dict[str, dict[int | None, str]] = {}
+    for key in keys:
+        if key.startswith(layout.GRADIENT_PREFIX):
+            found.setdefault(key.removeprefix(layout.GRADIENT_PREFIX), {})[None] = key
+        elif key.startswith(layout.RANK_GRADIENT_PREFIX):
+            rank, _, fqn = key.removeprefix(layout.RANK_GRADIENT_PREFIX).partition(".")
+            if not fqn or not rank.isdecimal():
+                raise CheckpointCorruptError(f"{key} is the gradient of no rank")
+            found.setdefault(fqn, {})[int(rank)] = key
+    return found
+
+
+def load_gradients(
+    checkpoint: OpenCheckpoint,
+    module: nn.Module,
+    begin: Callable[[Collection[str]], Mapping[str, Accumulated]],
+    *,
+    factor: float,
+) -> None:
+    """Read a checkpoint's gradients, times ``factor``, into those that ``begin`` makes zeros of. All ranks call it.
+
+    Gradients of what is not trained here are left out. Raises CheckpointCorruptError, on every rank.
+    """
+    ranks, path, writers = Ranks.of(), checkpoint.path, checkpoint.manifest.facts.world_size
+    found = ranks.agree(f"opening {path}", lambda: stored_gradients(checkpoint.manifest.tensors))
+    names = fqns(module)
+    stored = {own: keys for fqn, keys in found.items() if (own := names.aliases.get(fqn, fqn)) in names.tensors}
+    live = begin(stored.keys())
+
+    def read() -> None:
+        for name, keys in stored.items():
+            if name not in live:
+                continue
+            if None in keys or live[name].reduced or writers != ranks.size:
+                # The average of what some ranks have, where the others have used nothing.
+                share = 1.0 if None in keys else 1 / writers
+                _read_sum(checkpoint, live[name], list(keys.values()), share * factor)
+            else:
+                own = [key for rank, key in keys.items() if rank == ranks.rank]
+                _read_sum(checkpoint, live[name], own, factor)
+
+    ranks.agree(f"reading {path}", read)
+
+
+@torch.no_grad()
+def _read_sum(checkpoint: OpenCheckpoint, live: Accumulated, keys: Sequence[str], factor: float) -> None:
+    """Fill ``live`` with ``factor`` times the sum of stored tensors, which is taken in fp32."""
+    sums: list[Tensor] = []
+    for key in keys:
+        read_tensors(checkpoint.directory, checkpoint.metadata, [(key, live.tensor)])
+        here = [part.to(torch.float32, copy=True) for part in live.parts] if len(keys) > 1 or factor != 1 else []
+        sums = [one.add_(other) for one, other in zip(sums, here, strict=True)] if sums else here
+    for part, total in zip(live.parts, sums, strict=bool(sums)):
+        part.copy_(total.mul_(factor))

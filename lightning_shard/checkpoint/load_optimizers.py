@@ -71,7 +71,7 @@ class _Saved:
         return next((name for name in known + homes if name in self.groups), None)
 
     def weights(self, stored: str) -> TensorEntry | None:
-        key = layout.model_key(stored)
+        key = layout.MODEL_PREFIX + stored
         return self.manifest.tensors.get(self.manifest.aliases.get(key, key))
 
     @cached_property

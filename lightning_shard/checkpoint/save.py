@@ -22,8 +22,7 @@ from lightning_shard.checkpoint.files.tensor_files import Values, Written, descr
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugging_face
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
-from lightning_shard.checkpoint.gradients import keyed
-from lightning_shard.checkpoint.load import open_portable
+from lightning_shard.checkpoint.load import keyed, open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
 from lightning_shard.checkpoint.plan import Plan, Plans, live_values
 from lightning_shard.errors import CheckpointError
@@ -54,7 +53,7 @@ def training_state(
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
     states = optimizer_states(optimizers, names)
-    averages_of = {layout.average_key(fqn): average for fqn, average in (averages or {}).items() if fqn in live}
+    averages_of = {layout.AVERAGE_PREFIX + fqn: average for fqn, average in (averages or {}).items() if fqn in live}
     own: dict[str, Any] = {layout.EXTRA_STATE: extra_state(module, names)}
     if optimizers:
         own[layout.OPTIMIZER_STATES] = states.described

@@ -5,15 +5,22 @@
 
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.compiling import CompilerWatch
 from lightning_shard.run.data import Data, Predictions, evaluating
-from lightning_shard.run.fit import Fit, before_sharding, begin_batch, compared_settings, run_of, same_on_all_ranks
-from lightning_shard.run.freezing import Freezing
+from lightning_shard.run.fit import (
+    CompilerWatch,
+    Fit,
+    Freezing,
+    before_sharding,
+    begin_batch,
+    compared_settings,
+    run_of,
+    same_on_all_ranks,
+)
 from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption, RunIdentity
-from lightning_shard.run.processes import Processes, launch_of, next_run, nodes_started
+from lightning_shard.run.processes import Processes, RunWatch, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
     after_batches,
     begin_averaging,
@@ -22,4 +29,3 @@ from lightning_shard.run.takeover import (
     settle_fit,
     take_over,
 )
-from lightning_shard.run.watch import RunWatch

@@ -19,9 +19,15 @@ from lightning_shard.checkpoint.files.place import place, refuse_url
 from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
-from lightning_shard.checkpoint.gradients import load_gradients, stored_gradients
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
-from lightning_shard.checkpoint.load import OpenCheckpoint, load_training_state, open_checkpoint, with_own_states
+from lightning_shard.checkpoint.load import (
+    OpenCheckpoint,
+    load_gradients,
+    load_training_state,
+    open_checkpoint,
+    stored_gradients,
+    with_own_states,
+)
 from lightning_shard.checkpoint.matching import differing as schedules_differing
 from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests

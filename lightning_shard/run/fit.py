@@ -1,17 +1,21 @@
-"""What the parts of a run ask of a fit."""
+"""What the parts of a run ask of a fit; and what is looked at in it: parameters that are frozen, thawed or new, and
+what torch.compile makes of the first step, which falls back to Python without an error.
+"""
 
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -22,6 +26,7 @@ from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.data import changed_by_evaluation
+from lightning_shard.tensors.names import named_parameters
 
 
 class Fit:
@@ -219,3 +224,92 @@ def _text(value: Any) -> str:
     # What prints an address differs on every rank.
     plain = isinstance(value, int | float | str | bool | tuple | list | type(None))
     return repr(value) if plain else type(value).__qualname__
+
+
+class Freezing:
+    """What was trainable at the last look."""
+
+    def __init__(self, module: nn.Module, *, frozen_too: bool) -> None:
+        """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters."""
+        self._module, self._frozen_too, self._looked = module, frozen_too, False
+        self._parameters = list(module.parameters())
+        self._trainable = [p.requires_grad for p in self._parameters]
+
+    def refuse_new(self) -> None:
+        """Refuse parameters that came since (ConfigurationError); engines put their own in the place of known ones."""
+        known = set(self._parameters)
+        found = named_parameters(self._module).items()
+        if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
+            raise ConfigurationError(
+                f"{', '.join(new[:4])} came after the model was set up to train, in a hook of the fit: no engine "
+                "reduces their gradients or shards them. Make them in configure_model, setup or __init__."
+            )
+
+    def changed(self, master: torch.dtype, batch_idx: int) -> bool:
+        """Whether other parameters are trainable than at the last look.
+
+        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. In the
+        first batch of the fit and of an epoch also as `refuse_new`.
+        """
+        if batch_idx == 0 or not self._looked:
+            self.refuse_new()
+            self._looked = True
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable == self._trainable:
+            return False
+        self._trainable = trainable
+        stepped = [p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()]
+        if thawed := [dtype for dtype in stepped if dtype != master]:
+            raise ConfigurationError(
+                f"{len(thawed)} parameters were thawed that were frozen in {thawed[0]} when the fit began, and so have "
+                f"no {master} masters. Load them in {master}, or let the fit begin with them trainable."
+            )
+        return True
+
+
+class Compiled(NamedTuple):
+    """What dynamo has counted in this process so far."""
+
+    tried: int  # Functions that it began to compile.
+    done: int  # Of those, the ones that it compiled, in one graph or in several.
+    breaks: Counter[str]  # Where it broke a graph: reason and times.
+
+
+class CompilerWatch:
+    """Warns after the first training step where units were not compiled as one graph each."""
+
+    def __init__(self, wanted: bool) -> None:
+        """``wanted``: whether units are compiled."""
+        self._wanted = wanted
+        self._before: Compiled | None = None
+
+    def start(self) -> None:
+        self._before = _compiled_so_far() if self._wanted else None
+
+    def after_step(self) -> None:
+        before, self._before = self._before, None
+        if before is not None and (text := complaint(before, _compiled_so_far())) is not None:
+            rank_zero_warn(text)
+
+
+def _compiled_so_far() -> Compiled:
+    from torch._dynamo.utils import counters
+
+    return Compiled(counters["frames"]["total"], counters["frames"]["ok"], Counter(counters["graph_break"]))
+
+
+def complaint(before: Compiled, after: Compiled) -> str | None:
+    """What to tell the user of the units that were compiled in between; None: each is one graph."""
+    left = (after.tried - before.tried) - (after.done - before.done)
+    breaks = after.breaks - before.breaks
+    if not left and not breaks:
+        return None
+    reason = next(iter(breaks), "").strip().partition("\n")[0]
+    where = f"; breaks: {breaks.total()}, the first: {reason}" if breaks else ""
+    return (
+        f"compile is true, but torch.compile did not make one graph of every unit (functions left uncompiled: {left}"
+        f"{where}). The numbers are right, the step is slower than it could be. Run with "
+        "TORCH_LOGS=graph_breaks,recompiles to see where. Usual causes: a cache of keys and values in training (pass "
+        "use_cache=False to Hugging Face models), numbers that differ between the units of one class, and branches on "
+        "data."
+    )

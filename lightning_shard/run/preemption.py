@@ -139,10 +139,6 @@ class Preemption:
         self._limit: preemption.TimeLimit | None = None
         self._agreement: preemption.Agreement | None = None
         self._agreed = 0
-        self._looks = 0
-        self._last_look: float | None = None
-        # Of the last looks: the first steps compile, and are no measure of those to come.
-        self._gaps: deque[float] = deque([0.0], maxlen=50)
         self._stoppable = False
         self._folders: list[Place] = []  # of this run's checkpoints, during the save before it stops
         self._killed_after: float | None = None
@@ -172,8 +168,9 @@ class Preemption:
         """Begin to look after every batch whether to stop. All ranks call it when training starts."""
         self._identity = identity
         self._agreed = self._looks = 0
-        self._gaps = deque([0.0], maxlen=50)
-        self._last_look = None
+        # Of the last looks: the first steps compile, and are no measure of those to come.
+        self._gaps: deque[float] = deque([0.0], maxlen=50)
+        self._last_look: float | None = None
         self._stoppable = False
         ranks = Ranks.of()
         self._agreement = preemption.Agreement(ranks.group)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.checkpoint.files.layout import model_key
+from lightning_shard.checkpoint.files.layout import MODEL_PREFIX
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
 from lightning_shard.checkpoint.load import load_training_state, open_checkpoint
 from lightning_shard.checkpoint.matching import LoadReport
@@ -60,5 +60,5 @@ def live(
 ) -> dict[str, LiveTensor]:
     """Key to live tensor of all that is saved."""
     names = fqns(module)
-    weights = {model_key(fqn): tensor for fqn, tensor in live_tensors(names, masters).items()}
+    weights = {MODEL_PREFIX + fqn: tensor for fqn, tensor in live_tensors(names, masters).items()}
     return weights | {name.key: tensor for name, tensor in optimizer_states(optimizers, names).tensors.items()}

@@ -22,7 +22,7 @@ from lightning_shard.engines.resident import module_tensors
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, compile_forward, is_kept
 from lightning_shard.meters.memory_meter import StepMeter
 from lightning_shard.precision.casting import install_casts
-from lightning_shard.run.compiling import Compiled, complaint
+from lightning_shard.run.fit import Compiled, complaint
 
 aten = torch.ops.aten
 WIDTH, BATCH, TIME = 16, 2, 8

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from lightning_shard.run.watch import install_prefix, rank_prefix
+from lightning_shard.run.processes import install_prefix, rank_prefix
 
 
 def test_only_ranks_other_than_0_of_several_have_one() -> None:

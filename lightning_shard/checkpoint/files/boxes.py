@@ -17,9 +17,8 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from reprlib import repr as shown  # values that share their parts have texts without end
 from typing import Any, NamedTuple
 
@@ -150,7 +149,7 @@ def decode_boxes(data: bytes, manifest: Manifest) -> Mapping[str, StoredBoxes]:
     compressed, count_of = manifest.format_version > 5, len(manifest.tensors)
     numbers: Integers = np.frombuffer(data[: (1 + compressed) * 8 * count_of], dtype="<i8")
     numbers = numbers.reshape(count_of, 1 + compressed)
-    tables: dict[str, Callable[[], Integers]] = {}
+    tables: dict[str, tuple[memoryview, int]] = {}
     at, most = numbers.nbytes, sum(data_files(manifest.files)[1].tolist())
     for key, (count, *length) in zip(sorted(manifest.tensors), numbers.tolist(), strict=True):
         width = 3 + 2 * len(manifest.tensors[key].shape)
@@ -159,40 +158,37 @@ def decode_boxes(data: bytes, manifest: Manifest) -> Mapping[str, StoredBoxes]:
             raise CheckpointCorruptError(f"it ends before the boxes of {key} do")
         if count * width * 8 > most:  # a box takes far more in its file
             raise CheckpointCorruptError(f"{key} has {count} boxes, for which the files are too small")
-        decode = _inflated if compressed else _plain
-        tables[key] = partial(decode, memoryview(data)[at : at + size], count, width, key)
+        tables[key] = memoryview(data)[at : at + size], count
         at += size
     if at != len(data):
         raise CheckpointCorruptError("it has more boxes than the manifest has tensors for")
     return _Decoded(tables, manifest)
 
 
-def _plain(data: memoryview, count: int, width: int, key: str) -> Integers:
-    return np.frombuffer(data, dtype="<i8").reshape(count, width)
-
-
-def _inflated(data: memoryview, count: int, width: int, key: str) -> Integers:
-    stream, size = zlib.decompressobj(), count * width * 8
-    try:
-        columns = stream.decompress(data, size + 1)
-    except zlib.error as error:
-        raise CheckpointCorruptError(f"the boxes of {key} can't be read: {error}") from error
-    if len(columns) != size or not stream.eof or stream.unused_data:
-        raise CheckpointCorruptError(f"the boxes of {key} are not {count}")
-    return np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1).T
-
-
 class _Decoded(Mapping[str, StoredBoxes]):
     """Boxes of tensors that are decoded when they are asked for, and not kept."""
 
-    def __init__(self, tables: Mapping[str, Callable[[], Integers]], manifest: Manifest) -> None:
-        self._tables, self._manifest = tables, manifest
+    def __init__(self, tables: Mapping[str, tuple[memoryview, int]], manifest: Manifest) -> None:
+        self._tables, self._manifest = tables, manifest  # Of each tensor what is stored, and the number of boxes.
         self._files, self._sizes = data_files(manifest.files)
 
     def __getitem__(self, key: str) -> StoredBoxes:
-        rows, entry = self._tables[key](), self._manifest.tensors[key]
+        rows, entry = self._rows(key), self._manifest.tensors[key]
         boxes = StoredBoxes(shape=entry.shape, dtype=layout.torch_dtype(entry.dtype), rows=rows, files=self._files)
         return boxes.checked(key, self._sizes)
+
+    def _rows(self, key: str) -> Integers:
+        (data, count), width = self._tables[key], 3 + 2 * len(self._manifest.tensors[key].shape)
+        if self._manifest.format_version <= 5:
+            return np.frombuffer(data, dtype="<i8").reshape(count, width)
+        stream, size = zlib.decompressobj(), count * width * 8
+        try:
+            columns = stream.decompress(data, size + 1)
+        except zlib.error as error:
+            raise CheckpointCorruptError(f"the boxes of {key} can't be read: {error}") from error
+        if len(columns) != size or not stream.eof or stream.unused_data:
+            raise CheckpointCorruptError(f"the boxes of {key} are not {count}")
+        return np.cumsum(np.frombuffer(columns, dtype="<i8").reshape(width, count), axis=1).T
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tables)
@@ -246,23 +242,20 @@ def boxes_file(manifest: Manifest) -> str:
     return layout.BOXES if manifest.format_version > 2 else layout.METADATA
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForeignMetadata:
-    """A ``.metadata`` that another library wrote, in which not only tensors are described."""
+def parse_foreign_metadata(
+    data: bytes, files: Mapping[str, layout.FileEntry], where: object
+) -> tuple[dict[str, StoredBoxes], dict[str, StorageInfo], dict[str, tuple[str | int, ...]]]:
+    """What a ``.metadata`` of another library says, without a manifest; ``files`` are those beside it.
 
-    tensors: Mapping[str, StoredBoxes]
-    items: Mapping[str, StorageInfo]  # Key to place of each item that is no tensor.
-    paths: Mapping[str, tuple[str | int, ...]]  # Key to where it was in the nested dictionary that was saved.
-
-
-def parse_foreign_metadata(data: bytes, files: Mapping[str, layout.FileEntry], where: object) -> ForeignMetadata:
-    """The contents of a ``.metadata`` without a manifest; ``files`` are those beside it. Errors as of `read_boxes`."""
+    Key to each tensor, to the place of each item that is no tensor, and to where each was in the nested dictionary that
+    was saved. Errors as of `read_boxes`.
+    """
     with layout.damaged_if(f"{where} is no checkpoint metadata", where):
         root, tensors, items = _parse(data, _FOREIGN_RECORDS, files)
         paths = {key: tuple(root["planner_data"][key]) for key in root["state_dict_metadata"]}
         if not all(type(part) in (str, int) for path in paths.values() for part in path):
             raise CheckpointCorruptError("a key's path is not made of names and numbers")
-        return ForeignMetadata(tensors=tensors, items=items, paths=paths)
+        return tensors, items, paths
 
 
 class _Unpickler(pickle.Unpickler):

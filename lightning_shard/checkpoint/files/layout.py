@@ -86,14 +86,6 @@ def is_own_name(name: str) -> bool:
     return name in (MANIFEST, TRAINER_STATE, METADATA, BOXES) or name.endswith(DATA_SUFFIX)
 
 
-def model_key(fqn: str) -> str:
-    return f"{MODEL_PREFIX}{fqn}"
-
-
-def average_key(fqn: str) -> str:
-    return f"{AVERAGE_PREFIX}{fqn}"
-
-
 def without_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """Those whose keys begin with ``prefix``, by what follows it."""
     return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}

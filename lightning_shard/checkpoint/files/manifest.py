@@ -346,10 +346,10 @@ class Contents:
         **rest: Any,
     ) -> Contents:
         """Of weights by FQN, tied FQNs to those, optimizer state, and ``further`` tensors by key; ``rest`` as here."""
-        tensors = {layout.model_key(fqn): tensor for fqn, tensor in weights.items()}
+        tensors = {layout.MODEL_PREFIX + fqn: tensor for fqn, tensor in weights.items()}
         return Contents(
             tensors={**tensors, **{name.key: tensor for name, tensor in slots.items()}, **(further or {})},
-            aliases={layout.model_key(alias): layout.model_key(fqn) for alias, fqn in aliases.items()},
+            aliases={layout.MODEL_PREFIX + alias: layout.MODEL_PREFIX + fqn for alias, fqn in aliases.items()},
             slots={name.key: name for name in slots},
             **rest,
         )

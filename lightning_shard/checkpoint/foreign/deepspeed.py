@@ -289,16 +289,16 @@ def _stored_in(path: Path, directory: Directory) -> Contents:
     sizes = {name: size for name, size in directory.sizes().items() if name.endswith(layout.DATA_SUFFIX)}
     files = {name: layout.FileEntry(size=size, sha256="") for name, size in sizes.items()}
     with directory.open(layout.METADATA) as stream:
-        metadata = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
-    if not isinstance(state, dict) or any(not _is_known(parts) for parts in metadata.paths.values()):
+        tensors, items, paths = parse_foreign_metadata(stream.read(), files, directory.path / layout.METADATA)
+    if not isinstance(state, dict) or any(not _is_known(parts) for parts in paths.values()):
         raise CheckpointError(f"{path} has other contents than Lightning's FSDPStrategy saves; it is not supported")
     tree: dict[Any, Any] = {}
-    for key, parts in metadata.paths.items():
-        if key in metadata.items:
-            value = _item(directory, key, metadata.items[key])
+    for key, parts in paths.items():
+        if key in items:
+            value = _item(directory, key, items[key])
         else:
-            boxes, read = metadata.tensors[key], partial(read_full, directory, metadata.tensors, key)
-            value = StoredTensor(shape=boxes.shape, dtype=boxes.dtype, read=read)
+            read = partial(read_full, directory, tensors, key)
+            value = StoredTensor(shape=tensors[key].shape, dtype=tensors[key].dtype, read=read)
             if parts[1] == "state":  # of an optimizer, whose slot may be a tensor of a class of its own
                 parts = (*parts[:3], ".".join(map(str, parts[3:])))
         place = tree

@@ -178,7 +178,7 @@ class Skeleton:
     def part_of(self, contents: Contents) -> Contents:
         """The weights that are to be written, averages where there are some, and nothing else of a save."""
         contents = contents.averaged() if contents.has_averages else contents
-        keys = {layout.model_key(fqn) for names in self.tensors.values() for fqn in names.values()}
+        keys = {layout.MODEL_PREFIX + fqn for names in self.tensors.values() for fqn in names.values()}
         if lost := sorted(keys - contents.tensors.keys()):
             raise CheckpointError(f"on_save_checkpoint left out {', '.join(lost[:5])}, which from_pretrained needs")
         weights = {key: tensor for key, tensor in contents.tensors.items() if key in keys}
@@ -284,7 +284,7 @@ def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -
     stored = open_portable(parts, compared=False)  # It was written a moment ago, and each rank reads a part of a file.
     entries: dict[str, FileEntry] = {}
     for whole, keys in wanted.tensors.items():
-        tensors = {key: stored.tensors[layout.model_key(fqn)] for key, fqn in keys.items()}
+        tensors = {key: stored.tensors[layout.MODEL_PREFIX + fqn] for key, fqn in keys.items()}
         files = split(tensors, None, _MOST_BYTES) if whole == SINGLE else {whole: tensors}
         for name in list(files)[ranks.rank :: ranks.size]:
             entries[name] = write_tensors(temporary / name, files[name], None)

@@ -156,7 +156,7 @@ def _stored(path: str | os.PathLike[str], tree: dict[str, Any], names: ModuleNam
     for saved in filter(_is_stochastic, tree.get("callbacks", {}).values()):
         averaged, saved["average_model_state"] = saved["average_model_state"], {}
     weights, aliases, extra = _module_tensors(own, names)
-    averages = {layout.average_key(fqn): average for fqn, average in averaged.items() if fqn in weights}
+    averages = {layout.AVERAGE_PREFIX + fqn: average for fqn, average in averaged.items() if fqn in weights}
     states = tree.pop(layout.OPTIMIZER_STATES, None)
     state = materialize(tree)
     state[layout.EXTRA_STATE] = materialize(extra)
