@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -216,21 +216,11 @@ _HOOKS = {WeightAveraging: ("setup", "on_load_checkpoint"), StochasticWeightAver
 """Hooks that copy or load a whole module."""
 
 
-class Shards(Protocol):
-    """What this rank has of a module."""
-
-    def current(self) -> nn.Module:
-        """Its boxes of the module's parameters and buffers, live, as a module's."""
-
-    def write(self, change: Callable[[nn.Module], None], *, swaps: bool = False) -> None:
-        """Have ``change`` write into `current`, and the next forward see it; ``swaps``: a second time undoes it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Average:
     """What a callback averages into."""
 
-    shards: nn.Module  # Copies of the boxes in `Shards.current`, in the same order.
+    shards: nn.Module  # Copies of this rank's boxes, in the same order.
     has_buffers: bool  # Whether the buffers are averaged, or follow the module's; else those here mean nothing.
     count: Callable[[], int]  # How many updates are in it.
     set_count: Callable[[int], object]
@@ -317,23 +307,33 @@ class _Average(AveragedModel):
         super().update_parameters(self._current())
 
 
-def average_shards(replacements: Replacements, trainer: Trainer, shards: Shards) -> Average:
-    """Have the Trainer's averaging callback, of which there is one, average ``shards``."""
+Current = Callable[[], nn.Module]
+
+
+def average_shards(
+    replacements: Replacements, trainer: Trainer, current: Current, write: Callable[..., None]
+) -> Average:
+    """Have the Trainer's averaging callback, of which there is one, average what this rank has of the module.
+
+    ``current`` gives its boxes of parameters and buffers, live, as a module's; ``write`` has a function write there.
+    """
     (callback,) = averaging_callbacks(trainer)
     if isinstance(callback, StochasticWeightAveraging):
-        return _stochastic(replacements, trainer, callback, shards)
-    averages = _Average(shards.current, callback._device, use_buffers=callback._use_buffers, **callback._kwargs)
+        return _stochastic(replacements, trainer, callback, current, write)
+    averages = _Average(current, callback._device, use_buffers=callback._use_buffers, **callback._kwargs)
     swap, copy = callback._swap_models, callback._copy_average_to_current
     replacements.replace(callback, "_average_model", averages)
-    replacements.replace(callback, "_swap_models", lambda module: shards.write(swap, swaps=True))
-    replacements.replace(callback, "_copy_average_to_current", lambda module: shards.write(copy))
+    replacements.replace(callback, "_swap_models", lambda module: write(swap, swaps=True))
+    replacements.replace(callback, "_copy_average_to_current", lambda module: write(copy))
     number = averages.n_averaged
     count, set_count = lambda: int(number), lambda n: number.fill_(n)
     return Average(shards=averages.module, has_buffers=True, count=count, set_count=set_count)
 
 
-def _stochastic(replacements: Replacements, trainer: Trainer, callback: Any, shards: Shards) -> Average:
-    average = deepcopy(shards.current())
+def _stochastic(
+    replacements: Replacements, trainer: Trainer, callback: Any, current: Current, write: Callable[..., None]
+) -> Average:
+    average = deepcopy(current())
     if callback._device is not None:
         average.to(callback._device)
     update, transfer, load = callback.update_parameters, callback.transfer_weights, callback.load_state_dict
@@ -349,7 +349,7 @@ def _stochastic(replacements: Replacements, trainer: Trainer, callback: Any, sha
 
     replacements.replace(callback, "_average_model", average)
     replacements.replace(callback, "load_state_dict", load_state_dict)
-    replacements.replace(callback, "update_parameters", lambda to, _, n, fn: update(to, shards.current(), n, fn))
-    replacements.replace(callback, "transfer_weights", lambda to, _: shards.write(lambda into: transfer(to, into)))
+    replacements.replace(callback, "update_parameters", lambda to, _, n, fn: update(to, current(), n, fn))
+    replacements.replace(callback, "transfer_weights", lambda to, _: write(lambda into: transfer(to, into)))
     # The callback's own state has the number.
     return Average(shards=average, has_buffers=False, count=count, set_count=lambda n: None)

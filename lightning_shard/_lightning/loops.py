@@ -62,11 +62,6 @@ def processed_batches(trainer: Trainer) -> int:
     return int(batches.processed)
 
 
-def begins_accumulation(trainer: Trainer) -> bool:
-    """Whether Lightning drops the gradients of the step before in this batch."""
-    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
-
 def prediction_batches(trainer: Trainer) -> int:
     """How many batches this rank's prediction loop will run, over all loaders; 0 if that is not known."""
     batches = sum(trainer.predict_loop.max_batches)
@@ -149,12 +144,6 @@ def in_validation(trainer: Trainer) -> bool:
     hook = trainer.lightning_module._current_fx_name
     fits = trainer.validating and trainer.state.fn == TrainerFn.FITTING
     return fits and hook not in ("on_validation_end", "on_validation_model_train")
-
-
-def in_batch(trainer: Trainer) -> bool:
-    """Whether a training batch has begun, and was not processed."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return bool(batches.ready > batches.processed)
 
 
 def validation_follows(trainer: Trainer, fetcher: Any) -> bool:

@@ -98,14 +98,6 @@ class Stepped:
         """Whether other ranks may have other parts, so that a slot must be a scalar or of the parameter's shape."""
         return self.flat is not None or isinstance(self.tensor, DTensor)
 
-    def stored_shape(self, fqn: str, slot: Tensor) -> tuple[int, ...] | None:
-        """Shape of what a checkpoint stores of a slot tensor for one parameter; None where it can't be sharded."""
-        shape = tuple(slot.shape)
-        if self.flat is not None and shape == tuple(self.tensor.shape):
-            return self.shapes[fqn]
-        allowed = [()] if self.flat is not None else [(), self.shapes[fqn]]
-        return shape if shape in allowed or not self.is_sharded else None
-
     def view(self, fqn: str, slot: Tensor) -> LiveTensor:
         """The part of a slot tensor that belongs to one parameter, in place; a scalar belongs to each."""
         if self.flat is None or slot.ndim == 0:
@@ -205,7 +197,7 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                 for fqn in part.shapes:
                     name = SlotName(index, fqn, slot)
                     if isinstance(value, Tensor):
-                        if part.stored_shape(fqn, value) is None:
+                        if part.is_sharded and value.shape not in ((), part.tensor.shape):
                             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
                         found.tensors[name] = part.view(fqn, value)
                     else:

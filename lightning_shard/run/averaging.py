@@ -68,7 +68,7 @@ class Averaging:
 
     def begin(self, replacements: Replacements, trainer: Trainer) -> None:
         """Let the Trainer's callback average, from the values of now on."""
-        self._average = callbacks.average_shards(replacements, trainer, self)
+        self._average = callbacks.average_shards(replacements, trainer, self.current, self.write)
         self.place = callbacks.averages_place(callbacks.callbacks(trainer))
 
     def _live(self) -> tuple[Names, dict[str, LiveTensor]]:
@@ -89,7 +89,7 @@ class Averaging:
         return Shards(boxes(self._parameters), boxes([*self._persistent, *self._others]))
 
     def write(self, change: Callable[[nn.Module], None], *, swaps: bool = False) -> None:
-        """See `_lightning.averaging.Shards`."""
+        """Have ``change`` write into `current`, and the next forward see it; ``swaps``: a second time undoes it."""
         if self._swap is None:
             self._share_buffers()
         change(self.current())

@@ -99,7 +99,8 @@ class Data:
         """
         if OPTIMIZER_STATES not in checkpoint:
             return dict(checkpoint), None
-        if loops.in_batch(trainer):
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        if batches.ready > batches.processed:
             rank_zero_warn(
                 "A checkpoint is saved in the middle of a training batch: a run that resumes from it goes on with the"
                 " next one. Save in on_train_batch_end, or later, to lose none."

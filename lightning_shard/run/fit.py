@@ -180,8 +180,8 @@ def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> Non
     before are dropped where nobody looks at them until Lightning does, with all of forward's activations beside them.
     """
     automatic = trainer.lightning_module.automatic_optimization
-    if automatic and not loops.begins_accumulation(trainer):
-        return
+    if automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+        return  # Lightning drops no gradients in this batch.
     if engine.shares_buffers:
         buffers.share()
     if automatic and not callbacks.watches_zero_grad(trainer):

@@ -39,8 +39,7 @@ def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
     Raises CheckpointError naming the keys and the type of what could not be loaded with ``weights_only=True``.
     """
     data, problem = _encode(dict(state))
-    # Of a DTensor only rank 0's shard would be written.
-    if problem is None and not any(isinstance(part, DTensor) for part in parts(state)):
+    if problem is None:
         return data
     offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
     raise CheckpointError(
@@ -119,12 +118,13 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:  # pickling runs the objects' own code, which may raise anything
         return b"", first_line(error)
-    return buffer.getvalue(), None
+    # Of a DTensor only rank 0's shard would be written.
+    return buffer.getvalue(), "a DTensor" if any(isinstance(part, DTensor) for part in parts(value)) else None
 
 
 def _offenders(value: Any, path: str) -> Iterator[str]:
     """``path: type`` for every innermost part of ``value`` that can't be saved or loaded."""
-    if _encode(value)[1] is None and not any(isinstance(part, DTensor) for part in parts(value)):
+    if _encode(value)[1] is None:
         return
     found = False
     if isinstance(value, Mapping):
