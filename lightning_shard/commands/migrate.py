@@ -19,7 +19,7 @@ from lightning_shard import registry
 from lightning_shard.commands.options import KEYS, UsageError, add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.migrate.lightning_fields import FIELDS
+from lightning_shard.migrate.lightning_strategies import STRATEGIES
 from lightning_shard.migrate.lightning_yaml import Known
 from lightning_shard.migrate.migration import document, refusal, table
 from lightning_shard.migrate.migration import migrate as read_and_migrate
@@ -117,7 +117,7 @@ def known() -> Known:
     presets: dict[str, Any] = {name: (preset.class_path, preset.init_args) for name, preset in registry.PRESETS.items()}
     presets["auto"] = "lightning.pytorch.strategies.DDPStrategy", {}
     for name, entry in StrategyRegistry.items():
-        if (kind := getattr(entry["strategy"], "__name__", "")) in FIELDS:
+        if (kind := getattr(entry["strategy"], "__name__", "")) in STRATEGIES:
             arguments = {key: value for key, value in entry["init_params"].items() if value != "popen"}
             presets[name] = f"lightning.pytorch.strategies.{kind}", arguments
     return Known(

@@ -1,4 +1,7 @@
-"""Accelerate config files, read into the neutral form."""
+"""Accelerate config files, read into the neutral form.
+
+After ``accelerate/commands/config`` and ``commands/launch.py`` of Accelerate 1.15, and the spellings of older files.
+"""
 
 from collections.abc import Mapping
 from math import prod
@@ -6,9 +9,181 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_shard.engines.zero.config.reading import read_file
-from lightning_shard.migrate import accelerate_fields as tables
-from lightning_shard.migrate.deepspeed_json import CAST_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
-from lightning_shard.migrate.neutral import Engine, Field, Reading, nearest, shown
+from lightning_shard.migrate.deepspeed_json import CAST_NOTE, CLIP_NOTE, PRECISION_NOTE, SCALE_NOTE, read_deepspeed
+from lightning_shard.migrate.neutral import (
+    READ_ELSEWHERE,
+    Engine,
+    Field,
+    Reading,
+    each,
+    nearest,
+    satisfied,
+    setting,
+    shown,
+    unsupported,
+)
+
+_UNSUPPORTED_SECTIONS = {
+    "megatron_lm_config": "there is no Megatron-LM engine here",
+    "fp8_config": "float8 is set by ShardPrecision('fp8-mixed', float8=...) in plugins, with torchao alone",
+    "tp_config": "the mesh has no tensor-parallel axis",
+    "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
+    "ipex_config": "Intel's extension is not used",
+}
+_SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
+
+TOP: Mapping[str, Field] = {
+    **dict.fromkeys(_SECTIONS, READ_ELSEWHERE),
+    **each(
+        READ_ELSEWHERE,
+        "compute_environment distributed_type mixed_precision fp16 machine_rank gpu_ids main_process_ip "
+        "main_process_port dynamo_backend",
+    ),
+    **each(Field(kind="int"), "num_machines num_processes"),
+    "use_cpu": Field(kind="bool"),
+    "rdzv_backend": satisfied("the launcher's; see the first lines of the file that is written", "str", "static", ""),
+    "same_network": setting("", "bool", True, False),
+    "main_training_function": unsupported(
+        "the Trainer runs the training loop", "the LightningModule's training_step", "str", "main"
+    ),
+    "debug": unsupported(
+        "shapes are not compared before each collective",
+        "`lightning-shard doctor`; ranks that come apart end with a message (lost_rank_seconds)", "bool", False,
+        effect="speed",
+    ),
+    "enable_cpu_affinity": unsupported(
+        "processes are not bound to cores", "srun --cpu-bind, or numactl before the command", "bool", False,
+        effect="speed",
+    ),
+    "use_mps_device": unsupported("the engines run on CPU and CUDA", "", "bool", False),
+    **each(
+        satisfied("Accelerate reads it on TPUs alone", "any", False, "no", "", [], [""]),
+        "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands",
+    ),
+}  # fmt: skip
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Of FSDP version 1; files may also have their number in this list, from 1."""
+
+POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
+
+
+def backward_prefetch(words: Mapping[Any, Any]) -> Field:
+    """``backward_prefetch`` of FSDP version 1, in Accelerate as in stock Lightning; ``words``: all but BACKWARD_PRE."""
+    return unsupported(
+        "FSDP2 gathers the next unit while one runs backward, as BACKWARD_PRE; only memory and speed differ",
+        "nothing to set; backward_prefetch: n gathers n units ahead", "any", "BACKWARD_PRE", 1, words=words,
+        effect="speed",
+    )  # fmt: skip
+
+
+FSDP: Mapping[str, Field] = {
+    **each(READ_ELSEWHERE, "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_auto_wrap_policy"),
+    "fsdp_transformer_layer_cls_to_wrap": Field(kind="names", idle=("",)),
+    "fsdp_min_num_params": Field(kind="count"),
+    "fsdp_cpu_ram_efficient_loading": satisfied(
+        "build the model in configure_model, on the meta device; load_pretrained reads each process's slices alone",
+        "bool", False,
+    ),
+    "fsdp_sync_module_states": satisfied("rank 0's values go to all ranks always", "bool"),
+    "fsdp_forward_prefetch": setting("forward_prefetch", "bool", False, words={True: 1}),
+    "fsdp_offload_params": setting("cpu_offload", "bool", False),
+    "fsdp_backward_prefetch": backward_prefetch({"BACKWARD_POST": 2, 2: 2, "NO_PREFETCH": 3, 3: 3}),
+    "fsdp_state_dict_type": setting(
+        "checkpoint_form", "any",
+        words={"FULL_STATE_DICT": "full", 1: "full", "SHARDED_STATE_DICT": "portable", 3: "portable",
+               "LOCAL_STATE_DICT": "local", 2: "local"},
+    ),
+    "fsdp_use_orig_params": satisfied("parameters keep shapes and names always; the numbers are the same", "bool"),
+    "fsdp_activation_checkpointing": setting("activation_checkpointing", "bool", False, words={True: "units"}),
+    "fsdp_activation_checkpointing_offload": unsupported(
+        "checkpointed inputs stay on the device", "torch.autograd.graph.save_on_cpu in the model", "bool", False,
+        effect="memory",
+    ),
+    "fsdp_ignored_modules": unsupported(
+        "modules are ignored by their class, not by a pattern of names", "ignored_modules: [ClassName]"
+    ),
+}  # fmt: skip
+
+FSDP_2: Mapping[str, Field] = {
+    **FSDP,
+    "fsdp_reshard_after_forward": setting("shard", "bool", words={True: "parameters", False: "gradients"}),
+    "fsdp_forward_prefetch": satisfied("Accelerate does not read it with fsdp_version 2 either", "bool", False),
+}
+
+OLD_FSDP = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+"""Spelling of older files to the one above; keys without their ``fsdp_`` are read too, as Accelerate does."""
+
+_NO_LAUNCHER = unsupported(
+    "DeepSpeed's launcher is not used", "`lightning-shard slurm`, or torchrun", "str", "standard", "", effect="speed"
+)
+_DEVICES = {"CPU": "cpu", "NVME": "nvme"}
+
+DEEPSPEED: Mapping[str, Field] = {
+    "deepspeed_config_file": READ_ELSEWHERE,
+    "zero_stage": setting("shard", "int", words={0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}),
+    "offload_optimizer_device": setting("offload_optimizer.device", "str", "none", words=_DEVICES),
+    "offload_param_device": setting("offload_parameters.device", "str", "none", words=_DEVICES),
+    "offload_optimizer_nvme_path": setting("offload_optimizer.nvme_path", "str", "none"),
+    "offload_param_nvme_path": setting("offload_parameters.nvme_path", "str", "none"),
+    "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int", "auto"),
+    "gradient_clipping": setting("trainer.gradient_clip_val", "float", "auto", 0.0, note=CLIP_NOTE),
+    "zero3_init_flag": satisfied(
+        "build the model in configure_model, on the meta device: each unit is given its values and sharded in turn",
+        "bool", False,
+    ),
+    "zero3_save_16bit_model": satisfied(
+        "every checkpoint can be written so: `lightning-shard checkpoint export --dtype bf16`", "bool", False
+    ),
+    "deepspeed_moe_layer_cls_names": setting("stage3.leaf_modules", "names"),
+    **each(
+        _NO_LAUNCHER,
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+    ),
+}  # fmt: skip
+
+REFUSED_BESIDE_A_FILE = (
+    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
+"""What Accelerate refuses beside ``deepspeed_config_file`` (``DeepSpeedPlugin._deepspeed_config_checks``)."""
+
+_AXES = "the mesh has the axes replicate and shard only"
+_AXIS = unsupported(_AXES, "torch's parallelize_module in configure_model; torchtitan or Megatron-Core", "int", 1)
+
+PARALLELISM: Mapping[str, Field] = {
+    **each(Field(kind="int"), "dp_replicate_size dp_shard_size"),
+    **each(_AXIS, "tp_size cp_size sp_size"),
+    **each(
+        unsupported(_AXES, "", "any", "torch", "deepspeed", "allgather"),
+        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation",
+    ),
+}
+
+_COMPILED = "each unit's forward is compiled by itself"
+_DEFAULT_COMPILE = ("torch.compile is called with its defaults", "compile")
+
+DYNAMO: Mapping[str, Field] = {
+    "dynamo_backend": setting("compile", "str", "NO", words={"INDUCTOR": True}, note=_COMPILED),
+    "dynamo_mode": unsupported(*_DEFAULT_COMPILE, "str", "default", effect="speed"),
+    **each(unsupported(*_DEFAULT_COMPILE, "bool", False, effect="speed"), "dynamo_use_fullgraph dynamo_use_dynamic"),
+    "dynamo_use_regional_compilation": satisfied(_COMPILED, "bool"),
+}
+
+OTHER_BACKENDS = (
+    "EAGER", "AOT_EAGER", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT",
+    "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND",
+)  # fmt: skip
+
+DISTRIBUTED = {
+    "NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
+    "MEGATRON_LM": "fsdp", "TP": "fsdp",
+}  # fmt: skip
+"""``distributed_type`` to the engine; for the last two, the nearest one."""
+
+OTHER_DEVICES = ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON", "XLA")
+
+PRECISIONS = {"NO": "32-true", "FP16": "16-mixed", "BF16": "bf16-mixed"}
 
 _REDUCED = f"{CAST_NOTE}; gradients are reduced in fp32, by Accelerate's FSDP in 16 bits: ShardPrecision(reduce=...)"
 NOTES: Mapping[Engine, str] = {"fsdp": _REDUCED, "deepspeed": PRECISION_NOTE, "ddp": CAST_NOTE}
@@ -21,13 +196,13 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
     """
     if content.get("distributed_type") is False:  # YAML 1.1 reads an unquoted NO as false
         content = {**content, "distributed_type": "NO"}
-    reading.check_keys("", content, tables.TOP, "an Accelerate config file")
+    reading.check_keys("", content, TOP, "an Accelerate config file")
     if str(content.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
         text = "compute_environment is AMAZON_SAGEMAKER, whose launcher does not start Lightning; give the file of a "
         reading.problems.append(f"{text}LOCAL_MACHINE")
         return
     engine = _engine(reading, content)
-    _processes(reading, content, reading.read_fields("", tables.TOP, content))
+    _processes(reading, content, reading.read_fields("", TOP, content))
     _launch(reading, content)
     given = {name: content.get(name) or {} for name in _SECTIONS}
     wrong = [name for name, section in given.items() if not isinstance(section, Mapping)]
@@ -49,31 +224,19 @@ def read_accelerate(reading: Reading, content: Mapping[str, Any], path: Path) ->
                 reading.lose(f"{name}.{key}", value, reason)
 
 
-_UNSUPPORTED_SECTIONS = {
-    "megatron_lm_config": "there is no Megatron-LM engine here",
-    "fp8_config": "float8 is set by ShardPrecision('fp8-mixed', float8=...) in plugins, with torchao alone",
-    "tp_config": "the mesh has no tensor-parallel axis",
-    "mpirun_config": "mpirun is not started; the launcher is torchrun, srun or Lightning's own",
-    "ipex_config": "Intel's extension is not used",
-}
-
-
-_SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", *_UNSUPPORTED_SECTIONS)
-
-
 def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
     given = content.get("distributed_type")
     kind = str(given).upper()
-    if kind not in tables.DISTRIBUTED:
-        near = nearest(kind, [*tables.DISTRIBUTED, *tables.OTHER_DEVICES])
+    if kind not in DISTRIBUTED:
+        near = nearest(kind, [*DISTRIBUTED, *OTHER_DEVICES])
         why = f"is {given!r}, which Accelerate does not have{near}"
         if given is None:
-            why = f"is missing, but must be one of {', '.join(tables.DISTRIBUTED)}, as Accelerate asks too"
-        elif kind in tables.OTHER_DEVICES:
+            why = f"is missing, but must be one of {', '.join(DISTRIBUTED)}, as Accelerate asks too"
+        elif kind in OTHER_DEVICES:
             why = f"is {given}, but the engines here run on CUDA devices and on CPUs"
         reading.problems.append(f"distributed_type {why}")
         return None
-    engine = cast(Engine, tables.DISTRIBUTED[kind])
+    engine = cast(Engine, DISTRIBUTED[kind])
     reading.engine = engine
     if kind in ("MEGATRON_LM", "TP"):
         reading.lose("distributed_type", given, "there is no such engine here", "shard_fsdp")
@@ -150,14 +313,14 @@ def _check_sections(reading: Reading, kind: str, sections: Mapping[str, dict[str
 
 
 def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> None:
-    reading.check_keys("deepspeed_config", section, tables.DEEPSPEED, "deepspeed_config")
+    reading.check_keys("deepspeed_config", section, DEEPSPEED, "deepspeed_config")
     file = section.get("deepspeed_config_file")
     if file in (None, "none"):
-        reading.read_fields("deepspeed_config", tables.DEEPSPEED, section)
+        reading.read_fields("deepspeed_config", DEEPSPEED, section)
         if section.get("zero_stage") is None:
             reading.ask("shard", "gradients", "deepspeed_config.zero_stage", None, "Accelerate's default is 2")
         return
-    refused = {f"deepspeed_config.{name}": ("it", section.get(name)) for name in tables.REFUSED_BESIDE_A_FILE}
+    refused = {f"deepspeed_config.{name}": ("it", section.get(name)) for name in REFUSED_BESIDE_A_FILE}
     refused["mixed_precision"] = ("bf16 or fp16", content.get("mixed_precision"))
     reading.problems += [
         f"{name} is {shown(value)} beside deepspeed_config_file, where Accelerate refuses it: set {what} in the "
@@ -165,8 +328,8 @@ def _deepspeed(reading: Reading, section: Mapping[str, Any], content: Mapping[st
         for name, (what, value) in refused.items()
         if value is not None
     ]
-    others = {name: value for name, value in section.items() if name not in tables.REFUSED_BESIDE_A_FILE}
-    reading.read_fields("deepspeed_config", tables.DEEPSPEED, others)
+    others = {name: value for name, value in section.items() if name not in REFUSED_BESIDE_A_FILE}
+    reading.read_fields("deepspeed_config", DEEPSPEED, others)
     found = next((p for p in (Path(str(file)), path.parent / str(file)) if p.is_file()), None)
     if found is None:
         reading.problems.append(f"deepspeed_config.deepspeed_config_file is {file!r}, but there is no such file")
@@ -187,8 +350,8 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
     if kind == "FP8":
         reading.lose(field, given, _UNSUPPORTED_SECTIONS["fp8_config"], "precision: bf16-mixed")
         reading.ask("precision", "bf16-mixed", field, given)
-    elif kind not in tables.PRECISIONS:
-        near = nearest(kind.lower(), [*map(str.lower, tables.PRECISIONS), "fp8"])
+    elif kind not in PRECISIONS:
+        near = nearest(kind.lower(), [*map(str.lower, PRECISIONS), "fp8"])
         reading.problems.append(f"{field} is {given!r}, but must be one of no, fp16, bf16, fp8{near}")
     else:
         engine = reading.engine
@@ -196,15 +359,15 @@ def _precision(reading: Reading, content: Mapping[str, Any]) -> None:
             reading.meet(field, given, SCALE_NOTE)
         note = NOTES[engine] if engine is not None else ""
         loaded = "masters are fp32 also where the model was loaded in 16 bits, which Accelerate leaves so"
-        reading.ask("precision", tables.PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
+        reading.ask("precision", PRECISIONS[kind], field, given, note if kind != "NO" else loaded)
 
 
 def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
-    content = reading.prefixed("dynamo_config", section, "dynamo_", tables.DYNAMO, {})
+    content = reading.prefixed("dynamo_config", section, "dynamo_", DYNAMO, {})
     backend = str(content.get("dynamo_backend") or "NO").upper()
-    for name, described in tables.DYNAMO.items():
+    for name, described in DYNAMO.items():
         value = content.get(name)
-        if name == "dynamo_backend" and backend in tables.OTHER_BACKENDS:
+        if name == "dynamo_backend" and backend in OTHER_BACKENDS:
             reading.lose(f"dynamo_config.{name}", value, "units are compiled by inductor alone", "compile: true")
         elif backend != "NO" or name == "dynamo_backend":
             reading.read_field(f"dynamo_config.{name}", described, value)
@@ -212,13 +375,13 @@ def _dynamo(reading: Reading, section: Mapping[str, Any]) -> None:
 
 def read_fsdp(reading: Reading, section: Mapping[str, Any]) -> None:
     """Add to ``reading`` what an ``fsdp_config`` of either version asks for."""
-    content = reading.prefixed("fsdp_config", section, "fsdp_", tables.FSDP, tables.OLD_FSDP)
+    content = reading.prefixed("fsdp_config", section, "fsdp_", FSDP, OLD_FSDP)
     version = str(content.get("fsdp_version", 1))
     if version not in ("1", "2"):
         reading.problems.append(f"fsdp_config.fsdp_version is {version!r}, but must be 1 or 2")
     else:
         reading.ask("fsdp_version", 2, "fsdp_config.fsdp_version", int(version))
-    read = reading.read_fields("fsdp_config", tables.FSDP_2 if version == "2" else tables.FSDP, content)
+    read = reading.read_fields("fsdp_config", FSDP_2 if version == "2" else FSDP, content)
     _sharding(reading, content, version)
     _wrapping(reading, content, read["fsdp_transformer_layer_cls_to_wrap"] or None, read["fsdp_min_num_params"])
     loading, sync = "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states"
@@ -252,9 +415,9 @@ def _sharding(reading: Reading, content: Mapping[str, Any], version: str) -> Non
 
 
 def _strategy(reading: Reading, field: str, value: Any) -> Any:
-    words: dict[Any, str] = {**dict(enumerate(tables.STRATEGIES, 1)), **{name: name for name in tables.STRATEGIES}}
+    words: dict[Any, str] = {**dict(enumerate(STRATEGIES, 1)), **{name: name for name in STRATEGIES}}
     if isinstance(value, bool):
-        expected = ", ".join(tables.STRATEGIES)
+        expected = ", ".join(STRATEGIES)
         reading.problems.append(
             f"fsdp_config.{field} is {shown(value)}, but must be one of {expected}: true and false go with "
             "fsdp_version 2"
@@ -277,7 +440,7 @@ def _wrapping(reading: Reading, content: Mapping[str, Any], names: Any, size: An
     given = content.get("fsdp_auto_wrap_policy")
     path = "fsdp_config.fsdp_auto_wrap_policy"
     problems = len(reading.problems)
-    policy = reading.read_field(path, Field(kind="str", words=tables.POLICIES), given)
+    policy = reading.read_field(path, Field(kind="str", words=POLICIES), given)
     if policy == "classes" and names:
         reading.ask("units", names, f"fsdp_config.{names_field}", content[names_field])
     elif policy == "classes":
@@ -297,9 +460,9 @@ def read_mesh(reading: Reading, section: Mapping[str, Any], content: Mapping[str
     """Add the mesh that a ``parallelism_config`` asks for; ``content``: of the file."""
     prefix = "parallelism_config_"
     plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
-    known = {key for name in tables.PARALLELISM for key in (name, prefix + name)}
+    known = {key for name in PARALLELISM for key in (name, prefix + name)}
     reading.check_keys("parallelism_config", section, known, "parallelism_config")
-    read = reading.read_fields("parallelism_config", tables.PARALLELISM, plain)
+    read = reading.read_fields("parallelism_config", PARALLELISM, plain)
     sizes: dict[str, int] = {name: v for name, v in read.items() if name.endswith("_size") and v is not None}
     if not sizes:
         return

@@ -71,14 +71,18 @@ _FSDP2_COMMUNICATION = _not_zero(
     "bool", "speed", "it is FSDP2's own communication", "nothing is lost but some speed", False,
     note="the communication of FSDP2 alone",
 )  # fmt: skip
-_PINNED = _zero_only(
-    "bool", "memory", "", "", True, False, note="host memory is pinned on CUDA, and on CPU there is nothing to copy"
-)
-_BUCKET_DEFAULTS = {"note": "DeepSpeed's, or stock Lightning's, default"}
-_LIVE = _zero_only(
-    "int", "memory", "FSDP frees each unit after it has run; there is no limit to set", "units", 1_000_000_000,
-    note="DeepSpeed's default",
-)  # fmt: skip
+_BUCKET_DEFAULTS = "DeepSpeed's, or stock Lightning's, default"
+_BUCKETS = _zero_only("any", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, note=_BUCKET_DEFAULTS)
+
+
+def _files(group: str, **defaults: Any) -> dict[str, Row]:
+    """Rows of a group of offload; ``defaults``: DeepSpeed's of those that are of files alone."""
+    pinned = "host memory is pinned on CUDA, and on CPU there is nothing to copy"
+    rows = {"pin_memory": _zero_only("bool", "memory", "", "", True, False, note=pinned)}
+    for name, idle in {"nvme_path": "", **defaults}.items():
+        rows[name] = _zero_only(type(idle).__name__, "memory", "only ZeRO-3 keeps state in files", "", idle)
+    return {f"{group}.{name}": row for name, row in rows.items()}
+
 
 _OF_ALL = {
     "bool": "aligned log_grad_norm error_if_nonfinite save_frozen compile",
@@ -129,18 +133,12 @@ TABLE: Mapping[str, Row] = {
         "str", "speed", "the other processes run the script again", "popen", "popen", ddp=None
     ),
     # DeepSpeed's.
-    "offload_optimizer.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps state in files"),
-    "offload_optimizer.pin_memory": _PINNED,
-    "offload_optimizer.buffer_count": _zero_only("int", "memory", "only ZeRO-3 keeps state in files", "", 4),
+    **_files("offload_optimizer", buffer_count=4),
     "offload_optimizer.fast_init": _zero_only("bool", "speed", "only ZeRO-3 keeps state in files", "", False),
     "offload_optimizer.ratio": _zero_only("float", "memory", "FSDP offloads all or nothing", "", 1, 1.0),
-    "offload_parameters.nvme_path": _zero_only("str", "memory", "only ZeRO-3 keeps parameters in files"),
-    "offload_parameters.pin_memory": _PINNED,
-    "offload_parameters.buffer_count": _zero_only("int", "memory", "only ZeRO-3 has files", "", 5),
-    "offload_parameters.buffer_size": _zero_only("int", "memory", "only ZeRO-3 has files", "", 100_000_000),
-    "offload_parameters.max_in_cpu": _zero_only("int", "memory", "only ZeRO-3 has files", "", 1_000_000_000),
-    "buckets.reduce": _zero_only("any", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
-    "buckets.allgather": _zero_only("int", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000_000, **_BUCKET_DEFAULTS),
+    **_files("offload_parameters", buffer_count=5, buffer_size=100_000_000, max_in_cpu=1_000_000_000),
+    "buckets.reduce": _BUCKETS,
+    "buckets.allgather": _BUCKETS,
     "buckets.overlap_comm": _zero_only(
         "bool", "speed", "communication always overlaps with compute", "", True, note="it always overlaps"
     ),
@@ -153,30 +151,34 @@ TABLE: Mapping[str, Row] = {
         "any", "speed", "FSDP counts units to gather ahead, not elements", "forward_prefetch and backward_prefetch",
         50_000_000, note="DeepSpeed's default; FSDP gathers the next unit ahead",
     ),
-    "stage3.param_persistence_threshold": _zero_only(
-        "any", "memory", "FSDP shards every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
-        note="DeepSpeed's default, or no parameter; FSDP shards all",
+    **dict.fromkeys(
+        ("stage3.param_persistence_threshold", "stage3.model_persistence_threshold"),
+        _zero_only(
+            "any", "memory", "FSDP shards every parameter of a unit", "ignored_modules, by class name", 0, 100_000,
+            note="DeepSpeed's default, or no parameter; FSDP shards all",
+        ),
     ),
-    "stage3.model_persistence_threshold": _zero_only(
-        "int", "memory", "FSDP shards every parameter of a unit", "ignored_modules, by class name"
+    **dict.fromkeys(
+        ("stage3.max_live_parameters", "stage3.max_reuse_distance"),
+        _zero_only(
+            "int", "memory", "FSDP frees each unit after it has run; there is no limit to set", "units", 1_000_000_000,
+            note="DeepSpeed's default",
+        ),
     ),
-    "stage3.max_live_parameters": _LIVE,
-    "stage3.max_reuse_distance": _LIVE,
     "stage3.sub_group_size": _zero_only(
         "int", "memory", "the optimizer steps all of a rank's shards at a time", "", 1_000_000_000, 1_000_000_000_000,
-        **_BUCKET_DEFAULTS,
+        note=_BUCKET_DEFAULTS,
     ),
     "stage3.module_granularity_threshold": _zero_only("int", "speed", "FSDP gathers by unit", _FSDP_UNITS, 0),
     "stage3.leaf_modules": _zero_only("names", "speed", "FSDP gathers by unit", "units with these classes"),
-    "zero_plus_plus.quantized_weights": _zero_only(
-        "bool", "numbers", "parameters are gathered in the compute dtype", "", False
-    ),
-    "zero_plus_plus.quantized_nontrainable_weights": _zero_only(
-        "bool", "numbers", "frozen parameters keep their dtype", "", False
-    ),
-    "zero_plus_plus.quantized_gradients": _zero_only(
-        "bool", "numbers", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION, False
-    ),
+    **{
+        f"zero_plus_plus.quantized_{what}": _zero_only("bool", "numbers", reason, near, False)
+        for what, reason, near in (
+            ("weights", "parameters are gathered in the compute dtype", ""),
+            ("nontrainable_weights", "frozen parameters keep their dtype", ""),
+            ("gradients", "gradients are reduced in fp32 or 16 bits", _STEP_PRECISION),
+        )
+    },
 }  # fmt: skip
 """Setting to its answers; those of DeepSpeed's further keys are in `CONFIG`."""
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.engines.zero.config.reading import read_config
-from lightning_shard.migrate import lightning_fields as stock
 from lightning_shard.migrate.counterparts import CLASSES, TABLE
 from lightning_shard.migrate.deepspeed_json import RENAMED, read_deepspeed
-from lightning_shard.migrate.lightning_strategies import precision_of, read_stock
+from lightning_shard.migrate.lightning_strategies import STRATEGIES, precision_of, read_stock
 from lightning_shard.migrate.neutral import LEVELS, READ_ELSEWHERE, Engine, Field, Reading, nearest, setting, shown
 from lightning_shard.precision.policy import PRECISIONS, SHORT_FORMS
 
@@ -117,13 +116,13 @@ def _strategy(reading: Reading, strategy: Any, named: bool, known: Known) -> str
         reading.engine = OWN_ENGINES[kind]
         reading.ask("engine", reading.engine, field, _short(strategy))
         read_own(reading, reading.engine, arguments, where)
-    elif kind in stock.FIELDS:
-        reading.engine = stock.ENGINES[kind]
+    elif kind in STRATEGIES:
+        reading.engine = STRATEGIES[kind][0]
         reading.ask("engine", reading.engine, field, _short(strategy) if named else None)
         read_stock(reading, kind, arguments, where, named=isinstance(strategy, Mapping))
     else:
         reading.problems.append(
-            f"{field} is {path!r}, of which nothing is known here{nearest(kind, [*OWN_ENGINES, *stock.FIELDS])}"
+            f"{field} is {path!r}, of which nothing is known here{nearest(kind, [*OWN_ENGINES, *STRATEGIES])}"
         )
         return None
     return kind

@@ -1,22 +1,24 @@
 """Files in, one configuration out, with what a migration says of it: a table, a refusal, and the YAML itself."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
+from lightning_shard.engines.zero.config.keys import TOP_LEVEL, UNMODELLED
+from lightning_shard.engines.zero.config.merging import ZERO
 from lightning_shard.engines.zero.config.reading import AUTO, read_file
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import dependent_settings
-from lightning_shard.migrate.accelerate import read_accelerate
+from lightning_shard.migrate.accelerate import TOP, read_accelerate
 from lightning_shard.migrate.counterparts import CLASSES, find
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
 from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, shown
-from lightning_shard.migrate.training_arguments import read_training_arguments
+from lightning_shard.migrate.training_arguments import FIELDS, read_training_arguments
 from lightning_shard.text import columns
 
 
@@ -32,24 +34,23 @@ def migrate(paths: Sequence[Path], known: Known, to: str | None = None) -> tuple
         ConfigurationError: everything that is wrong with the files, in one message.
     """
     reading = _read(paths, known)
-    if reading.problems or reading.engine is None:
-        raise ConfigurationError(mistakes(reading.problems))
+    _raise(reading.problems)
+    assert reading.engine is not None  # what leaves it open is among the problems
     if to is None:
-        sixteen_bits = reading.value("precision", "32-true") != "32-true"
-        replicates = reading.engine == "deepspeed" and reading.value("shard") == "none" and sixteen_bits
+        in_fp32 = reading.value("precision", "32-true") == "32-true"
+        replicates = reading.engine == "deepspeed" and reading.value("shard") == "none" and not in_fp32
         target = build(reading, "ddp" if replicates else reading.engine, None)
     else:
         class_path, arguments = known.presets[to]
         target = build(reading, OWN_ENGINES[class_path.rpartition(".")[2]], arguments)
-    if target.problems:
-        raise ConfigurationError(mistakes(target.problems))
+    _raise(target.problems)
     return _content(reading, target, _name(target, known)), target
 
 
 def _read(paths: Sequence[Path], known: Known) -> Reading:
     reading = Reading()
     files = [(path, read_file(path)) for path in paths]
-    formats = [format_of(path, content) for path, content in files]
+    formats = [format_of(path, content, known) for path, content in files]
     others = [path.name for (path, _), kind in zip(files, formats, strict=True) if kind != "lightning"]
     if len(others) > 1:
         raise ConfigurationError(
@@ -90,31 +91,17 @@ def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
     return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **target.top, **carried}
 
 
-Format = Literal["accelerate", "deepspeed", "lightning", "transformers"]
-
-_SIGNS: Mapping[Format, tuple[str, ...]] = {
-    "accelerate": (
-        "compute_environment", "distributed_type", "num_machines", "num_processes", "machine_rank", "fsdp_config",
-        "deepspeed_config", "mixed_precision", "main_training_function", "use_cpu",
-    ),
-    "deepspeed": (
-        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-        "gradient_clipping", "fp16", "bf16", "bfloat16", "optimizer", "scheduler", "steps_per_print",
-        "wall_clock_breakdown",
-    ),
-    "lightning": ("trainer", "model", "data", "seed_everything", "ckpt_path", "optimizer", "lr_scheduler"),
-    "transformers": (
-        "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16",
-        "fsdp", "fsdp_config", "deepspeed", "num_train_epochs", "average_tokens_across_devices", "lr_scheduler_type",
-    ),
-}  # fmt: skip
-"""Top-level keys by which a format is known."""
-
-
-def format_of(path: Path, content: Mapping[str, Any]) -> Format:
+def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
     """Which of the formats a file has, by its top-level keys; none is refused."""
-    scores = {name: len(set(map(str, content)) & set(signs)) for name, signs in _SIGNS.items()}
-    # `optimizer` is a key of two formats; `trainer` decides.
+    # The first of equals, and most keys that two have in common are DeepSpeed's.
+    keys: Mapping[str, Collection[str]] = {
+        "deepspeed": {*TOP_LEVEL, *UNMODELLED, ZERO, "fp16", "bf16", "bfloat16"},
+        "accelerate": TOP,
+        "transformers": {name for name, described in FIELDS.items() if not described.met}
+        | {"per_device_train_batch_size", "output_dir", "num_train_epochs"},
+        "lightning": known.top_keys,
+    }
+    scores = {name: sum(str(key) in own for key in content) for name, own in keys.items()}
     if isinstance(content.get("trainer"), Mapping):
         return "lightning"
     best = max(scores, key=lambda name: scores[name])
@@ -160,8 +147,7 @@ def _once(reading: Reading, problems: list[str]) -> list[Asked]:
         if asked.given is not None or before is None:
             said[asked.name] = asked
     kept = {(asked.name, asked.field): asked for asked in reading.asked if said[asked.name].value == asked.value}
-    order = {name: place for place, name in enumerate(_FIRST)}
-    return sorted(kept.values(), key=lambda asked: order.get(asked.name, len(order)))
+    return sorted(kept.values(), key=lambda asked: (*_FIRST, asked.name).index(asked.name))
 
 
 _FIRST = (
@@ -178,8 +164,8 @@ def _by_table(target: Target, asked: Asked) -> None:
         return target.lose(asked, reason, "precision: 32-true")
     answer = getattr(find(asked.name), target.engine)
     group = asked.name.partition(".")[0]
-    zero = target.engine == "deepspeed"
-    if asked.name in _GATHERING and zero and target.stage < 3:
+    not_stage_3 = target.engine == "deepspeed" and target.stage < 3
+    if asked.name in _GATHERING and not_stage_3:
         target.hold(asked, f"parameters are not sharded in stage {target.stage}, so that there is nothing to gather")
     elif answer is not None and answer.met:
         target.hold(asked, answer.met)
@@ -195,7 +181,7 @@ def _by_table(target: Target, asked: Asked) -> None:
         target.hold(asked, "nothing is offloaded")
     elif asked.name.endswith(".nvme_path") and target.arguments[group].get("device") != "nvme":
         target.hold(asked, "nothing is kept in files")
-    elif group.startswith("stage3") and zero and target.stage < 3:
+    elif group.startswith("stage3") and not_stage_3:
         target.hold(asked, "DeepSpeed reads it in stage 3 alone")
     elif _DEFAULTS.get(asked.name) == asked.value:
         target.note(asked, f"strategy.{asked.name}", "the default")
@@ -212,23 +198,22 @@ _DEFAULTS = {"units": "auto", "timeout_seconds": 1800.0, "start_method": "popen"
 _GATHERING = ("units", "forward_prefetch", "backward_prefetch")
 
 
-_WIDEST = 44
+_WIDEST = 44  # Of a value. Two fields that differ in their last letters are not to look the same.
 
 
 def table(target: Target) -> str:
     """Source field and value, target field and value, and a note; then lost fields, and what asked for nothing."""
     lines = [("source", "", "->", "target", "", "note")]
     for row in target.rows:
-        value = shown(row.value) if row.target else ""
-        lines.append((row.field, shown(row.given), "->", row.target or "(no setting)", value, row.note))
-    lines += [(item.field, shown(item.given), "->", "none", "", _why(item)) for item in target.reading.lost]
-    # Values may be long; two fields that differ in their last letters are not to look the same.
-    cut = [[*line[:1], _cut(line[1]), *line[2:4], _cut(line[4]), line[5]] for line in lines]
+        value = _cut(row.value) if row.target else ""
+        lines.append((row.field, _cut(row.given), "->", row.target or "(no setting)", value, row.note))
+    lines += [(item.field, _cut(item.given), "->", "none", "", _why(item)) for item in target.reading.lost]
     idle = target.reading.idle
-    return "\n".join([columns(cut), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
+    return "\n".join([columns(lines), *([f"asking for nothing: {', '.join(idle)}"] if idle else [])])
 
 
-def _cut(cell: str) -> str:
+def _cut(value: Any) -> str:
+    cell = shown(value)
     return cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 3]}..."
 
 
@@ -246,12 +231,13 @@ def refusal(lost: Sequence[Became]) -> str:
     return f"{text}\nWith --lossy the rest is written, and these stand in the file as comments."
 
 
-def mistakes(problems: Sequence[str]) -> str:
-    """The message that lists everything that is wrong with the sources."""
+def _raise(problems: Sequence[str]) -> None:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
-        return f"{unique[0]}."
-    return f"{len(unique)} things are wrong:" + "".join(f"\n  - {problem}." for problem in unique)
+        raise ConfigurationError(f"{unique[0]}.")
+    if unique:
+        listed = "".join(f"\n  - {problem}." for problem in unique)
+        raise ConfigurationError(f"{len(unique)} things are wrong:{listed}")
 
 
 def document(content: Mapping[str, Any], command: str, reading: Reading) -> str:

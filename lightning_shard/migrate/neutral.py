@@ -221,3 +221,8 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     "names": _names,
 }
 """Kind to the function that reads it; the text of its ValueError follows "but must be"."""
+
+
+def each(described: Field, names: str) -> dict[str, Field]:
+    """The same for several fields, whose names have blanks between them."""
+    return dict.fromkeys(names.split(), described)

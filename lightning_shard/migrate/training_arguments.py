@@ -10,14 +10,14 @@ from typing import Any
 from lightning_shard.engines.zero.config.reading import read_config
 from lightning_shard.migrate.accelerate import NOTES, read_fsdp, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, setting, shown
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown
 from lightning_shard.migrate.neutral import satisfied as met
 
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
 _SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 FIELDS: Mapping[str, Field] = {
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "bf16", "fp16", "parallelism_config"), READ_ELSEWHERE),
+    **each(READ_ELSEWHERE, "fsdp fsdp_config deepspeed bf16 fp16 parallelism_config"),
     "per_device_train_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
     "per_device_eval_batch_size": met("the validation dataloader's batch_size", "int"),
     "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
@@ -33,12 +33,10 @@ FIELDS: Mapping[str, Field] = {
     "ddp_static_graph": setting("static_graph", "bool", False),
     "ddp_backend": setting("process_group_backend", "str"),
     "ddp_timeout": setting("timeout_seconds", "float"),
-    **dict.fromkeys(
-        (
-            "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
-            "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-        ),
+    **each(
         met("configure_optimizers, or `optimizer` and `lr_scheduler` in the YAML", "any"),
+        "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay "
+        "adam_beta1 adam_beta2 adam_epsilon",
     ),
 }  # fmt: skip
 

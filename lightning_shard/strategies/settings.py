@@ -137,7 +137,7 @@ class CommonSettings:
 
 
 def _stock_argument(name: str) -> str:
-    from lightning_shard.migrate.lightning_fields import called_here
+    from lightning_shard.migrate.lightning_strategies import called_here
 
     units = (
         " Units are ShardFSDPStrategy's: DDP gathers nothing (for a dtype of their own give it mesh={'replicate': n, "

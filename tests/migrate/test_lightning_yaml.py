@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard import registry
-from lightning_shard.migrate import lightning_fields
+from lightning_shard.migrate.lightning_strategies import STRATEGIES
 from tests.migrate.support import BASE, FILES, arguments, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -43,7 +43,7 @@ def _contains(after: Any, before: Any) -> bool:
     return bool(after == before)
 
 
-@pytest.mark.parametrize("kind", lightning_fields.FIELDS)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_every_stock_argument_is_known(kind: str) -> None:
     import inspect
 
@@ -51,13 +51,13 @@ def test_every_stock_argument_is_known(kind: str) -> None:
 
     signature = inspect.signature(getattr(strategies, kind)).parameters.values()
     named = {p.name for p in signature if p.kind is not p.VAR_KEYWORD}
-    assert named <= set(lightning_fields.FIELDS[kind])
+    assert named <= set(STRATEGIES[kind][1])
     if not any(p.kind is p.VAR_KEYWORD for p in signature):
-        assert named == set(lightning_fields.FIELDS[kind])
+        assert named == set(STRATEGIES[kind][1])
     # What the others pass on.
     engine = {"DDPStrategy": DistributedDataParallel, "FSDPStrategy": FullyShardedDataParallel}.get(kind)
     if engine is not None:
-        assert set(inspect.signature(engine).parameters) - {"module"} <= set(lightning_fields.FIELDS[kind])
+        assert set(inspect.signature(engine).parameters) - {"module"} <= set(STRATEGIES[kind][1])
 
 
 STOCK = {name for name in StrategyRegistry if name not in registry.PRESETS}

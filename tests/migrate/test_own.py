@@ -10,10 +10,10 @@ import pytest
 
 from lightning_shard import registry
 from lightning_shard.migrate import (
-    accelerate_fields,
+    accelerate,
     counterparts,
     dependent_settings,
-    lightning_fields,
+    lightning_strategies,
     lightning_yaml,
 )
 from lightning_shard.migrate.neutral import Field
@@ -132,12 +132,12 @@ def test_every_setting_of_the_tables_has_an_answer() -> None:
     tables: list[dict[str, Field]] = [
         dict(table)
         for table in (
-            accelerate_fields.TOP,
-            accelerate_fields.FSDP,
-            accelerate_fields.DEEPSPEED,
-            accelerate_fields.PARALLELISM,
-            accelerate_fields.DYNAMO,
-            *lightning_fields.FIELDS.values(),
+            accelerate.TOP,
+            accelerate.FSDP,
+            accelerate.DEEPSPEED,
+            accelerate.PARALLELISM,
+            accelerate.DYNAMO,
+            *(fields for _, fields in lightning_strategies.STRATEGIES.values()),
         )
     ]
     for table in tables:
