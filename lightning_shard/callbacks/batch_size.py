@@ -133,8 +133,11 @@ class BatchSizeCallback(Callback):
                 f"Not a batch of 1 fits: one of {min(self.measured)} takes {size_text(min(self.measured.values()))} of "
                 f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
             )
-        self._settle(found, samples, accumulate=trainer.accumulate_grad_batches)
-        taken = f"{size_text(largest_line(self.measured, self.found or 1))} of {size_text(limit)} per rank"
+        self.found, self._accumulate = found, trainer.accumulate_grad_batches
+        if self.keep_global_batch:
+            self.found = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
+            self._accumulate = samples // self.found
+        taken = f"{size_text(largest_line(self.measured, self.found))} of {size_text(limit)} per rank"
         rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {taken}")
 
     def _first(self, trainer: Trainer, batch: Any, limit: int, most: int) -> int:
@@ -143,23 +146,14 @@ class BatchSizeCallback(Callback):
         self._copy = None
         try:
             assert copy is not None, "the module can't be copied"
-            own = Step(
-                training_step=lambda batch: copy.training_step(batch, 0),
-                batch=batch,
-                checkpointing=strategy.activation_checkpointing,
-            )
+            checkpointing = strategy.activation_checkpointing
+            own = Step(training_step=lambda b: copy.training_step(b, 0), batch=batch, checkpointing=checkpointing)
             largest = strategy.memory.largest_batch(copy, own, trainer.optimizers, limit)
             planned = 0 if largest is None else max(1, min(largest // 4, most))
         except Exception as error:
             rank_zero_info(f"BatchSizeCallback: the first trial is not planned ({first_line(error)}).")
         rows = gather_rows([planned], dtype=torch.int64, device=trainer.strategy.root_device)
         return int(min(row[0] for row in rows))
-
-    def _settle(self, found: int, samples: int, *, accumulate: int) -> None:
-        self.found, self._accumulate = found, accumulate
-        if self.keep_global_batch:
-            self.found = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
-            self._accumulate = samples // self.found
 
 
 def next_trial(measured: Mapping[int, int], found: int) -> int | None:

@@ -63,9 +63,8 @@ class MemoryCallback(MetersStep):
 
     def _predicting(self, trainer: Trainer, ask: Callable[[Any], Any]) -> Any:
         """Ask this package's strategies; what is not in the arithmetic is no reason to end a run."""
-        memory = _memory(trainer)
         try:
-            return None if memory is None else ask(memory)
+            return None if (memory := _memory(trainer)) is None else ask(memory)
         except Exception as error:
             rank_zero_info(f"MemoryCallback: no prediction ({type(error).__name__}: {error}).")
 
@@ -101,22 +100,18 @@ class MemoryCallback(MetersStep):
         meter, self._meter = self._meter, None
         self.measured = meter.stepped()
         device = trainer.strategy.root_device
-        allocated, reserved = peak_bytes(device)
-        own = [*tables.to_numbers(self.measured), allocated, reserved]
+        own = [*tables.to_numbers(self.measured), *peak_bytes(device)]
         rows = gather_rows(own, dtype=torch.int64, device=device)
         self.ranks = [tables.from_numbers(row[:-2]) for row in rows]
         rank = tables.largest(self.ranks)
-        allocated, reserved = rows[rank][-2:]
-        note = f"peak so far: {size_text(allocated)} allocated, {size_text(reserved)} reserved by torch"
-        if device.type == "cpu":
-            note = f"peak so far: {size_text(allocated)} resident in the process"
+        allocated, reserved = map(size_text, rows[rank][-2:])
+        on_cpu = f"{allocated} resident in the process"
+        taken = on_cpu if device.type == "cpu" else f"{allocated} allocated, {reserved} reserved by torch"
+        notes = [f"peak so far: {taken}"]
         title = f"Memory of rank {rank}, which has the most of {len(rows)}, measured in the first step"
-        rank_zero_info(tables.memory_table(self.ranks[rank], title=title, notes=[note], predicted=self.predicted))
+        rank_zero_info(tables.memory_table(self.ranks[rank], title=title, notes=notes, predicted=self.predicted))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
         if self._meter is not None:
             self._meter.stop()
             self._meter = None
@@ -135,14 +130,10 @@ class MemoryCallback(MetersStep):
 
     def _explanation(self, trainer: Trainer, meter: StepMeter | None) -> str:
         """No communication: other ranks may be anywhere."""
-        rank = trainer.global_rank
         memory = _memory(trainer)
-        found = self.measured or self.predicted or MemoryAccount()
-        if meter is not None:
-            found = most(found, meter.failed())
-        elif memory is not None:
-            found = most(found, memory.account())
-        text = tables.memory_table(found, title=f"Memory of rank {rank}, as far as it was counted")
+        now = meter.failed() if meter is not None else memory.account() if memory is not None else MemoryAccount()
+        found = most(self.measured or self.predicted or MemoryAccount(), now)
+        text = tables.memory_table(found, title=f"Memory of rank {trainer.global_rank}, as far as it was counted")
         return text if memory is None else f"{text}\n{memory.advice(found)}"
 
 

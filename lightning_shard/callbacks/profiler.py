@@ -78,10 +78,8 @@ class ProfilerCallback(Callback):
         device = trainer.strategy.root_device.type
         self._on_cuda, self._begun = device == "cuda", trainer.global_step
         if self.snapshots and not self._on_cuda:
-            rank_zero_info(
-                "ProfilerCallback: snapshots is true, but memory snapshots are CUDA's, and this run is on "
-                f"{device}. The traces are written."
-            )
+            why = f"snapshots is true, but memory snapshots are CUDA's, and this run is on {device}"
+            rank_zero_info(f"ProfilerCallback: {why}. The traces are written.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start with the step before a chosen one."""
@@ -169,16 +167,13 @@ def communication(events: Iterable[Any]) -> Communication | None:
     """What part of the time of ``torch.profiler.profile.events()`` is communication; None: nothing was traced."""
     found = list(events)
     kernels = [event for event in found if event.device_type != DeviceType.CPU]
-    looked_at = kernels or found
-    talking = _covered(e for e in looked_at if _COMMUNICATION.match(e.name))
+    talking = _covered(e for e in kernels or found if _COMMUNICATION.match(e.name))
     times = [time for event in found for time in (event.time_range.start, event.time_range.end)]
     total = max(times, default=0.0) - min(times, default=0.0)
     if total <= 0:
         return None
-    exposed = None
-    if kernels:
-        exposed = (_covered(kernels) - _covered(e for e in kernels if not _COMMUNICATION.match(e.name))) / total
-    return Communication(share=talking / total, exposed=exposed)
+    alone = _covered(kernels) - _covered(e for e in kernels if not _COMMUNICATION.match(e.name))
+    return Communication(share=talking / total, exposed=alone / total if kernels else None)
 
 
 def _covered(events: Iterable[Any]) -> float:

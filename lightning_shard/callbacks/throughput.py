@@ -106,13 +106,11 @@ class ThroughputCallback(Callback):
 
     def _count(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         device = trainer.strategy.root_device
-        dtype = compute_dtype(trainer)
-        name = name_of(device)
+        dtype, name = compute_dtype(trainer), name_of(device)
         self._peak = peak_flops(name, dtype) if self.peak_tflops is None else self.peak_tflops * 1e12
         if self._peak is None:
-            self.flops.why_not = (
-                f"the peak of {name!r} in {str(dtype).removeprefix('torch.')} is not known; give it as peak_tflops"
-            )
+            bits = str(dtype).removeprefix("torch.")
+            self.flops.why_not = f"the peak of {name!r} in {bits} is not known; give it as peak_tflops"
         elif self.flops.copied is not None:
             self.flops.measure(batch, batch_idx, device=device)
         if self.flops.count is None:
@@ -301,10 +299,10 @@ class ActionClock:
 
 def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bool) -> None:
     """Log a window's values; on all ranks, which have the same."""
-    tokens = window.tokens_per_second
+    tokens, each = window.tokens_per_second, window.tokens_per_second_per_device
     values = {
         "tokens/s": None if tokens is None else round(tokens),
-        "tokens/s/device": None if tokens is None else round(tokens / window.devices),
+        "tokens/s/device": None if each is None else round(each),
         "padding_share": window.padding_share,
         "samples/s": window.samples_per_second,
         "samples/s/device": window.samples_per_second_per_device,

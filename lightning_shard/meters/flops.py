@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -38,9 +38,6 @@ class FlopCount:
     def total(self) -> int:
         return self.forward + self.backward
 
-    def __add__(self, other: FlopCount) -> FlopCount:
-        return FlopCount(forward=self.forward + other.forward, backward=self.backward + other.backward)
-
 
 def count_flops(function: Callable[[], object]) -> FlopCount:
     """The model FLOPs of ``function`` and of a backward pass from what it returns. Any rank may call it alone.
@@ -61,14 +58,10 @@ def count_flops(function: Callable[[], object]) -> FlopCount:
     torch's DataDependentOutputException where it reads an integer or a mask off a tensor.
     """
     counted = _ModelFlops()
-    with ExitStack() as stack:
-        stack.enter_context(_same_random_states())
-        stack.enter_context(fake_operations())
-        stack.enter_context(_eager_forward())
-        stack.enter_context(NumbersReadAsOne())
-        stack.enter_context(counted.operations)
-        stack.enter_context(attention_by(counted.count_attention))
-        stack.enter_context(torch.enable_grad())
+    with (
+        _same_random_states(), fake_operations(), _eager_forward(), NumbersReadAsOne(), counted.operations,
+        attention_by(counted.count_attention), torch.enable_grad(),
+    ):  # fmt: skip
         outputs = _outputs(function())
         forward = counted.total()
         counted.in_backward = True

@@ -86,16 +86,7 @@ def suggestions(
     None: no account says how many. The account is measured or predicted; suggested presets of an ``aligned`` run keep
     the precision contract too; ``checkpointing`` says whether activations are checkpointed already.
     """
-    activations = account.device.activations
-    found = _presets(account, engine, aligned)
-    found["half the batch size, with accumulate_grad_batches doubled"] = activations // 2 or None
-    if not checkpointing:
-        found["activation_checkpointing: units (at most, less what one unit keeps)"] = activations or None
-    return dict(sorted(found.items(), key=lambda each: -1 if each[1] is None else each[1], reverse=True))
-
-
-def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> dict[str, int | None]:
-    now = sum(getattr(account.device, kind) for kind in _ALL)
+    activations, now = account.device.activations, sum(getattr(account.device, kind) for kind in _ALL)
     found: dict[str, int | None] = {}
     for name, (sharded, offloaded) in PRESETS.items():
         after = 0.0
@@ -106,7 +97,10 @@ def _presets(account: MemoryAccount, engine: EngineFacts, aligned: bool) -> dict
         # What is a hundredth less is not worth a line: paddings differ.
         if name.startswith(engine.advised_presets) and after < 0.99 * now:
             found[f"strategy: {name}{'_aligned' if aligned else ''}"] = round(now - after)
-    return found
+    found["half the batch size, with accumulate_grad_batches doubled"] = activations // 2 or None
+    if not checkpointing:
+        found["activation_checkpointing: units (at most, less what one unit keeps)"] = activations or None
+    return dict(sorted(found.items(), key=lambda each: -1 if each[1] is None else each[1], reverse=True))
 
 
 def advice(account: MemoryAccount, engine: EngineFacts, *, aligned: bool = False, checkpointing: bool = False) -> str:

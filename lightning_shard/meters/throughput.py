@@ -5,7 +5,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,41 +111,35 @@ class RankWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """All ranks' window of ``steps`` optimizer steps that ended with ``step``."""
+    """All ranks' window of ``steps`` optimizer steps that ended with ``step``; fields are the CSV's columns."""
 
     step: int
     steps: int
     devices: int
     step_seconds: float  # Of the slowest rank.
     samples_per_second: float  # Over all ranks, as are tokens.
+    samples_per_second_per_device: float
     tokens_per_second: float | None  # Without padding; None: the batches have no tokens.
+    tokens_per_second_per_device: float | None
     padding_share: float | None  # Of all tokens.
     # Model FLOPs utilisation (`lightning_shard.meters.peaks.mfu`); what is computed for padding is part of it.
     mfu: float | None
     data_share: float  # Share of the time in which ranks waited for data.
     checkpoint_seconds: float  # Of the rank that it blocked longest.
+    grad_norm: float | None  # As the run logged it last.
     allocated: int  # Of the rank with the most; see `RankWindow`.
     reserved: int
     largest_rank: int  # The rank with the most allocated.
     slowest_rank: int  # The rank with the most time of its own, which is its compute and data time.
+    slowest_node: str | None = None  # Of ``slowest_rank``, where that stands out.
     compute_seconds: float  # Of that rank in a step, without what it waited for other ranks.
     data_seconds: float  # Of that rank in a step.
     lag_seconds: float  # That rank's own time in a step, less the median of the other ranks'; 0 for one rank.
-    grad_norm: float | None = None  # As the run logged it last.
-    slowest_node: str | None = None  # Of ``slowest_rank``, where that stands out.
 
     @property
     def stands_out(self) -> bool:
         """Whether a step would take a fifth less time if the slowest rank were like the median of the others."""
         return self.lag_seconds > STANDS_OUT * self.step_seconds
-
-    @property
-    def samples_per_second_per_device(self) -> float:
-        return self.samples_per_second / self.devices
-
-    @property
-    def tokens_per_second_per_device(self) -> float | None:
-        return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
 
 
 def combine(
@@ -158,8 +152,8 @@ def combine(
     seconds = max(rank.seconds for rank in ranks)
     if seconds <= 0:
         return None
-    samples, tokens = (sum(getattr(rank, name) for rank in ranks) for name in ("samples", "tokens"))
-    real, flops = (sum(getattr(rank, name) for rank in ranks) for name in ("real_tokens", "flops"))
+    names = ("samples", "tokens", "real_tokens", "flops")
+    samples, tokens, real, flops = (sum(getattr(rank, name) for rank in ranks) for name in names)
     largest = max(range(len(ranks)), key=lambda index: ranks[index].allocated)
     slowest = max(range(len(ranks)), key=lambda index: ranks[index].own_seconds)
     own = ranks[slowest].own_seconds
@@ -170,7 +164,9 @@ def combine(
         devices=len(ranks),
         step_seconds=seconds / steps,
         samples_per_second=samples / seconds,
+        samples_per_second_per_device=samples / seconds / len(ranks),
         tokens_per_second=real / seconds if tokens else None,
+        tokens_per_second_per_device=real / seconds / len(ranks) if tokens else None,
         padding_share=1 - real / tokens if tokens else None,
         mfu=mfu(flops, seconds, peak, devices=len(ranks)) if peak is not None and flops else None,
         data_share=sum(rank.data_seconds for rank in ranks) / (seconds * len(ranks)),
@@ -207,23 +203,11 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024), 0
 
 
-COLUMNS = (
-    "step", "steps", "devices", "step_seconds", "samples_per_second", "samples_per_second_per_device",
-    "tokens_per_second", "tokens_per_second_per_device", "padding_share", "mfu", "data_share", "checkpoint_seconds",
-    "grad_norm", "allocated", "reserved", "largest_rank", "slowest_rank", "slowest_node", "compute_seconds",
-    "data_seconds", "lag_seconds",
-)  # fmt: skip
-"""The CSV's; of a `Window`, with bytes in ``allocated`` and ``reserved``. A value that is not known is empty."""
-
-
 def write_csv(windows: Iterable[Window], path: Path) -> None:
+    """A line for each window; a value that is not known is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for window in windows:
-            values = [getattr(window, column) for column in COLUMNS]
-            writer.writerow(["" if value is None else value for value in values])
+        csv.writer(file).writerows([[f.name for f in fields(Window)], *map(astuple, windows)])
 
 
 def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) -> str:
@@ -293,7 +277,5 @@ def size_text(size: float) -> str:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return (values[0],) * 3
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    deciles = statistics.quantiles([*values, *values] if len(values) < 2 else values, n=10, method="inclusive")
     return statistics.median(values), deciles[0], deciles[-1]
