@@ -22,21 +22,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointUnreachableError,
-    ConfigurationError,
-    DataError,
-    MaterializationError,
-    MeshError,
-    PrecisionContractError,
-    PrecisionError,
-    ShardError,
-    WrappingError,
-)
+from lightning_shard.errors import *
 from lightning_shard.registry import register
 
 if TYPE_CHECKING:

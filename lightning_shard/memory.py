@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 #: What each kind means, in the order of the tables.
 KINDS: dict[str, str] = {
@@ -35,7 +36,7 @@ class KindBytes:
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
-        return sum(getattr(self, kind.name) for kind in fields(self))
+        return sum(vars(self).values())
 
     def __add__(self, other: KindBytes) -> KindBytes:
         return KindBytes(**{kind: getattr(self, kind) + getattr(other, kind) for kind in KINDS})
@@ -53,17 +54,17 @@ class MemoryAccount:
     nvme: KindBytes = field(default_factory=KindBytes)
 
     def __add__(self, other: MemoryAccount) -> MemoryAccount:
-        return MemoryAccount(
-            device=self.device + other.device, host=self.host + other.host, nvme=self.nvme + other.nvme
-        )
+        return _kind_by_kind(sum, (self, other))
 
 
 def most(*accounts: MemoryAccount) -> MemoryAccount:
     """The greatest of each kind and place, which accounts may have had at different times."""
-    places = (place.name for place in fields(MemoryAccount))
-    return MemoryAccount(
-        **{
-            place: KindBytes(**{kind: max(getattr(getattr(a, place), kind) for a in accounts) for kind in KINDS})
-            for place in places
-        }
-    )
+    return _kind_by_kind(max, accounts)
+
+
+def _kind_by_kind(of: Callable[[Iterable[int]], int], accounts: Iterable[MemoryAccount]) -> MemoryAccount:
+    found = {}
+    for place in ("device", "host", "nvme"):
+        held = [vars(getattr(account, place)) for account in accounts]
+        found[place] = KindBytes(**{kind: of(each[kind] for each in held) for kind in KINDS})
+    return MemoryAccount(**found)

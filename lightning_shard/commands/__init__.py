@@ -37,21 +37,17 @@ FIT: Mapping[str, str] = {
 """The same for those of LightningCLI."""
 
 _EXAMPLES: Mapping[str, str] = {
-    "fit": "fit --config run.yaml --trainer.strategy shard_fsdp_aligned",
-    "validate": "validate --config run.yaml --ckpt_path last.ckpt",
-    "test": "test --config run.yaml --ckpt_path last.ckpt",
-    "predict": "predict --config run.yaml --ckpt_path last.ckpt",
-    "init": "init",
-    "strategies": "strategies shard_fsdp_hybrid",
-    "slurm": "slurm --nodes 2 --devices 8 --config run.yaml --submit",
-    "doctor": "doctor",
-    "selftest": "selftest",
-    "env": "env --json",
-    "migrate": "migrate accelerate.yaml --to shard_fsdp --output run.yaml",
-    "plan": "plan --devices 8 --device-memory 80GB --compare --config run.yaml",
-    "checkpoint": "checkpoint inspect last.ckpt",
-    "completion": "completion bash >> ~/.bashrc",
+    "fit": "--config run.yaml --trainer.strategy shard_fsdp_aligned",
+    **dict.fromkeys(("validate", "test", "predict"), "--config run.yaml --ckpt_path last.ckpt"),
+    "strategies": "shard_fsdp_hybrid",
+    "slurm": "--nodes 2 --devices 8 --config run.yaml --submit",
+    "env": "--json",
+    "migrate": "accelerate.yaml --to shard_fsdp --output run.yaml",
+    "plan": "--devices 8 --device-memory 80GB --compare --config run.yaml",
+    "checkpoint": "inspect last.ckpt",
+    "completion": "bash >> ~/.bashrc",
 }
+"""Arguments of those that are shown with some."""
 
 _QUICK = ("strategies", "slurm", "env", "selftest", "init")
 
@@ -97,7 +93,7 @@ def overview(program: str) -> str:
     """All commands, each with a line and an example."""
     lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
     for name, text in {**FIT, **COMMANDS}.items():
-        lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {_EXAMPLES[name]}"]
+        lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {name} {_EXAMPLES.get(name, '')}".rstrip()]
     lines += ["", f"{program} COMMAND --help says what a command takes; --traceback before or after it shows the"]
     return "\n".join([*lines, "frames of a mistake too; --version prints the versions."])
 

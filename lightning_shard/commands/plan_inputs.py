@@ -19,11 +19,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_shard import registry
+from lightning_shard.cluster.frames import user_frame
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
-from lightning_shard.planning.memory_trace import error_location, restoring
+from lightning_shard.planning.memory_trace import restoring
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.precision.policy import SHORT_FORMS
@@ -204,10 +205,9 @@ def first_batch(inputs: Inputs) -> Any:
         batch = hooks.on_before_batch_transfer(batch, 0)
         return hooks.on_after_batch_transfer(batch, 0)
     except Exception as error:
-        place = error_location(error)
+        at = f" (at {place})" if (place := user_frame(error)) else ""
         raise ConfigurationError(
-            f"the first batch of the training data can't be read: {type(error).__name__}: {error}"
-            + (f" (at {place})" if place else "")
+            f"the first batch of the training data can't be read: {type(error).__name__}: {error}{at}"
         ) from error
 
 
@@ -264,9 +264,8 @@ def optimizers_of(inputs: Inputs) -> list[torch.optim.Optimizer]:
         with inputs.mode:
             found = inputs.module.configure_optimizers()
     except Exception as error:
-        raise ConfigurationError(
-            f"configure_optimizers needs what only a run has: {type(error).__name__}: {error}"
-        ) from error
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"configure_optimizers needs what only a run has: {told}") from error
     if isinstance(found, tuple) and found and isinstance(found[0], list):
         found = found[0]
     given = found if isinstance(found, list | tuple) else [found]

@@ -130,25 +130,9 @@ def _cpu_offload(target: Target, asked: Asked) -> None:
         target.set(asked, "strategy.cpu_offload", True)
     elif target.engine == "ddp":
         target.lose(asked, "DDP keeps everything on the device", "--to shard_fsdp_offload", "memory")
-    elif target.stage == 0:
-        near = "--to shard_deepspeed_stage_3_offload"
-        target.lose(asked, "stage 0 shards nothing, and offloads nothing", near, "memory")
     else:
-        _device(target, asked, "offload_optimizer", "cpu")
-        if target.stage == 3:
-            _device(target, asked, "offload_parameters", "cpu")
-        else:
-            near = "--to shard_deepspeed_stage_3_offload"
-            target.lose(asked, f"stage {target.stage} keeps full parameters on the device", near, "memory")
-
-
-def _device(target: Target, asked: Asked, group: str, device: str) -> None:
-    """Write where a group is resident, unless the name that the user gave says it."""
-    if group in target.fixed:
-        there = target.arguments[group]["device"]
-        target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
-    else:
-        target.set(asked, f"strategy.{group}.device", device)
+        for group in ("offload_optimizer", "offload_parameters"):
+            _zero_offload(target, asked, group, "cpu")
 
 
 def _offload(target: Target, asked: Asked) -> None:
@@ -172,13 +156,19 @@ def _offload(target: Target, asked: Asked) -> None:
 
 
 def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None:
+    """Write where a group is resident, unless the name that the user gave says it."""
     least = 3 if group == "offload_parameters" or device == "nvme" else 1
     if target.stage < least and target.told:
-        what = "parameters" if group == "offload_parameters" else "state"
-        near = "--to shard_deepspeed_stage_3_offload" + "_nvme" * (device == "nvme")
-        target.lose(asked, f"stage {target.stage} can't keep {what} there; that needs stage {least}", near, "memory")
+        what = "full parameters" if group == "offload_parameters" else "state"
+        near, where = "--to shard_deepspeed_stage_3_offload", "on the device"
+        if device == "nvme":
+            near, where = f"{near}_nvme", "in memory"
+        target.lose(asked, f"stage {target.stage} keeps {what} {where}; that needs stage {least}", near, "memory")
+    elif group in target.fixed:
+        there = target.arguments[group]["device"]
+        target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
     else:
-        _device(target, asked, group, device)
+        target.set(asked, f"strategy.{group}.device", device)
 
 
 def _activation_checkpointing(target: Target, asked: Asked) -> None:
@@ -193,9 +183,8 @@ def _activation_checkpointing(target: Target, asked: Asked) -> None:
 
 def _compile(target: Target, asked: Asked) -> None:
     if target.engine == "deepspeed" and target.stage == 3 and asked.value:
-        near = "--to shard_fsdp, or shard_deepspeed_stage_2"
         reason = "stage 3 gathers inside of the blocks, and a graph would end at every layer"
-        target.lose(asked, reason, near, "speed")
+        target.lose(asked, reason, "--to shard_fsdp, or shard_deepspeed_stage_2", "speed")
     else:
         others = target.engine != "fsdp" and asked.value and target.reading.value("units", "auto") != "auto"
         target.set(asked, "strategy.compile", asked.value, "every repeated block, as there are no units" * others)
@@ -208,14 +197,12 @@ def _accumulate_sync(target: Target, asked: Asked) -> None:
     elif asked.value == own:
         target.hold(asked, f"so it is in stage {target.stage}")
     else:
-        stages = "0 and 1" if asked.value == "boundary" else "2 and 3"
-        reason = f"stage {target.stage} reduces accumulated gradients by {own}"
-        target.lose(asked, reason, f"stages {stages}")
+        stages = "stages 0 and 1" if asked.value == "boundary" else "stages 2 and 3"
+        target.lose(asked, f"stage {target.stage} reduces accumulated gradients by {own}", stages)
 
 
 def _accumulate(target: Target, asked: Asked) -> None:
-    reading = target.reading
-    note = ""
+    reading, note = target.reading, ""
     if int(asked.value) > 1 and reading.engine is not None and reading.value("accumulate_sync") is None:
         aligned = bool(reading.value("aligned"))
         level = LEVELS.index(reading.value("shard", "gradients"))
@@ -261,15 +248,15 @@ def _override(target: Target, asked: Asked) -> None:
 
 
 def _checkpoint_form(target: Target, asked: Asked) -> None:
+    carried = target.reading.carried.get("trainer", {})
     if asked.value == "local":
         target.lose(asked, "no rank saves its shards alone", "the portable directory, which every engine reads")
     elif asked.value == "portable":
         target.hold(asked, "a directory that every engine reads, at any number of processes")
-    elif target.reading.carried.get("trainer", {}).get("enable_checkpointing") is False:
+    elif carried.get("enable_checkpointing") is False:
         target.hold(asked, "nothing is saved")
     else:
         name = "*.full.ckpt, one stock Lightning file"
-        carried = target.reading.carried.get("trainer", {})
         key = "callbacks+" if "callbacks+" in carried else "callbacks"
         target.trainer[key] = _full_names(carried.get(key))
         note = "without this name: a directory that every engine reads"
@@ -278,33 +265,23 @@ def _checkpoint_form(target: Target, asked: Asked) -> None:
         target.note(asked, "trainer.callbacks", name, note)
 
 
-_MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
-
-
 def _full_names(callbacks: Any) -> list[Any]:
     """The callbacks with every ModelCheckpoint saving files of the full form, and with one if there is none."""
     given = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
-    result, found = [], False
-    for callback in given:
-        own = copy.deepcopy(dict(callback)) if isinstance(callback, Mapping) else {"class_path": callback}
-        if str(own.get("class_path")).rpartition(".")[2] == "ModelCheckpoint":
-            found = True
-            arguments = own.setdefault("init_args", {})
-            name = arguments.get("filename") or "{epoch}-{step}"
-            arguments["filename"] = name if name.endswith(".full") else f"{name}.full"
-        result.append(own)
+    result = [copy.deepcopy(dict(each)) if isinstance(each, Mapping) else {"class_path": each} for each in given]
+    found = [own for own in result if str(own.get("class_path")).rpartition(".")[2] == "ModelCheckpoint"]
     if not found:
-        result.append({"class_path": _MODEL_CHECKPOINT, "init_args": {"filename": "{epoch}-{step}.full"}})
+        found = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]
+        result += found
+    for own in found:
+        arguments = own.setdefault("init_args", {})
+        arguments["filename"] = f"{(arguments.get('filename') or '{epoch}-{step}').removesuffix('.full')}.full"
     return result
 
 
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _SGD: Mapping[str, Any] = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "adam": ("AdamW", _ADAM),
-    "adamw": ("AdamW", _ADAM),
-    "sgd": ("SGD", _SGD),
-}
+_OPTIMIZERS = {"adam": ("AdamW", _ADAM), "adamw": ("AdamW", _ADAM), "sgd": ("SGD", _SGD)}
 """DeepSpeed's ``type`` to torch's optimizer, with DeepSpeed's defaults; its Adam decays weights as AdamW does."""
 
 
@@ -322,9 +299,8 @@ def _built_by_deepspeed(target: Target, asked: Asked) -> None:
         target.hold(asked, f"its values are the script's: configure_optimizers, or `{name}:` in the YAML")
     elif not known or given.keys() - defaults.keys():
         key = "optimizer" if name == "optimizer" else "lr_scheduler"
-        target.lose(
-            asked, f"it comes from configure_optimizers, or `{key}:` in the YAML", f"{key}: {{class_path: ...}}"
-        )
+        reason = f"it comes from configure_optimizers, or `{key}:` in the YAML"
+        target.lose(asked, reason, f"{key}: {{class_path: ...}}")
     else:
         target.top[name] = {"class_path": f"torch.optim.{known}", "init_args": {**defaults, **given}}
         target.note(asked, name, target.top[name]["class_path"], "in the YAML, which LightningCLI gives to the module")

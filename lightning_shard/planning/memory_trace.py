@@ -7,7 +7,6 @@ the step is arithmetic (`lightning_shard.planning.step_memory`): one trace serve
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.cluster.frames import user_frame
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError
@@ -228,17 +228,9 @@ def resized(batch: Any, size: int) -> Any:
     return tree_map(repeated, batch)
 
 
-def error_location(error: BaseException) -> str:
-    """``file:line`` of the last frame of an error in the user's own code, or ``""``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not any(part in f.filename for part in ("site-packages", "/lightning_shard/"))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
 def explained(error: BaseException, operation: str) -> str:
     """What failed, where, and, where that is the reason, that there is no data."""
-    place = error_location(error)
-    at = f", at {place}" if place else ""
+    at = f", at {place}" if (place := user_frame(error)) else ""
     operation = str(getattr(error, "func", operation))
     told = f"the step can't be traced without data: operation {operation}{at} ({first_line(error, most=300)})"
     if isinstance(error, DataDependent) or hasattr(error, "func") or "fake impl" in str(error):

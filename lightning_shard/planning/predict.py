@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, ReplicateFacts, TorchDDPFacts
-from lightning_shard.memory import KindBytes, MemoryAccount
+from lightning_shard.memory import KindBytes
 from lightning_shard.planning import fully_shard, torch_ddp, zero
 from lightning_shard.planning.facts import Training
 from lightning_shard.planning.memory_trace import Trace
@@ -53,13 +53,13 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
     # The optimizer reads gradients where the last reduction has put them.
     apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
     points.append(replace(last, apart=apart))
-    return points if trace else [replace(p, account=_only_gradients(p.account)) for p in points]
-
-
-def _only_gradients(account: MemoryAccount) -> MemoryAccount:
-    """What counts as made by backward is gradients, where activations are not known."""
-    device = account.device
-    return replace(account, device=replace(device, gradients=device.gradients + device.activations, activations=0))
+    if trace is None:
+        # What counts as made by backward is gradients.
+        for i, point in enumerate(points):
+            kinds = point.account.device
+            kinds = replace(kinds, gradients=kinds.gradients + kinds.activations, activations=0)
+            points[i] = replace(point, account=replace(point.account, device=kinds))
+    return points
 
 
 def start_points(training: Training, engine: EngineFacts) -> list[Point]:

@@ -59,7 +59,10 @@ def fit(row: Row, memory: int) -> str:
         lines = [f"{row.verdict(memory)}: {shown} at the peak, in the {at.name}, of {show_bytes(memory)}"]
     else:
         lines = [f"not known whether it fits: {shown} without activations, of {show_bytes(memory)}"]
-    lines.append(_beside(row.needs))
+    beside = {"tensors": (row.needs.tensors,) * 2, **row.needs.beside, "all": (row.needs.low, row.needs.high)}
+    rows = [["of a device at the peak", "at least", "at most"]]
+    rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in beside.items()]
+    lines.append(columns(rows, numbers=True) + "\n")
     if row.largest_batch is not None:
         lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
     fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
@@ -68,16 +71,9 @@ def fit(row: Row, memory: int) -> str:
     return "\n".join([*lines, f"{saved}; in the background by way of as much pinned memory of the host"])
 
 
-def _beside(needs: DeviceMemory) -> str:
-    rows = [["of a device at the peak", "at least", "at most"], ["tensors", *[show_bytes(needs.tensors)] * 2]]
-    rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in needs.beside.items()]
-    return columns([*rows, ["all", show_bytes(needs.low), show_bytes(needs.high)]], numbers=True) + "\n"
-
-
 def by_kind(points: Sequence[Point]) -> str:
     """Bytes of one rank's device by kind, at the peak of each part of the step; the host's and NVMe's below."""
-    ends: tuple[str | tuple[str, ...], ...] = (("backward", "reduction", "end of"), ("optimizer", "step"))
-    parts = (START, "forward", *ends)
+    parts = ((START,), ("forward",), ("backward", "reduction", "end of"), ("optimizer", "step"))
     found = [[p for p in points if p.name.startswith(part)] for part in parts]
     shown = [peak(matching) for matching in found if matching] or points
     rows = [["bytes of a device", *(p.name for p in shown)]]

@@ -40,11 +40,6 @@ class Form:
         return [self.name, settings or "-", str(self.batch), str(self.micro_batches), *shown]
 
 
-def divisors(number: int) -> list[int]:
-    """All of them, the largest first."""
-    return [i for i in range(number, 0, -1) if number % i == 0]
-
-
 def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: bool) -> Iterator[Form]:
     """A candidate with the micro-batches that fit, which ``samples`` per device and step divide into.
 
@@ -54,8 +49,8 @@ def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: boo
         run = planner.run(candidate)
     except ConfigurationError:
         return
-    largest = largest_batch(run, planner.memory) or 0
-    for batch in [batch for batch in divisors(samples) if batch <= largest][:BATCHES]:
+    largest = min(largest_batch(run, planner.memory) or 0, samples)
+    for batch in [batch for batch in range(largest, 0, -1) if samples % batch == 0][:BATCHES]:
         count = samples // batch
         own = replace(run, training=replace(run.training, micro_batches=count))
         device = run.needs.at(own.tensors(batch))

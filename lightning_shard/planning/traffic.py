@@ -81,12 +81,7 @@ def write_links(links: Links, path: Path) -> None:
     content = {"format": FORMAT, **{key: getattr(links, name) for name, key in _SPEEDS.items()}}
     if links.device:
         content["device"] = dict(links.device)
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigurationError(
-            f"--output {path} can't be written: {error.strerror}. Name a file in a folder that exists."
-        ) from error
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_links(path: Path) -> Links:
