@@ -78,9 +78,10 @@ _BUCKETS = _zero_only("any", "speed", _BUCKET, _FSDP_UNITS, 500_000_000, 200_000
 def _files(group: str, **defaults: Any) -> dict[str, Row]:
     """Rows of a group of offload; ``defaults``: DeepSpeed's of those that are of files alone."""
     pinned = "host memory is pinned on CUDA, and on CPU there is nothing to copy"
+    what = "state" if group == "offload_optimizer" else "parameters"
     rows = {"pin_memory": _zero_only("bool", "memory", "", "", True, False, note=pinned)}
     for name, idle in {"nvme_path": "", **defaults}.items():
-        rows[name] = _zero_only(type(idle).__name__, "memory", "only ZeRO-3 keeps state in files", "", idle)
+        rows[name] = _zero_only(type(idle).__name__, "memory", f"only ZeRO-3 keeps {what} in files", "", idle)
     return {f"{group}.{name}": row for name, row in rows.items()}
 
 

@@ -163,7 +163,7 @@ def _zero_offload(target: Target, asked: Asked, group: str, device: str) -> None
         near, where = "--to shard_deepspeed_stage_3_offload", "on the device"
         if device == "nvme":
             near, where = f"{near}_nvme", "in memory"
-        target.lose(asked, f"stage {target.stage} keeps {what} {where}; that needs stage {least}", near, "memory")
+        target.lose(asked, f"stage {target.stage} keeps {what} {where}, stage {least} need not", near, "memory")
     elif group in target.fixed:
         there = target.arguments[group]["device"]
         target.note(asked, f"strategy.{group}.device", there, _AS_TOLD * (there != device))
