@@ -39,7 +39,6 @@ class MeshConfig:
     "auto", the number of processes on a node."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no world could have."""
         for axis in (REPLICATE, SHARD):
             size = getattr(self, axis)
             if size == "auto":

@@ -58,7 +58,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -81,7 +80,6 @@ class Ranks:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait for all ranks. All ranks call it."""
         if self.group is not None:
             dist.barrier(group=self.group)
 

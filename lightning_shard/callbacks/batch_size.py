@@ -76,7 +76,6 @@ class BatchSizeCallback(Callback):
             self._copy = without_side_effects(meta_copy(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, for the checkpoint."""
         return {"found": self.found, "accumulate": self._accumulate}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -194,7 +193,6 @@ class _Watch(MetersStep):
             self._meter.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """After the last step of the trial: its bytes."""
         if trainer.global_step == trainer.fit_loop.epoch_loop.max_steps:
             counted = 0 if self._meter is None else self._meter.stepped().device.total
             self.bytes = counted or peak_bytes(trainer.strategy.root_device)[0]

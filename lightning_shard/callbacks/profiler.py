@@ -82,7 +82,6 @@ class ProfilerCallback(Callback):
             rank_zero_info(f"ProfilerCallback: {why}. The traces are written.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start with the step before a chosen one."""
         if self._profile is None and (self.ranks is None or trainer.global_rank in self.ranks):
             coming = trainer.global_step + 1
             warmup = int(coming not in self.steps)
@@ -107,7 +106,6 @@ class ProfilerCallback(Callback):
             _record_memory(max_entries=_SNAPSHOT_ENTRIES)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count optimizer steps; write when the last of them is done."""
         stepped, self._begun = trainer.global_step != self._begun, trainer.global_step
         if stepped and self._profile is not None:
             self._profile.step()
@@ -177,7 +175,6 @@ def communication(events: Iterable[Any]) -> Communication | None:
 
 
 def _covered(events: Iterable[Any]) -> float:
-    """How long one of the events or more ran."""
     total, until = 0.0, -math.inf
     for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
         total += max(0.0, end - max(start, until))

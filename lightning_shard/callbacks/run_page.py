@@ -51,11 +51,9 @@ class RunPageCallback(Callback):
         self._file: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen, for a checkpoint."""
         return {"metrics": self.metrics, "marks": self.marks, "seconds": self._elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what an earlier part of the run saw."""
         self.metrics = {name: [(step, value) for step, value in ps] for name, ps in state_dict["metrics"].items()}
         self.marks = [(kind, step) for kind, step in state_dict["marks"]]
         self._seconds = state_dict["seconds"]
@@ -72,7 +70,6 @@ class RunPageCallback(Callback):
             self.marks.append(("resumed", trainer.global_step))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read what was logged up to the batch before."""
         if trainer.global_step >= self._last + self._every:
             self._read(trainer)
 

@@ -144,7 +144,6 @@ class ThroughputCallback(Callback):
         return time.perf_counter(), self._actions.seconds[DATA], self._actions.waiting.seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock, unless it runs since the batch before."""
         if not self._counted:
             self._counted = True
             if self.mfu:
@@ -327,7 +326,6 @@ class StepFlops:
         self.copied: LightningModule | None = None  # not counted yet
 
     def copy(self, module: LightningModule) -> None:
-        """Copy ``module`` while its parameters are whole."""
         self.count, self.copied, self.why_not = None, None, None
         if not module.automatic_optimization:
             self.why_not = "its training_step optimizes manually"

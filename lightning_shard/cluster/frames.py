@@ -20,5 +20,4 @@ def user_frame(error: BaseException) -> str | None:
 
 
 def package_of(frame: FrameType) -> str:
-    """The top-level package of the frame's module."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]

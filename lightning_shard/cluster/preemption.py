@@ -191,5 +191,4 @@ class Agreement:
 
 
 def describe(number: int) -> str:
-    """The reason in words: a signal's name or the time limit."""
     return "the time limit" if number == TIME_LIMIT else signal.Signals(number).name

@@ -247,7 +247,6 @@ def _judge(store: Store, place: Place, seconds: float, folder: Path | None) -> t
 
 
 def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
-    """The first thing in which ranks differ from rank 0."""
     for kind, advice in (
         ("versions", "Install the same versions on all nodes."),
         ("settings", "All ranks need the same configuration: look for values that depend on the rank or the node."),

@@ -41,7 +41,6 @@ class Progress:
         self._moved = time.monotonic()
 
     def begin(self, action: str) -> None:
-        """An action begins; others may inside of it."""
         self._actions.append(action)
         self._moved = time.monotonic()
 
@@ -102,7 +101,6 @@ def blame(reports: Mapping[int, Report]) -> list[int]:
 
 
 def describe(reports: Mapping[int, Report], culprits: Sequence[int]) -> str:
-    """What the culprits do, and what the others wait in meanwhile."""
     first = reports[culprits[0]]
     more = f" (as {len(culprits) - 1} others)" if len(culprits) > 1 else ""
     text = f"{first.name} has not moved for {first.seconds:.0f} s{more}: it is {first.place()}"

@@ -78,7 +78,6 @@ def _called(entry: Mapping[str, Any]) -> tuple[str, int, str, str]:
 
 
 def main_thread_line() -> str:
-    """Where the main thread is, in the user's code if it can be told."""
     frame, frames = sys._current_frames().get(threading.main_thread().ident or 0), []
     while frame is not None:
         frames.append({"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": frame.f_lineno})

@@ -375,6 +375,5 @@ def _lost_message(ranks: list[int], store: PrefixStore) -> str:
 
 
 def _say(text: str) -> None:
-    """On stderr, if that is still there."""
     with contextlib.suppress(Exception):
         print(text, file=sys.stderr, flush=True)

@@ -90,7 +90,6 @@ def quick(program: str, arguments: Sequence[str]) -> int | None:
 
 
 def overview(program: str) -> str:
-    """All commands, each with a line and an example."""
     lines = [f"usage: {program} COMMAND [options]", "", "Train with sharded strategies.", ""]
     for name, text in {**FIT, **COMMANDS}.items():
         lines += [f"  {name:<11} {text}", f"  {'':<11} $ {program} {name} {_EXAMPLES.get(name, '')}".rstrip()]

@@ -18,7 +18,6 @@ _HELP = {
 
 
 def parser() -> OptionsParser:
-    """Of the commands below ``checkpoint``."""
     parser = options_parser("checkpoint", COMMANDS["checkpoint"])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _HELP.items():
@@ -52,7 +51,6 @@ _SWITCH: Mapping[str, Any] = {"type": _truth, "nargs": "?", "const": True, "defa
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what is asked for and print what came of it; the exit code."""
     options = vars(parser().parse_args(arguments))
     print(_RUN[options.pop("command")](**options))
     return 0

@@ -52,7 +52,6 @@ def _cases(words: dict[str, list[str]], indent: int) -> str:
 
 
 def _options(name: str) -> list[str]:
-    """The options of a command, and what its first argument may be."""
     found = actions(importlib.import_module(f"lightning_shard.commands.{name}").parser())
     choices = [str(word) for action in found if not action.option_strings for word in action.choices or ()]
     return choices + [option for action in found for option in action.option_strings if option.startswith("--")]

@@ -51,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; the exit code. After an error nothing was written."""
     options = parser().parse_args(arguments)
     refuse_to_replace(options.output, options.force)
     done = migrate(options.files, to=options.to, lossy=options.lossy, command=["migrate", *arguments])

@@ -99,7 +99,6 @@ class Plan:
 
 
 def parsed(arguments: Sequence[str]) -> Plan:
-    """The plan that the command's arguments ask for."""
     model = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, rest = parser().parse_known_args(arguments if model is None else arguments[1:])
     check(options)
@@ -337,7 +336,6 @@ def _title(planner: Planner, inputs: Inputs, row: Row) -> str:
 
 
 def _trainer(inputs: Inputs, name: str, init_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments that say the strategy and the machines."""
     preset, nodes = registry.find(name), inputs.nodes
     strategy = {"class_path": preset.class_path, "init_args": {**preset.init_args, **init_args}}
     return {"strategy": strategy, "num_nodes": nodes.nodes, "devices": nodes.devices}

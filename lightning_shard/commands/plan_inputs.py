@@ -112,8 +112,6 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
             super().add_instantiator(without_data, *args, **kwargs)
 
     class Reader(ShardCLI):
-        """Reads a configuration of ``fit`` and starts nothing."""
-
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             return SimpleNamespace(fit=lambda **_: None)
 
@@ -164,7 +162,6 @@ def _precision(trainer: Mapping[str, Any]) -> ShardPrecision:
 
 
 def _stand_in(trainer: Mapping[str, Any], nodes: Nodes) -> Any:
-    """What modules ask their Trainer for before and in a training step."""
     ranks = nodes.ranks
     steps = trainer.get("max_steps") or -1
 

@@ -246,7 +246,6 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
 
 
 def slowest_line(window: Window) -> str:
-    """The slowest rank of a window in which it stands out, and by how much."""
     return (
         f"rank {window.slowest_rank} on {window.slowest_node}, {show_seconds(window.lag_seconds)} a step behind the "
         f"median of the others (computes {show_seconds(window.compute_seconds)}, waits for data "
@@ -255,7 +254,6 @@ def slowest_line(window: Window) -> str:
 
 
 def window_line(window: Window, loss: float | None) -> str:
-    """A window in one line, with what is known of it."""
     rate = f"{window.samples_per_second:,.1f} samples/s,"
     parts = [
         f"step {window.step}:" + ("" if loss is None else f" loss {loss:.4g},"),

@@ -70,6 +70,5 @@ class Waiting:
         self._tail = None
 
     def detach(self) -> None:
-        """Put back what was replaced."""
         while self._before:
             setattr(*self._before.pop())

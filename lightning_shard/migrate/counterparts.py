@@ -23,8 +23,6 @@ Answer = Field | None
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A setting on each engine."""
-
     ddp: Answer = None
     fsdp: Answer = None
     deepspeed: Answer = None

@@ -42,7 +42,6 @@ class Target:
         self.rows.append(Became(asked.field, asked.given, text, path, value))
 
     def hold(self, asked: Asked, note: str) -> None:
-        """A line for what needs no setting."""
         self.note(asked, "", None, note)
 
     def lose(self, asked: Asked, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:

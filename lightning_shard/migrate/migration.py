@@ -222,7 +222,6 @@ def _why(item: Became) -> str:
 
 
 def refusal(lost: Sequence[Became]) -> str:
-    """The message that lists every field without a counterpart."""
     count = "1 field has" if len(lost) == 1 else f"{len(lost)} fields have"
     text = f"{count} no counterpart here, so that nothing was written:"
     for item in lost:

@@ -75,7 +75,6 @@ class Reading:
         self.asked.append(Asked(name, value, field, given, note))
 
     def meet(self, field: str, given: Any, note: str) -> None:
-        """Add a field that needs no setting."""
         self.met.append(Became(field, given, note))
 
     def lose(self, field: str, given: Any, reason: str, nearest: str = "", effect: Effect = "numbers") -> None:
@@ -86,7 +85,6 @@ class Reading:
             self.meet(field, given, f"{effect} alone: {reason}" + f"; nearest: {nearest}" * bool(nearest))
 
     def rest(self, field: str, given: Any) -> None:
-        """Add a field that asks for nothing."""
         self.idle.append(f"{field} {shown(given)}")
 
     def value(self, name: str, default: Any = None) -> Any:

@@ -53,7 +53,6 @@ class ModelFacts:
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
-        """What the optimizer steps."""
         return tuple(p for p in self.parameters if p.trainable and p.dtype.is_floating_point)
 
     @cached_property

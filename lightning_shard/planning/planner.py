@@ -193,7 +193,6 @@ class Run:
         return Trace(segments=tuple(segments), batch_size=batch, work=work)
 
     def points(self, batch: int | None = None) -> list[Point]:
-        """The moments of a step."""
         trace = self.at(batch) if self.traces else None
         points = [*start_points(self.training, self.engine), *step_points(self.training, self.engine, trace)]
         return [replace(point, account=with_averages(point.account, self.averages)) for point in points]

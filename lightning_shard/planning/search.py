@@ -18,8 +18,6 @@ BATCHES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A way to run."""
-
     name: str  # The strategy's.
     init_args: Mapping[str, Any] = field(default_factory=dict)  # Beside those of the name.
     batch: int  # Samples per device and micro-batch.

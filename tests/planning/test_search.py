@@ -13,7 +13,7 @@ import yaml
 from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands.plan import _meshes
-from lightning_shard.planning.search import Form, divisors, ranked
+from lightning_shard.planning.search import Form, ranked
 from lightning_shard.planning.step_time import INSIDE, PRODUCTS, StepTime
 from lightning_shard.planning.traffic import Nodes
 from tests.harness import run_distributed
@@ -38,11 +38,6 @@ def search(folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     given = [str(folder / "config.json"), "--seq-len=16", "--search", f"--output={folder}/best.yaml", *H100, *arguments]
     text = plan_command.parsed(given).text
     return text, yaml.safe_load((folder / "best.yaml").read_text()) if (folder / "best.yaml").exists() else {}
-
-
-def test_divisors() -> None:
-    assert divisors(12) == [12, 6, 4, 3, 2, 1]
-    assert divisors(49) == [49, 7, 1]
 
 
 def test_copies_of_the_model_lie_in_whole_nodes() -> None:
