@@ -25,7 +25,6 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters import throughput
 from lightning_shard.meters.flops import FlopCount, count_flops
 from lightning_shard.meters.peaks import peak_flops
-from lightning_shard.meters.waiting import Waiting
 from lightning_shard.precision.policy import BITS
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.fake import meta_copy, put_on_device
@@ -280,7 +279,7 @@ class ActionClock:
     def __init__(self, trainer: Trainer) -> None:
         """Listen to the profiler of ``trainer``, until `detach`; what `DATA` waits for other ranks is left out."""
         self.seconds = {DATA: 0.0, CHECKPOINT: 0.0}
-        self.waiting = Waiting()
+        self.waiting = throughput.Waiting()
         self._replacements = Replacements()
         follow_actions(self._replacements, trainer, (partial(self._add, -1), partial(self._add, 1)))
 
