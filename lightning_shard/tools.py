@@ -53,10 +53,7 @@ def plan(
     files = [configs] if isinstance(configs, str | os.PathLike) else configs
     given = {"nodes": nodes, "devices": devices, "batch-size": batch_size, **(options or {})}
     words = [f"--device-memory={device_memory}", *(f"--{k}={v}" for k, v in given.items() if v is not None)]
-    try:
-        return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
-    except SystemExit as ended:  # what the command line makes of an error
-        raise ended.__cause__ or ended from None
+    return parsed([*words, *["--compare"] * compare, *(f"--config={os.fspath(file)}" for file in files)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """The command's exit code; UsageError: a file that the arguments name can't be read or written."""
     try:
         return int(importlib.import_module(f"lightning_shard.commands.{name}").main(arguments))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells have it
     except OSError as error:
         if error.filename is None or isinstance(error, ConnectionError):
             raise

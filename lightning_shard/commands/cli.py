@@ -76,10 +76,14 @@ class ShardCLI(ConfiguredCLI):
             raise
         except Exception as error:
             cause = failures.cause_of(error, getattr(getattr(self, "parser", None), "failure", None))
-            failures.end(cause, getattr(self, "trainer", None), self._arguments, self._environ)
+            self._report(cause)
             if cause is error:
                 raise
             raise cause from None
+
+    def _report(self, error: Exception) -> None:
+        """Print a user's mistake and end the process; returns where ``error`` is to be raised."""
+        failures.end(error, getattr(self, "trainer", None), self._arguments, self._environ)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Lightning's parser with ``--traceback``, whose help has the texts below the fields of dataclasses."""

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -12,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_shard import registry
-from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
+from lightning_shard.commands.options import UsageError, add_output, options_parser, refuse_to_replace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.text import did_you_mean
 
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 _DEVICES = r"(?:([1-9]\d*) *x *)?([1-9]\d*) *(cpu|gpu)?"
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "train": (
@@ -26,7 +30,7 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
     "devices": ("On which devices? 8; 2x8 on 2 nodes of 8; with gpu or cpu behind it", _DEVICES),
     "slurm": ("Does SLURM start it? yes or no", "yes|no"),
     "engine": ("Which strategy? choose, or a name", "|".join(("choose", *registry.PRESETS))),
-    "precision": ("Which precision? 32-true, bf16-mixed, ...", "32-true|bf16-mixed|bf16-true|16-mixed|16-true"),
+    "precision": (f"Which precision? {', '.join(_PRECISIONS)}", "|".join(_PRECISIONS)),
 }
 """Each with what its answer must match."""
 
@@ -84,10 +88,11 @@ def main(arguments: Sequence[str]) -> int:
     found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
     nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
-    launch = f"fit --config {options.output}"
+    written = shlex.quote(str(options.output))
+    launch = f"fit --config {written}"
     if found["slurm"] == "yes":
         cpu = " --cpu" * (accelerator == "cpu")
-        launch = f"slurm --nodes {nodes} --devices {devices}{cpu} --config {options.output} --submit"
+        launch = f"slurm --nodes {nodes} --devices {devices}{cpu} --config {written} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"precision": found["precision"], "modules": _modules(found["train"])}
     strategy = {"reason": "The line to change.", "strategy": found["engine"]}
@@ -96,7 +101,11 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigurationError("engine is choose, but there's no GPU here to choose for: name it, or run there.")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
         strategy = _choose(values, torch.accelerator.get_memory_info(0)[1] if gpus else memory)
-    options.output.write_text(_YAML.format(**values, **strategy), encoding="utf-8")
+    text = _YAML.format(**values, **strategy)
+    from lightning_shard.commands.migrate import check
+
+    check(yaml.safe_load(text))
+    options.output.write_text(text, encoding="utf-8")
     print(f"written to {options.output}; train with: lightning-shard {launch}")
     return 0
 
@@ -111,15 +120,36 @@ def _answers(given: Sequence[str], usual: Sequence[str]) -> dict[str, str]:
         answers |= {name: value} if equals else read_file(Path(answer))
     if unknown := answers.keys() - QUESTIONS:
         raise ConfigurationError(f"there is no question {', '.join(unknown)}. They are {', '.join(QUESTIONS)}.")
-    for (name, (question, pattern)), default in zip(QUESTIONS.items(), usual, strict=True):
-        typed = "" if name in answers or not sys.stdin.isatty() else input(f"{question} [{default}] ").strip()
-        answer = answers.get(name, typed or default)
-        # YAML reads an unquoted yes as true.
-        answers[name] = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
-        if not re.fullmatch(pattern, answers[name]):
-            near = did_you_mean(answers[name], pattern.split("|"))
-            raise ConfigurationError(f"{name} is {answers[name]!r}, which is no answer. {question}.{near}")
+    for (name, (question, _)), default in zip(QUESTIONS.items(), usual, strict=True):
+        asks = name not in answers and sys.stdin.isatty()
+        while True:
+            answer = _typed(f"{question} [{default}] ") or default if asks else answers.get(name, default)
+            # YAML reads an unquoted yes as true.
+            answers[name] = ("yes" if answer else "no") if isinstance(answer, bool) else str(answer)
+            wrong = _wrong(name, answers[name])
+            if wrong and not asks:
+                raise ConfigurationError(wrong)
+            if not wrong:
+                break
+            print(wrong)
     return answers
+
+
+def _typed(question: str) -> str:
+    try:
+        return input(question).strip()
+    except EOFError as error:
+        raise UsageError("the input ended before all was answered; nothing was written. Give --answers.") from error
+
+
+def _wrong(name: str, answer: str) -> str:
+    """Why it is no answer, or ``""``."""
+    question, pattern = QUESTIONS[name]
+    if not re.fullmatch(pattern, answer):
+        return f"{name} is {answer!r}, which is no answer. {question}.{did_you_mean(answer, pattern.split('|'))}"
+    if name == "train" and "/" in answer and not Path(answer, "config.json").is_file():
+        return f"train is {answer!r}, but there is no config.json in that folder. {question}."
+    return ""
 
 
 def _modules(train: str) -> str:

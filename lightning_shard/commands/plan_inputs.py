@@ -62,8 +62,8 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
     """Read the options of ``lightning-shard fit``: ``--config FILE`` and any others.
 
     Without ``nodes`` and ``devices`` the configuration's numbers hold. The module is built without memory for its
-    tensors; where that fails (it reads or looks at values), for real. SystemExit: a mistake in the configuration, which
-    was printed. ConfigurationError: a strategy that is not of this package.
+    tensors; where that fails (it reads or looks at values), for real. UsageError, or what a constructor raises: a
+    mistake in the configuration. ConfigurationError: a strategy that is not of this package.
     """
     mode = fake.fake_mode()
     reader = _parse(arguments, mode)
@@ -117,6 +117,9 @@ def _parse(arguments: Sequence[str], mode: Any) -> Any:
 
         def after_fit(self) -> None:
             """There was none."""
+
+        def _report(self, error: Exception) -> None:
+            """Whoever asked for the plan is told."""
 
     with warnings.catch_warnings():
         # That arguments are given in Python, beside those of the command line.

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
-from lightning_shard.commands import init
+from lightning_shard.commands import init, quick
 from tests.harness import ROOT, run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -73,6 +73,7 @@ def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytes
         ("precision=fp8", "precision is 'fp8'"),
         ("gpus=8", "there is no question gpus. They are train, devices, slurm, engine, precision"),
         ("nowhere.yaml", "there is no such file"),
+        ("train=./nowhere", "train is './nowhere', but there is no config.json in that folder"),
         ("devices=1000000 gpu", "no GPU here to choose for"),
     ],
 )
@@ -80,6 +81,31 @@ def test_answers_that_are_none(answer: str, says: str, folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=says):
         init.main(["--answers", answer])
     assert list(folder.iterdir()) == []
+
+
+def test_what_does_not_go_together_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="DeepSpeed keeps fp16 masters only with the optimizer offloaded"):
+        init.main(["--answers", "slurm=no", "devices=2 cpu", "precision=16-true", "engine=shard_deepspeed_stage_2"])
+    assert list(folder.iterdir()) == []
+
+
+def test_a_wrong_answer_is_asked_for_again_and_an_end_of_input_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    typed = iter(["", "many", "2 cpu", "no", "shard_ddp", "32-true"])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    assert init.main(["--output", "my run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "devices is 'many', which is no answer" in out
+    assert "lightning-shard fit --config 'my run.yaml'" in out
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    for ends, code, says in ((EOFError, 2, "error: the input ended before"), (KeyboardInterrupt, 130, "interrupted")):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", lambda question, ends=ends: (_ for _ in ()).throw(ends()))
+        assert quick("lightning-shard", ["init"]) == code
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -192,12 +192,6 @@ def test_no_measured_links(content: str | None, message: str, tmp_path: Path) ->
         plan_command.main(["--device-memory", "80GB", "--links", str(path)])
 
 
-def test_a_size_without_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan_command.main(["--device-memory", "80"])
-    assert "'80' is no size. Write a number and a unit: 80GB" in capsys.readouterr().err
-
-
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ConfigurationError, match=r"--picture needs matplotlib.*examples"):
