@@ -118,20 +118,16 @@ def reload_epoch(trainer: Trainer) -> int | None:
     return int(trainer.fit_loop._last_train_dl_reload_epoch) if every else None
 
 
-def reload_as_before(trainer: Trainer, epoch: int | None) -> None:
-    """After the loaders of a resumed run were made: make new ones when the run that was saved would have."""
-    if epoch is not None:
-        trainer.fit_loop._last_train_dl_reload_epoch = epoch
-
-
-def recount_batches(trainer: Trainer) -> None:
+def recount_batches(trainer: Trainer, reloaded: int | None) -> None:
     """Count the batches of an interrupted epoch in the units of the present loaders (all ranks).
 
     Call it after the dataloaders' state was loaded and the loops were reset: in the strategy's ``on_train_start``.
     Tells iterable loaders how far the loop fetches ahead; changes counters only if the world size or the batch
-    size has changed.
+    size has changed. ``reloaded``: `reload_epoch` of the run that was saved, which makes new ones when it would have.
     """
     loop = trainer.fit_loop
+    if reloaded is not None:
+        loop._last_train_dl_reload_epoch = reloaded
     fetcher: Any = loop._data_fetcher
     all_loaders = CombinedLoader(trainer.train_dataloader).flattened
     for loader in all_loaders:

@@ -94,7 +94,7 @@ def plan_optimizers(
     *,
     configured: bool = False,
 ) -> OptimizerPlan:
-    """Fit saved optimizers (``saved`` as `OptimizerStates.described`) to live ones by parameter name.
+    """Fit saved optimizers (``saved`` as of `optimizer_states`) to live ones by parameter name.
 
     The order of groups and of parameters in them does not matter. Tied names are followed. ``match`` is told of live
     parameters that the saved optimizer did not step, as ``optimizer.<i>.<fqn>``, of slots that it did not have of some

@@ -10,7 +10,7 @@ over flat tensors its owner says it with a `FlatOptimizer`.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,28 +165,25 @@ def _flat_groups(optimizer: FlatOptimizer, names: Names) -> list[Group]:
     return list(groups.values())
 
 
-@dataclass(frozen=True)
-class OptimizerStates:
-    tensors: dict[SlotName, LiveTensor] = field(default_factory=dict)  # Live tensors, or this rank's slices of them.
-    # Per optimizer the rest in plain values, groups with FQNs and non-tensor slots: ``{"class": str, "groups":
-    # [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot: value}}}``. A scalar tensor among the
-    # hyperparameters (a capturable learning rate) is a number.
-    described: list[dict[str, Any]] = field(default_factory=list)
+def optimizer_states(
+    optimizers: Sequence[AnyOptimizer], names: Names
+) -> tuple[dict[SlotName, LiveTensor], list[dict[str, Any]]]:
+    """What there is to save of ``optimizers``: live tensors, or this rank's slices of them, and per optimizer the rest.
 
-
-def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> OptimizerStates:
-    """What there is to save of ``optimizers``. No communication.
+    That is in plain values: ``{"class": str, "groups": [{"params": [fqn], **hyperparameters}], "slots": {fqn: {slot:
+    value}}}``. A scalar tensor among the hyperparameters (a capturable learning rate) is a number. No communication.
 
     Raises CheckpointError for a parameter that the module does not have, and for a slot of a sharded parameter that
     is neither a scalar nor of the parameter's shape: it can't be sharded for other numbers of ranks.
     """
-    found = OptimizerStates()
+    tensors: dict[SlotName, LiveTensor] = {}
+    described: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         live = flat.torch_optimizer(optimizer)
         groups = groups_of(index, optimizer, names)
         plain: dict[str, Values] = {}
         if isinstance(optimizer, OwnedOptimizer):
-            found.tensors.update(_owned_slots(index, optimizer, names))
+            tensors.update(_owned_slots(index, optimizer, names))
             plain = {names.aliases.get(fqn, fqn): dict(values) for fqn, values in optimizer.values.items()}
             groups_with_state: list[Group] = []
         else:
@@ -199,13 +196,13 @@ def optimizer_states(optimizers: Sequence[AnyOptimizer], names: Names) -> Optimi
                     if isinstance(value, Tensor):
                         if part.is_sharded and value.shape not in ((), part.tensor.shape):
                             raise CheckpointError(unshardable(name, tuple(value.shape), tuple(part.tensor.shape)))
-                        found.tensors[name] = part.view(fqn, value)
+                        tensors[name] = part.view(fqn, value)
                     else:
                         plain.setdefault(fqn, {})[slot] = _checked_value(name, value, is_sharded=part.is_sharded)
         settings = [{k: _plain(v) for k, v in hyperparameters(group.settings).items()} for group in groups]
-        described = [{"params": group.names, **each} for group, each in zip(groups, settings, strict=True)]
-        found.described.append({"class": kind_of(live), "groups": described, "slots": plain})
-    return found
+        with_names = [{"params": group.names, **each} for group, each in zip(groups, settings, strict=True)]
+        described.append({"class": kind_of(live), "groups": with_names, "slots": plain})
+    return tensors, described
 
 
 def _owned_slots(index: int, optimizer: OwnedOptimizer, names: Names) -> Iterator[tuple[SlotName, LiveTensor]]:

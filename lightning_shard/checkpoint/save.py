@@ -1,14 +1,14 @@
 """Saving a portable checkpoint: all ranks agree on who writes what, and write it.
 
-A save has two halves, `begin` and `finish`: where the values come from, and over which group the ranks that write them
-speak, is said to the second one. A save in the background writes copies, over a group of its own.
+A save has two halves, `Begun` and its `finish`: where the values come from, and over which group the ranks that write
+them speak, is said to the second one. A save in the background writes copies, over a group of its own.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, write_hugg
 from lightning_shard.checkpoint.foreign.lightning_file import write_full
 from lightning_shard.checkpoint.load import keyed, open_portable
 from lightning_shard.checkpoint.optimizer_state import extra_state, live_tensors, optimizer_states, sharded_names
-from lightning_shard.checkpoint.plan import Plan, Plans, live_values
+from lightning_shard.checkpoint.plan import Plans, live_values
 from lightning_shard.errors import CheckpointError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
@@ -52,15 +52,15 @@ def training_state(
     """
     names = sharded_names(module)
     live = {fqn: tensor for fqn, tensor in live_tensors(names, masters).items() if fqn not in leave_out}
-    states = optimizer_states(optimizers, names)
+    slots, described = optimizer_states(optimizers, names)
     averages_of = {layout.AVERAGE_PREFIX + fqn: average for fqn, average in (averages or {}).items() if fqn in live}
     own: dict[str, Any] = {layout.EXTRA_STATE: extra_state(module, names)}
     if optimizers:
-        own[layout.OPTIMIZER_STATES] = states.described
+        own[layout.OPTIMIZER_STATES] = described
     return Contents.of(
         weights=live,
         aliases={alias: fqn for alias, fqn in names.aliases.items() if fqn in live},
-        slots=states.tensors,
+        slots=slots,
         further={**averages_of, **(keyed(gradients) if gradients else {})},
         trainer_state={**trainer_state, **own},
         own_state=own_state,
@@ -78,7 +78,7 @@ def save(path: AnyPath, collect: Callable[[], Contents]) -> None:
     Raises the same CheckpointError on every rank if anything fails on any of them; the path is as it was then.
     """
     ranks = Ranks.of()
-    begun = begin(ranks, path, collect, Plans())
+    begun = Begun(ranks, path, collect, Plans())
     begun.finish(ranks, live_values(begun.state.tensors))
 
 
@@ -87,69 +87,46 @@ def write_portable(path: AnyPath, contents: Contents) -> None:
     save(path, lambda: contents)
 
 
-def begin(ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> Begun:
-    """Everything of a save but its values: all ranks agree on the plan, and nothing of the rest can change any more.
-
-    Arguments and errors as for `save`. All ranks call it.
-    """
-    token = layout.new_token()
-    collected: list[Contents] = []
-    encoded: list[bytes] = []
-    own_state = b""
-
-    def look() -> bool:
-        nonlocal own_state
-        collected.append(collect())
-        if (state := collected[0].own_state) is not None:
-            own_state = encode_trainer_state(state)
-        return plans.still_holds(collected[0].tensors, collected[0].slots)
-
-    def decide(known: list[bool]) -> list[tuple[Place, Place, bool]]:
-        encoded.append(encode_trainer_state(collected[0].whole_state))
-        target = place(path).absolute()
-        return [(target, commit.begin(target, token), all(known))] * ranks.size
-
-    target, temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
-    with commit.deleted_on_failure(temporary, here=ranks.is_first):
-        plan = plans.agreed(ranks, still_holds=still_holds)
-    return Begun(
-        target=target,
-        temporary=temporary,
-        token=token,
-        plan=plan,
-        trainer_state=encoded[0] if encoded else b"",
-        own_state=own_state,
-        state=collected[0],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A save whose values are still to be written, by `finish`."""
+    """A save whose values are still to be written, by `finish`: nothing of the rest can change any more."""
 
-    target: Place  # Where the checkpoint is to be.
-    temporary: Place
-    token: str
-    plan: Plan
-    trainer_state: bytes  # The contents of ``trainer.pt``, on rank 0.
-    own_state: bytes  # What follows this rank's boxes.
-    state: Contents  # What is saved.
-    then: Callable[[Ranks], object] = lambda ranks: None  # What makes another form of the directory; all ranks call it.
+    def __init__(self, ranks: Ranks, path: AnyPath, collect: Callable[[], Contents], plans: Plans) -> None:
+        """Agree with all ranks on the plan. All ranks call it. Arguments and errors as for `save`."""
+        self._token = layout.new_token()
+        # Rank 0's contents of ``trainer.pt``, and what follows this rank's boxes.
+        self._trainer_state = self._own_state = b""
+        # What makes another form of the directory; all ranks call it.
+        self.then: Callable[[Ranks], object] = lambda ranks: None
+
+        def look() -> bool:
+            self.state = collect()
+            if self.state.own_state is not None:
+                self._own_state = encode_trainer_state(self.state.own_state)
+            return plans.still_holds(self.state.tensors, self.state.slots)
+
+        def decide(known: list[bool]) -> list[tuple[Place, Place, bool]]:
+            self._trainer_state = encode_trainer_state(self.state.whole_state)
+            target = place(path).absolute()
+            return [(target, commit.begin(target, self._token), all(known))] * ranks.size
+
+        self.target, self._temporary, still_holds = ranks.exchange(f"starting to save {path}", look, decide)
+        with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
+            self.plan = plans.agreed(ranks, still_holds=still_holds)
 
     def finish(self, ranks: Ranks, values: Values) -> None:
         """Write the values and put the checkpoint in place. All ranks call it.
 
         ``ranks``: the same processes as at the beginning, over the same or another group. Errors as for `save`.
         """
-        with commit.deleted_on_failure(self.temporary, here=ranks.is_first):
+        with commit.deleted_on_failure(self._temporary, here=ranks.is_first):
             written = ranks.collect(f"writing {self.target}", lambda: self._write(ranks.rank, values))
             ranks.first(f"completing {self.target}", lambda: self._complete(written))
         self.then(ranks)
 
     def _write(self, rank: int, values: Values) -> Written:
-        written = write_boxes(self.temporary, rank, self.plan.mine, values, self.own_state)
+        written = write_boxes(self._temporary, rank, self.plan.mine, values, self._own_state)
         if rank == 0:
-            entry = write_file(self.temporary / layout.TRAINER_STATE, self.trainer_state)
+            entry = write_file(self._temporary / layout.TRAINER_STATE, self._trainer_state)
             return replace(written, files={**written.files, layout.TRAINER_STATE: entry})
         return written
 
@@ -159,13 +136,13 @@ class Begun:
         assert plan is not None
         files = {name: entry for part in written for name, entry in part.files.items()}
         for name, data in describe_boxes(plan, written).items():
-            files[name] = write_file(self.temporary / name, data)
-        seen = commit.sizes(self.temporary)
+            files[name] = write_file(self._temporary / name, data)
+        seen = commit.sizes(self._temporary)
         for name, entry in files.items():
             if seen.get(name) != entry.size:
                 found = f"has {seen[name]} bytes" if name in seen else "does not exist"
                 raise CheckpointError(
-                    f"a rank wrote {entry.size} bytes to {self.temporary / name}, but on rank 0 it {found}: save to a "
+                    f"a rank wrote {entry.size} bytes to {self._temporary / name}, but on rank 0 it {found}: save to a "
                     "directory that all machines share"
                 )
         tensors = {
@@ -182,8 +159,8 @@ class Begun:
             slots=slots,
             files=files,
         )
-        write_file(self.temporary / layout.MANIFEST, manifest.to_json().encode())
-        commit.publish(self.temporary, self.target, self.token)
+        write_file(self._temporary / layout.MANIFEST, manifest.to_json().encode())
+        commit.publish(self._temporary, self.target, self._token)
 
 
 def begin_any(
@@ -193,7 +170,7 @@ def begin_any(
     plans: Plans,
     wanted: Callable[[], Skeleton] | None = None,
 ) -> Begun:
-    """As `begin`; what is written is in the `layout.other_form` that the path names, if it names one.
+    """A `Begun` save; what is written is in the `layout.other_form` that the path names, if it names one.
 
     They are made from a directory beside it, which is removed then, so that no rank ever has more than one full tensor:
     the file by rank 0, the folder, of which ``wanted`` gives rank 0 the skeleton, by all ranks.
@@ -201,7 +178,7 @@ def begin_any(
     form = layout.other_form(str(path))
     wanted = wanted if form == "hf" else None
     if wanted is None and form != "full":
-        return begin(ranks, path, collect, plans)
+        return Begun(ranks, path, collect, plans)
     refuse_url(str(path), "one file or a folder for Hugging Face")
 
     def look(_: list[None]) -> list[tuple[Path, Path, Skeleton | None]]:
@@ -213,9 +190,12 @@ def begin_any(
 
     target, parts, skeleton = ranks.exchange(f"starting to save {path}", lambda: None, look)
     if skeleton is None:
-        return replace(begin(ranks, os.fspath(parts), collect, plans), then=partial(_write_file, target, parts))
-    begun = begin(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
-    return replace(begun, then=partial(write_hugging_face, target=target, parts=parts, wanted=skeleton))
+        begun = Begun(ranks, os.fspath(parts), collect, plans)
+        begun.then = partial(_write_file, target, parts)
+    else:
+        begun = Begun(ranks, os.fspath(parts), lambda: skeleton.part_of(collect()), Plans())
+        begun.then = partial(write_hugging_face, target=target, parts=parts, wanted=skeleton)
+    return begun
 
 
 def _write_file(target: Path, parts: Path, ranks: Ranks) -> None:

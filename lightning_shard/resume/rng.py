@@ -243,12 +243,9 @@ def _loads_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def generators_of(drawers: list[Any]) -> list[Any]:
+def generators_of(owner: Any, seen: set[int] | None = None, depth: int = 5) -> list[Any]:
     """The generators among the attributes of datasets and collate functions, and of the transforms that they hold."""
-    return list(_generators(drawers, set()))
-
-
-def _generators(owner: Any, seen: set[int], depth: int = 5) -> Iterator[Any]:
+    seen, found = set() if seen is None else seen, list[Any]()
     if isinstance(owner, partial):
         held: Any = [owner.func, *owner.args, *owner.keywords.values()]
     elif isinstance(owner, MethodType):
@@ -262,9 +259,10 @@ def _generators(owner: Any, seen: set[int], depth: int = 5) -> Iterator[Any]:
             continue
         seen.add(id(value))
         if generator_kind(value) is not None:
-            yield value
+            found.append(value)
         elif depth:
-            yield from _generators(value, seen, depth - 1)
+            found += generators_of(value, seen, depth - 1)
+    return found
 
 
 def _seed(digest: bytes, generators: list[Any]) -> None:

@@ -145,9 +145,9 @@ class Data:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and (warning := other_batch(resumed.get("batch"), _factors(trainer))) is not None:
             rank_zero_warn(warning)
-        loaders.recount_batches(trainer)  # ahead of what says that the loops do not resume any more
+        # Ahead of what says that the loops do not resume any more.
+        loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
         if resumed is not None:
-            loaders.reload_as_before(trainer, resumed.get("reloaded"))
             resume_accumulation(trainer, resumed["ranks"], checkpoints)
             ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
             # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.

@@ -61,4 +61,4 @@ def live(
     """Key to live tensor of all that is saved."""
     names = fqns(module)
     weights = {MODEL_PREFIX + fqn: tensor for fqn, tensor in live_tensors(names, masters).items()}
-    return weights | {name.key: tensor for name, tensor in optimizer_states(optimizers, names).tensors.items()}
+    return weights | {name.key: tensor for name, tensor in optimizer_states(optimizers, names)[0].items()}

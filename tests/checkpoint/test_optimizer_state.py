@@ -16,7 +16,7 @@ def test_quantised_state_is_saved_as_the_tensors_inside() -> None:
     net(torch.ones(64)).sum().backward()
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
-    found = {(n.fqn, n.slot): t.dtype for n, t in optimizer_states([optimizer], sharded_names(net)).tensors.items()}
+    found = {(n.fqn, n.slot): t.dtype for n, t in optimizer_states([optimizer], sharded_names(net))[0].items()}
     assert found["weight", "exp_avg.codes"] == torch.uint8
     assert found["weight", "exp_avg.scale"] == found["weight", "exp_avg_sq.qmap"] == torch.float32
     # A bias has too few elements to be quantised.

@@ -269,11 +269,20 @@ def write_hugging_face(ranks: Ranks, target: Path, parts: Path, wanted: Skeleton
     """
     token = layout.new_token()
     temporary = layout.temporary_sibling(target, token)
+
+    def complete() -> None:
+        """Write the manifest, then put all of it in place."""
+        files = {name: entry for entries in written for name, entry in entries.items()}
+        facts = replace(open_portable(parts, compared=False).facts, world_size=ranks.size, versions=library_versions())
+        manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files)
+        write_file(temporary / layout.MANIFEST, manifest.to_json().encode())
+        commit.publish(temporary, target, token)
+
     try:
         with commit.deleted_on_failure(temporary, here=ranks.is_first):
             ranks.first(f"writing {target}", lambda: commit.begin(target, token))
             written = ranks.collect(f"writing {target}", lambda: _write_share(ranks, temporary, parts, wanted))
-            ranks.first(f"completing {target}", lambda: _complete(temporary, target, token, parts, wanted, written))
+            ranks.first(f"completing {target}", complete)
     finally:
         if ranks.is_first:
             commit.remove(parts)
@@ -296,14 +305,3 @@ def _write_share(ranks: Ranks, temporary: Path, parts: Path, wanted: Skeleton) -
                 other[_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
             entries |= {name: write_file(temporary / name, data) for name, data in other.items()}
     return entries
-
-
-def _complete(
-    temporary: Path, target: Path, token: str, parts: Path, wanted: Skeleton, written: list[dict[str, FileEntry]]
-) -> None:
-    """On rank 0: the manifest, then all of it in place."""
-    files = {name: entry for entries in written for name, entry in entries.items()}
-    facts = replace(open_portable(parts, compared=False).facts, world_size=len(written), versions=library_versions())
-    manifest = Manifest(facts=facts, tensors={}, aliases={}, slots={}, files=files)
-    write_file(temporary / layout.MANIFEST, manifest.to_json().encode())
-    commit.publish(temporary, target, token)

@@ -222,7 +222,7 @@ def _named(
 def described_optimizer(
     index: int, state: Mapping[str, Any], stepped: Sequence[str], kind: str, slots: dict[layout.SlotName, StoredTensor]
 ) -> dict[str, Any]:
-    """A ``state_dict`` of optimizer ``index`` as `OptimizerStates.described` has it; tensors are put into ``slots``.
+    """A ``state_dict`` of optimizer ``index`` as `optimizer_states` describes it; tensors are put into ``slots``.
 
     ``stepped``: FQNs of its parameters in the order of its groups.
     """
