@@ -135,14 +135,16 @@ class Saver:
         return failure
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint once the one that is being written is complete, else never. Rank 0 calls it."""
+        """Delete a checkpoint once the one that is being written is complete, else never. Rank 0 acts."""
         self._when_complete(partial(commit.remove, path))
 
     def link(self, path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
-        """Make ``name`` a link to the checkpoint at ``path``, once that is complete. Rank 0 calls it."""
+        """Make ``name`` a link to the checkpoint at ``path``, once that is complete. Rank 0 acts."""
         self._when_complete(partial(commit.link, path, name))
 
     def _when_complete(self, act: Callable[[], None]) -> None:
+        if not Ranks.of().is_first:
+            return
         if self._ongoing is None:
             act()
         else:

@@ -119,15 +119,11 @@ class Checkpoints(CheckpointIO):
         run: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
-        """Write the checkpoint directory ``path``, complete or not at all. All ranks call it.
-
-        A path that ends in ``.full.ckpt`` becomes one stock Lightning file instead, and one that ends in ``.hf.ckpt``
-        a folder for ``from_pretrained``.
+        """Write the checkpoint ``path``, in the form that its name says, complete or not at all. All ranks call it.
 
         ``checkpoint``: what Lightning dumped; rank 0's counts, as does its ``path``. ``own``: what each rank alone
-        goes on with.
-        ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run. ``background``:
-        return as soon as the tensors may change; see `Saver`.
+        goes on with. ``run``: name, step and time of the run; None: the checkpoint is never taken for that of a run.
+        ``background``: return as soon as the tensors may change; see `Saver`.
 
         CheckpointError: on every rank, naming the rank that failed; an older checkpoint at the path stays. Also for a
         save before that failed in the background, and for ``storage_options``, fsspec's of an object store, where
@@ -234,13 +230,7 @@ class Checkpoints(CheckpointIO):
 
         While another checkpoint is being written, that waits until it is complete; if it fails, nothing is deleted.
         """
-        if Ranks.of().is_first:
-            self.saver.remove(path)
-
-    def link(self, path: str, name: str) -> None:
-        """Make ``name`` a link to the checkpoint at ``path``, once that is complete. All ranks may call it."""
-        if Ranks.of().is_first:
-            self.saver.link(path, name)
+        self.saver.remove(path)
 
     # In the background
 
@@ -272,11 +262,9 @@ class Checkpoints(CheckpointIO):
     ) -> dict[str, Any]:
         """Read ``trainer.pt``, and for a fit what ranks keep of themselves; the tensors follow in `load_tensors`.
 
-        All ranks call it.
-
-        What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted into a directory
-        below the run's folder, which is removed after loading. ``map_location`` and ``weights_only`` are not looked
-        at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
+        All ranks call it. What stock Lightning or DeepSpeed wrote, and a file in the ``full`` form, is first converted
+        into a directory below the run's folder, which is removed after loading. ``map_location`` and ``weights_only``
+        are not looked at: tensors are read where they live, and nothing in a checkpoint is ever unpickled freely.
         """
         given = path
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):

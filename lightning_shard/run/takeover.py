@@ -100,7 +100,8 @@ def settle_fit(
     if not engine.follows_freezing:
         callbacks.leave_flat_groups_unnamed(replacements, trainer)
     if async_save:
-        let_checkpoints_wait(replacements, trainer, is_writing=checkpoints.saver.is_writing, link=checkpoints.link)
+        saver = checkpoints.saver
+        let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
     save_between_steps(replacements, trainer, lambda: async_save == "continuous" and checkpoints.saver.is_busy)
     results.log_full_values(replacements, module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
