@@ -30,9 +30,10 @@ USES = {
         " _store _summary _swap_models _use_buffers",
     ),
     "_lightning/loaders.py": (
-        "the loaders' loaded states and samplers",
-        "_combined_loader _combined_loader_states_to_load _data_connector _data_fetcher _data_source"
-        " _last_train_dl_reload_epoch _mode _prepare_dataloader _requires_distributed_sampler _sampler",
+        "the loaders' loaded states and samplers, a fit's way back to a checkpoint",
+        "_apply_batch_transfer_handler _checkpoint_connector _combined_loader _combined_loader_states_to_load"
+        " _data_connector _data_fetcher _data_source _last_train_dl_reload_epoch _mode _prepare_dataloader"
+        " _requires_distributed_sampler _sampler",
     ),
     "_lightning/loops.py": (
         "the loops' counters; gradient accumulation; whether validation is due; signal handlers, the end of a run",
@@ -59,10 +60,6 @@ USES = {
         "logged values across a resume, and which loggers draw a graph",
         "_Metadata _ResultCollection _ResultMetric _Sync _callback_metrics _first_loop_iter _log_graph"
         " _logger_connector _restarting _results",
-    ),
-    "_lightning/trials.py": (
-        "a fit's loaders and its way back to a checkpoint",
-        "_apply_batch_transfer_handler _checkpoint_connector _combined_loader _data_source",
     ),
     "callbacks/profiler.py": ("documented under these names", "_dump_snapshot _record_memory_history"),
     "checkpoint/files/archive.py": ("where a tensor lies in its file", "_checkpoint_offset _pickle_storage_type"),

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_shard._lightning.trials import first_batch, forget_loaders, makes_loaders, trials
+from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trials
 from lightning_shard.callbacks.memory import MetersStep
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError

@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_shard.errors import DataError
 from lightning_shard.resume import rng
 from lightning_shard.resume import shape as shapes
-from lightning_shard.resume.iterable import DelegatingLoader
 from lightning_shard.resume.samplers import Generators, IndexSource, Snapshot, States
+from lightning_shard.resume.shape import DelegatingLoader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,8 @@ class Draws:
 
 @dataclasses.dataclass
 class _Run:
-    epoch: int | None
     shape: shapes.Shape
-    rng: dict[str, Any] | None  # At the start, as `generators`.
-    generators: list[Any]
-    attributes: dict[str, Any]
-    # What random numbers of samples are seeded by: seed, epoch, iteration in the epoch.
-    draws: tuple[int, int, int] | None
-    # Whether the iterator drew a seed for its workers from the generator (persistent workers draw one once).
-    seeded: bool
+    begun: dict[str, Any]  # The part of the state that says how the iteration was begun.
     start: int = 0
     start_batches: int = 0
     batches: int = 0
@@ -129,15 +122,15 @@ class ResumableLoader(DelegatingLoader):
         """
         if self._pending is not None:
             return dict(self._pending)
-        run = self._run or _Run(self._epoch, self._shape, None, [], {}, None, seeded=True)
+        run = self._run or self._new_run((None, [], {}), None, seeded=True)
         left, ahead = run.shape.batches_left(run.start), self._ahead(run)
         done = run.batches - ahead
         ended = self._run is not None and (run.ended or (left is not None and done >= left))
         sampler = self._epoch_sampler()
         generators_now, attributes_now = self._generators.states()
         return {
+            **run.begun,
             "kind": run.shape.kind,
-            "epoch": run.epoch,
             "samples": run.shape.position(run.start, done),
             "batches": done + run.start_batches,
             "finished": ended,
@@ -147,14 +140,9 @@ class ResumableLoader(DelegatingLoader):
             "batch_size": run.shape.batch_size,
             "seed": getattr(sampler, "seed", None),
             "shuffle": getattr(sampler, "shuffle", None),
-            "seeded": run.seeded,
-            "rng": run.rng,
-            "generators": run.generators,
-            "attributes": run.attributes,
             "generators_now": generators_now,
             "attributes_now": attributes_now,
             "states": self._states.saved(ahead),
-            "draws": run.draws,
             "drawn": self._drawing.drawn,
             "drawers": self._drawn_from[0] if ahead else self._drawer_states(),
         }
@@ -245,6 +233,13 @@ class ResumableLoader(DelegatingLoader):
             yield batch
         run.ended = True
 
+    def _new_run(self, generators: tuple[Any, ...], draws: tuple[int, int, int] | None, *, seeded: bool) -> _Run:
+        """``generators``: at the start. ``draws``: what random numbers of samples are seeded by: seed, epoch, iteration
+        in the epoch. ``seeded``: whether the iterator draws a seed for its workers (persistent ones draw one once).
+        """
+        begun = dict(zip(("rng", "generators", "attributes"), generators, strict=True))
+        return _Run(self._shape, {"epoch": self._epoch, "seeded": seeded, "draws": draws, **begun})
+
     def _begin(self) -> tuple[_Run, Iterator[Any]]:
         loaded, self._pending = self._pending, None
         inner, generators = self._inner, self._generators
@@ -261,7 +256,7 @@ class ResumableLoader(DelegatingLoader):
         else:
             # In an uninterrupted run the persistent workers of a finished epoch would still be there.
             seeded = not keeps_workers or (creates and not (loaded and loaded["finished"]))
-        run = _Run(epoch, self._shape, *generators.snapshot(), self._next_draws(resumed, loaded), seeded)
+        run = self._new_run(generators.snapshot(), self._next_draws(resumed, loaded), seeded=seeded)
         self._states.begin(resumed and resumed.get("states"), drawn=resumed["batches"] if resumed else 0)
         if resumed:
             run.start, run.start_batches = resumed["samples"], self._batches_behind(resumed)
@@ -283,7 +278,7 @@ class ResumableLoader(DelegatingLoader):
         seed, epoch, cycle = self._draws.seed, self._draws.epoch(), 0
         if resumed and resumed.get("draws"):
             seed, epoch, cycle = resumed["draws"]
-        elif (before := loaded["draws"] if loaded else self._run and self._run.draws) and before[1] == epoch:
+        elif (before := loaded["draws"] if loaded else self._run and self._run.begun["draws"]) and before[1] == epoch:
             cycle = before[2] + 1
         self._drawing.begin(seed, epoch, cycle)
         return seed, epoch, cycle

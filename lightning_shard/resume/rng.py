@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_shard.devices import accelerator, in_use
-from lightning_shard.resume.iterable import Delegating
+from lightning_shard.resume.shape import Delegating
 from lightning_shard.tensors.names import unwrapped_modules
 from lightning_shard.tensors.tracing import tree_map
 

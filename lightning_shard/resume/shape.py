@@ -1,4 +1,4 @@
-"""How an epoch's samples are dealt out to ranks and batches, and which interrupted epochs fit which loader.
+"""How an epoch's samples are dealt out to ranks and batches, which interrupted epochs fit which loader, and wrappers.
 
 A *position* is a count of samples in the epoch's global order, the one that a single process would see. Rank r of
 w processes sees every w-th sample from its own on, as ``DistributedSampler`` does, so that k samples on each rank
@@ -7,10 +7,10 @@ are the first k * w of the global order.
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_shard.errors import DataError
 
@@ -142,3 +142,45 @@ def length_of(collection: Any) -> int | None:
         return len(collection)
     except (TypeError, NotImplementedError):
         return None
+
+
+class Delegating:
+    """Has every attribute of `inner`, and sets those on it that `_own` does not name.
+
+    What Python itself looks for by a name such as ``__copy__`` is the wrapper's.
+    """
+
+    _own: frozenset[str] = frozenset()
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "_inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what neither this object nor the class has. Before __init__ (copy, pickle) there is no inner.
+        if name == "_inner" or name in self._own or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._inner, name, value)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class DelegatingLoader(Delegating, DataLoader[Any]):
+    """Is a DataLoader for ``isinstance``; iterating is the subclass's.
+
+    Frameworks read samplers, worker counts and dataset from a loader, set its ``worker_init_fn`` and shut its
+    ``_iterator`` down: all of that reaches `inner`. DataLoader's own constructor is not called.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self._inner)
+
+
+def has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
