@@ -20,7 +20,7 @@ from lightning_shard import (
 from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.strategies import preset_yaml, table
 from lightning_shard.engines.settings import plain_settings
-from lightning_shard.meters import memory_table
+from lightning_shard.meters import memory
 
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "nvme_offload"}
@@ -135,7 +135,7 @@ def test_a_bare_trainer_lists_the_names_with_the_nearest() -> None:
 
 
 def test_names_that_are_advised_are_registered() -> None:
-    assert {*memory_table.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)
+    assert {*memory.PRESETS, *plan_inputs.NEAREST.values()} <= set(PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount, most
-from lightning_shard.meters import memory_table as tables
-from lightning_shard.meters.memory_meter import StepMeter
+from lightning_shard.meters import memory as tables
+from lightning_shard.meters.memory import StepMeter
 from lightning_shard.meters.throughput import gather_rows, peak_bytes, size_text
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.memory_table import memory_table
+from lightning_shard.meters.memory import memory_table
 from lightning_shard.text import show_seconds
 
 Points = list[tuple[int, float]]  # step and value

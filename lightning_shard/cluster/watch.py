@@ -25,10 +25,9 @@ from pathlib import Path
 
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
-from lightning_shard.cluster import standstill, traces
-from lightning_shard.cluster.frames import user_frame
+from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place, multi_get, multi_set
-from lightning_shard.cluster.standstill import Progress, Report
+from lightning_shard.cluster.traces import Progress, Report, user_frame
 
 INTERVAL_SECONDS = 1.0  # Between two signs of life; longer with more than 4,096 ranks, which all speak to one process.
 GRACE_SECONDS = 5.0  # How long a main thread has to end by itself once the cause is known.
@@ -351,11 +350,11 @@ class _Counter:
             return None
         told = multi_get(self._store, [f"report/{rank}" for rank in range(self._size)])
         reports = {rank: Report(**json.loads(report)) for rank, report in enumerate(told)}
-        culprits = standstill.blame(reports)
+        culprits = traces.blame(reports)
         if not culprits:
             return None
-        text = standstill.describe(reports, culprits)
-        if still < 2 or not standstill.is_certain(reports, culprits):
+        text = traces.describe(reports, culprits)
+        if still < 2 or not traces.is_certain(reports, culprits):
             _say(f"{text} (stuck_seconds)")
             return None
         return self._store.compare_set("failed", "", json.dumps([culprits[0], text]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_shard.cluster.frames import package_of, user_frame
+from lightning_shard.cluster.traces import package_of, user_frame
 from lightning_shard.commands.fit import broken_config
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError

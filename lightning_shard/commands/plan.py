@@ -16,12 +16,11 @@ from lightning_shard.commands.plan_inputs import Inputs
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.meters.peaks import Peaks, find_peaks, peak_flops
-from lightning_shard.planning import report, search
+from lightning_shard.planning import report
 from lightning_shard.planning.memory_trace import batch_size_of, resized
 from lightning_shard.planning.operators import Device
-from lightning_shard.planning.planner import Candidate, Planner
+from lightning_shard.planning.planner import Candidate, Form, Planner, forms, forms_table, ranked
 from lightning_shard.planning.report import FORMS, Row, recommend
-from lightning_shard.planning.search import Form
 from lightning_shard.planning.step_time import LINK_REACHED, Rates, device_of
 from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
@@ -311,12 +310,12 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
     for each in _candidates(planner, inputs, meshes=True):
         if isinstance(each, Candidate):
             compiles = bool(each.engine.units(planner.module)) and registry.find(each.name).init_args.get("stage") != 3
-            found += search.forms(planner, each, total // ranks, compiles=compiles)
-    best = search.ranked(found)
+            found += forms(planner, each, total // ranks, compiles=compiles)
+    best = ranked(found)
     if not best:
         return [f"search: nothing fits that has a global batch of {total}"]
     shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and fit, and the best of each name:"
-    parts, text = [f"{shown}\n{search.table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
+    parts, text = [f"{shown}\n{forms_table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
     if options.output is None:
         return [*parts, text]
     options.output.write_text(text + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_shard import registry
-from lightning_shard.cluster.frames import user_frame
+from lightning_shard.cluster.traces import user_frame
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError

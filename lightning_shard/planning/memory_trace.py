@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.cluster.frames import user_frame
+from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, checkpointed_modules
 from lightning_shard.engines.units import Unit, computes
 from lightning_shard.errors import ConfigurationError

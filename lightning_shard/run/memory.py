@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.resident import Resident, is_sharded
 from lightning_shard.memory import MemoryAccount, most
-from lightning_shard.meters.memory_meter import StepMeter, account
-from lightning_shard.meters.memory_table import advice, append_to_message, is_out_of_memory
+from lightning_shard.meters.memory import StepMeter, account, advice, append_to_message, is_out_of_memory
 from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training, facts_of, optimizer_facts
 from lightning_shard.planning.memory_trace import Step, batch_size_of, trace_step
 from lightning_shard.planning.planner import Run, largest_batch

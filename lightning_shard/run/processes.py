@@ -36,7 +36,7 @@ from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.preflight import Facts, Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
-from lightning_shard.cluster.standstill import Progress
+from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import forget_made_groups, set_timeout

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks
 from lightning_shard._lightning.callbacks import averaging_callbacks, own_averaging_hooks
-from lightning_shard.cluster.frames import user_frame
+from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.meters.memory_table import append_to_message
+from lightning_shard.meters.memory import append_to_message
 from lightning_shard.precision.policy import PrecisionPolicy, short
 from lightning_shard.run.memory import Memory, explain_out_of_memory
 

@@ -24,7 +24,7 @@ from lightning_shard.callbacks.throughput import ThroughputCallback
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.meters.flops import FlopCount
-from lightning_shard.meters.memory_table import (
+from lightning_shard.meters.memory import (
     append_to_message,
     from_numbers,
     is_out_of_memory,

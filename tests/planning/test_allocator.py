@@ -11,8 +11,7 @@ from torch import nn
 from lightning_shard.engines.facts import DeepSpeedFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.engines.units import find_units
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.allocator import Allocator, MiB
-from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, DeviceMemory, replay
+from lightning_shard.planning.device_memory import BLOCKS, CONTEXT, CUBLAS, NCCL, Allocator, DeviceMemory, MiB, replay
 from lightning_shard.planning.device_memory import device_memory as all_of
 from lightning_shard.planning.facts import Training, model_facts
 from lightning_shard.planning.memory_trace import Segment, Step, Trace, trace_step

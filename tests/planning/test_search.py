@@ -13,7 +13,7 @@ import yaml
 from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import plan as plan_command
 from lightning_shard.commands.plan import _meshes
-from lightning_shard.planning.search import Form, ranked
+from lightning_shard.planning.planner import Form, ranked
 from lightning_shard.planning.step_time import INSIDE, PRODUCTS, StepTime
 from lightning_shard.planning.traffic import Nodes
 from tests.harness import run_distributed

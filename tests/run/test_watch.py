@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_shard.cluster import watch as watching
 from lightning_shard.cluster.preflight import Place, connect
-from lightning_shard.cluster.standstill import Progress
+from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
 from tests.groups import sampled
 from tests.harness import free_port, run_distributed, until

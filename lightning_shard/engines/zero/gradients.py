@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.cluster.frames import package_of
+from lightning_shard.cluster.traces import package_of
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import warn_on_first_rank
 
