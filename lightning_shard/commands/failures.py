@@ -5,13 +5,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.cluster.traces import package_of, user_frame
-from lightning_shard.commands.fit import broken_config
 from lightning_shard.commands.options import UsageError
 from lightning_shard.errors import ShardError
 
@@ -48,6 +49,21 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
     if "--traceback" in arguments:
         traceback.print_exception(error)
     raise SystemExit(MISTAKE_EXIT_CODE) from error
+
+
+def broken_config(arguments: Sequence[str]) -> str:
+    """``"PATH: "`` of the first ``--config`` file that is no YAML mapping, or ``""``: the parser doesn't say which."""
+    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, inline = option.partition("=")
+        path = Path(inline if equals else value)
+        if name not in ("-c", "--config") or not path.is_file():
+            continue
+        try:
+            if not isinstance(yaml.safe_load(path.read_text()), dict | None):
+                return f"{path}: "
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return f"{path}: "
+    return ""
 
 
 def global_rank(environ: Mapping[str, str]) -> int:

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_shard import ShardCLI, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision, __version__
-from lightning_shard.commands import fit
+from lightning_shard.commands import cli
 from lightning_shard.commands.options import UsageError
 from lightning_shard.commands.strategies import table
 from lightning_shard.precision.policy import policy_from
@@ -356,5 +356,5 @@ def test_fewer_gpus_than_devices(devices: str, seen: int, refused: bool, monkeyp
     for accelerator in ("gpu", "auto"):
         given = Namespace(devices=devices, accelerator=accelerator)
         with pytest.raises(UsageError, match=r"sees 1 of .*gpus-per-node=8") if refused else nullcontext():
-            fit.check_trainer(given, runs=True)
-    fit.check_trainer(Namespace(devices=devices, accelerator="cpu"), runs=True)
+            cli.check_trainer(given, runs=True)
+    cli.check_trainer(Namespace(devices=devices, accelerator="cpu"), runs=True)
