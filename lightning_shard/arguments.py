@@ -108,8 +108,6 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
     if origin is Literal:
         found = [a for a in arguments if (a == value and not isinstance(value, bool)) or (convert and str(a) == value)]
         return _fitting(bool(found), *found[:1])
-    if kind is bool:
-        return _fitting(isinstance(value, bool), value)
     if kind in (int, float):
         return _number(kind, value, convert)
     if kind is str:
@@ -118,16 +116,12 @@ def _convert(kind: Any, value: Any, convert: bool) -> Any:
     if origin in (list, tuple):
         fits = isinstance(value, list | tuple | set if convert else origin)
         return origin(_converted(_members(arguments[0]), item) for item in _fitting(fits, value))
-    if origin is dict:
-        return _fitting(isinstance(value, Mapping), value)
-    if origin is type:
-        return _fitting(isinstance(value, type), value)
     if is_dataclass(kind) and convert and isinstance(value, Mapping):
         return kind(**value)  # type: ignore[operator]
     if origin is Callable or kind is Callable:
         found_function = imported(value) if convert and isinstance(value, str) else value
         return _fitting(callable(found_function), found_function)
-    return _fitting(isinstance(value, origin), value)
+    return _fitting(isinstance(value, Mapping if origin is dict else origin), value)
 
 
 def _fitting(fits: bool, *value: Any) -> Any:

@@ -176,15 +176,6 @@ def plan(options: argparse.Namespace, inputs: Inputs, measured: Links | None) ->
     return Plan(configured=configured, memory=memory, others=tuple(rows[1:]), best=best, text=text)
 
 
-def _rates(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Rates | None:
-    links = links_of(options, inputs.nodes, measured)
-    device = _device(options, inputs, measured.device if measured is not None else {})
-    # What was measured in collectives is what they reach.
-    reached = 1.0 if measured is not None else LINK_REACHED
-    inside, between = (speed and speed * reached for speed in (links.intra_node, links.inter_node))
-    return None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between)
-
-
 def _device(options: argparse.Namespace, inputs: Inputs, measured: Mapping[str, float]) -> Device | None:
     """What doctor measured of a device, else what the options say; None: neither."""
     if measured:
@@ -228,12 +219,17 @@ def links_of(options: argparse.Namespace, nodes: Nodes, measured: Links | None) 
 
 def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None) -> Planner:
     """The module with a batch and its optimizer; what can't be read is noted."""
+    links = links_of(options, inputs.nodes, measured)
+    device = _device(options, inputs, measured.device if measured is not None else {})
+    # What was measured in collectives is what they reach.
+    reached = 1.0 if measured is not None else LINK_REACHED
+    inside, between = (speed and speed * reached for speed in (links.intra_node, links.inter_node))
     planner = Planner(
         module=inputs.module,
         mode=inputs.mode,
         nodes=inputs.nodes,
         memory=options.device_memory - (options.reserve or 0),
-        rates=_rates(options, inputs, measured),
+        rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
         averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
     )
     if options.no_trace:

@@ -192,11 +192,8 @@ PLACES = ("device", "host", "nvme")
 
 def largest(accounts: Sequence[MemoryAccount]) -> int:
     """The rank with the most bytes on its device; among equals with the most in all places."""
-
-    def total(rank: int) -> tuple[int, int]:
-        return accounts[rank].device.total, sum(getattr(accounts[rank], place).total for place in PLACES)
-
-    return max(range(len(accounts)), key=total)
+    totals = [[getattr(account, place).total for place in PLACES] for account in accounts]
+    return max(range(len(totals)), key=lambda rank: (totals[rank][0], sum(totals[rank])))
 
 
 def memory_table(

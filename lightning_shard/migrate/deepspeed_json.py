@@ -74,13 +74,10 @@ def read_deepspeed(
     if reading.engine is None:
         reading.engine = "deepspeed"
     content = _without_lost(reading, dict(content), prefix)
-    if ZERO not in content:
-        content[ZERO] = {"stage": library_defaults()[f"{ZERO}.stage"] if stage is None else stage}
-        given = None
-    else:
-        given = get(content, f"{ZERO}.stage") if isinstance(content[ZERO], Mapping) else content[ZERO]
-        if given is None and stage is None and isinstance(content[ZERO], Mapping):
-            content[ZERO] = {**content[ZERO], "stage": library_defaults()[f"{ZERO}.stage"]}
+    zero = {} if content.get(ZERO) is None else content[ZERO]
+    given = zero.get("stage") if isinstance(zero, Mapping) else zero
+    if given is None:
+        content[ZERO] = {**zero, "stage": library_defaults()[f"{ZERO}.stage"] if stage is None else stage}
     if clips and content.get("gradient_clipping") is None:
         default = library_defaults()["gradient_clipping"]
         note = f"DeepSpeed's default; {CLIP_NOTE}"
