@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -90,6 +91,20 @@ from lightning_shard.checkpoint.files import commit
 print("writing", flush=True)
 time.sleep(60)
 """
+
+
+def test_leftovers_that_can_not_be_listed_are_no_failure(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(tmp_path))
+
+    monkeypatch.setattr(commit.layout, "leftovers", fail)
+    save_number(path, 2.0)
+    assert number_in(path) == 2.0
+    commit.remove(path)
+    assert not path.exists()
 
 
 def test_what_another_job_is_writing_is_not_removed(tmp_path):

@@ -70,7 +70,8 @@ def publish(temporary: Place, path: Place, token: str) -> None:
     unlock(temporary)
     _delete_leftovers(path)
     if has_locks:
-        clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)  # of checkpoints that are not saved again
+        with contextlib.suppress(OSError):
+            clean(path.parent, remove=True, idle_seconds=_IDLE_SECONDS)  # of checkpoints that are not saved again
 
 
 def _replace(temporary: Path, path: Path, token: str) -> None:
@@ -132,9 +133,13 @@ def link(path: str | os.PathLike[str], name: str | os.PathLike[str]) -> None:
 
 
 def _delete_leftovers(path: Path) -> None:
-    """Delete what saves to ``path`` left, but not a user's files, nor what is locked: being written or read."""
-    for leftover in layout.leftovers(path.parent, re.escape(path.name)):
-        _delete_unless_locked(leftover, path)
+    """Delete what saves to ``path`` left, but not a user's files, nor what is locked: being written or read.
+
+    What can't be deleted is no failure: all else is done then, and a later save tries again.
+    """
+    with contextlib.suppress(OSError):
+        for leftover in layout.leftovers(path.parent, re.escape(path.name)):
+            _delete_unless_locked(leftover, path)
 
 
 def clean(folder: AnyPath, *, remove: bool, idle_seconds: float = 0.0) -> Sequence[Place]:
