@@ -28,6 +28,11 @@ _SHAPES = {0: (), 1: (18_432,), 2: (128, 144), 3: (32, 24, 24), 4: (16, 12, 12, 
 _CUTS = (4_999, 11_111)
 _STEPS = 3
 
+_SHORT = 7
+"""Elements of parts that are shorter than a vector of a CPU's: some fused kernels round otherwise at a tensor's end."""
+
+_MANY = 64 * _SHORT
+
 _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.lion.")
 """DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
 
@@ -105,7 +110,8 @@ def _try(
         draws = not torch.equal(random, torch.get_rng_state())
         if alone and (takes_closure or draws or not all(map(_equal, full, apart))):
             return not takes_closure
-        if draws and (aligned or dtype == torch.float32):
+        exact = aligned or dtype == torch.float32
+        if draws and exact:
             raise ConfigurationError(
                 f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
                 "shard_ddp, or an optimizer that draws none."
@@ -118,7 +124,7 @@ def _try(
                 "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
             )
         # The insides of a quantised state have other shapes than their parameter.
-        same = ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients])
+        same = ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients], exact=exact)
         if not insides and same and _takes_shards(step, group, dtype):
             return False
         if takes_closure:
@@ -155,8 +161,13 @@ def _stepped(
     return [tensor.detach() for tensor in tensors], any(map(has_tensors_inside, tensors_in(copy.state)))
 
 
-def _same_in_parts(step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether a tensor that becomes ``full`` gets the same values as 1-D parts, each by a copy of its own."""
+def _same_in_parts(
+    step: Callable[..., Any], full: Tensor, value: Tensor, gradients: Sequence[Tensor], *, exact: bool
+) -> bool:
+    """Whether a tensor that becomes ``full`` gets the same values as 1-D parts, each by a copy of its own.
+
+    ``exact``: and some of its elements the same whether they are one tensor or many short ones.
+    """
     for begin, end in pairwise([0, *_CUTS, full.numel()]):
         try:
             own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
@@ -166,7 +177,13 @@ def _same_in_parts(step: Callable[..., Any], full: Tensor, value: Tensor, gradie
             return False
         if not _equal(part, full.view(-1)[begin:end]):
             return False
-    return True
+    if not exact:
+        return True
+    value, *gradients = [tensor.view(-1)[:_MANY].clone() for tensor in (value, *gradients)]
+    value[::2] = 0  # so that every bit of an update is seen
+    ((together,), _) = step([value], [[gradient] for gradient in gradients])
+    apart, _ = step(value.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients])
+    return _equal(together, torch.cat(apart))
 
 
 def _takes_shards(step: Callable[..., Any], group: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -52,7 +52,7 @@ class Holding(optim.SGD):
 
 ELEMENTWISE: list[Any] = [
     optim.AdamW,
-    lambda p: optim.AdamW(p, fused=True),
+    lambda p: optim.Adagrad(p, fused=True),
     lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
     lambda p: optim.AdamW(p, lr=0.0),
     lambda p: Wrapping(optim.Adam(p)),
@@ -70,10 +70,15 @@ FULL: list[Any] = [
     optim.Adafactor,
     lambda p: optim.Muon(p[:1]),
     lambda p: Wrapping(Lamb(p)),
+    # On a CPU torch rounds a tensor's last elements, which fill no vector, otherwise than the others.
+    lambda p: optim.AdamW(p, fused=True),
+    lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
 ]
 
 
-@pytest.mark.parametrize("make", FULL, ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped"])
+@pytest.mark.parametrize(
+    "make", FULL, ids=["lamb", "begins at 0", "adafactor", "muon", "wrapped", "fused adamw", "fused sgd"]
+)
 def test_others_need_full_parameters(make: Any) -> None:
     assert probed(make(parameters()))
 
@@ -104,6 +109,22 @@ class InBlocks(Optimizer):
             blocks = p.grad.reshape(-1, 2048 if p.numel() % 2048 == 0 else 1)
             self.state[p] = {"scale": blocks.abs().amax(1)}
             p.sub_((blocks.sign() * self.state[p]["scale"][:, None]).view_as(p), alpha=0.1)
+
+
+class RoundsShort(optim.SGD):
+    """As a kernel that treats what fills no vector apart."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.numel() < 8):
+            p *= 1.01
+
+
+def test_what_is_rounded_otherwise_needs_full_parameters_where_bits_count() -> None:
+    assert probed(RoundsShort(parameters()))
+    assert probed(RoundsShort(parameters()), dtype=BF16, aligned=True)
+    assert not probed(RoundsShort(parameters()), dtype=BF16)
 
 
 def test_states_in_full_blocks_need_full_parameters() -> None:
