@@ -218,8 +218,6 @@ _HOOKS = {WeightAveraging: ("setup", "on_load_checkpoint"), StochasticWeightAver
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """What a callback averages into."""
-
     shards: nn.Module  # Copies of this rank's boxes, in the same order.
     has_buffers: bool  # Whether the buffers are averaged, or follow the module's; else those here mean nothing.
     count: Callable[[], int]  # How many updates are in it.

@@ -57,7 +57,6 @@ def accumulated_batches(trainer: Trainer) -> int:
 
 
 def processed_batches(trainer: Trainer) -> int:
-    """How many training batches the fit has behind it."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(batches.processed)
 

@@ -37,7 +37,6 @@ def wrapped(optimizers: list[Optimizer], strategy: Strategy) -> list[LightningOp
 
 
 def step_scheduler(scheduler: Any) -> LRSchedulerConfig:
-    """A scheduler as Lightning steps it: after every optimizer step."""
     return LRSchedulerConfig(scheduler=scheduler, interval="step")
 
 

@@ -106,7 +106,6 @@ def live_values(tensors: Mapping[str, Any]) -> Values:
 
 
 def local_boxes(tensors: Sequence[TensorFacts], boxes: Sequence[Sequence[dcp.ChunkStorageMetadata]]) -> LocalBoxes:
-    """What one rank tells of its tensors, and of the boxes that it has of each."""
     dims = max((len(facts.shape) for facts in tensors), default=0)
     rows = [
         [[*box.offsets, *[0] * (dims - len(box.offsets))], [*box.sizes, *[1] * (dims - len(box.sizes))]]
@@ -281,7 +280,6 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 @torch.no_grad()
 def _sum(box: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The part of a tensor's sum that a box at ``offsets`` has."""
     if box.is_complex():
         box, offsets, shape = torch.view_as_real(box.resolve_conj()), (*offsets, 0), (*shape, 2)
     bits = (box.reshape(1) if box.ndim == 0 else box.contiguous()).view(_INTEGERS[box.element_size()])

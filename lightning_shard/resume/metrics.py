@@ -99,7 +99,6 @@ def _read(metric: nn.Module) -> dict[str, Any]:
 
 
 def _write(metric: Metric, saved: Mapping[str, Any]) -> None:
-    """Set ``metric``, just reset, to ``saved``."""
     for name, value in saved["states"].items():
         # Without the defaults' devices: a metric with compute_on_cpu keeps its lists on the CPU.
         device = torch.device("cpu") if isinstance(value, list) and metric.compute_on_cpu else metric.device

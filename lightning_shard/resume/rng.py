@@ -139,7 +139,6 @@ def set_generator_state(generator: Any, saved: dict[str, Any]) -> bool:
 
 
 def _module_generators(module: nn.Module) -> dict[str, Any]:
-    """Name to generator, of those that ``module`` and the modules in it have as attributes."""
     owners = unwrapped_modules(module)
     held = {f"{path}.{name}".lstrip("."): value for path, owner in owners for name, value in vars(owner).items()}
     return {name: value for name, value in held.items() if generator_kind(value) is not None}
@@ -237,7 +236,7 @@ class DrawingDataset(Delegating, Dataset[Any]):
 
 
 def _loads_batches(dataset: Any) -> bool:
-    """Whether samples are loaded several at a time. A Subset does if its dataset does, whatever it says."""
+    # A Subset does if its dataset does, whatever it says.
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

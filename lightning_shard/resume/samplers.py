@@ -116,7 +116,6 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether nothing is looked for in ``value``."""
     return isinstance(value, (*_VALUES, *_SKIPPED)) or has_state(value) or hasattr(value, "__getitem__")
 
 
@@ -309,7 +308,6 @@ class _Peekable:
         self._first: list[Any] | None = None
 
     def prime(self) -> None:
-        """Have the first item drawn, if nothing was taken yet."""
         if self._first is None:
             self._first = list(itertools.islice(self._iterator, 1))
 

@@ -64,7 +64,6 @@ class Shape:
     drop_batch: bool
 
     def position(self, start: int, batches: int) -> int:
-        """After `batches` more than `start`."""
         if self.length is None:
             return start + batches * self.batch_size
         share = share_size(self.length, start, self.replicas, drop_last=self.drop_samples)
@@ -86,7 +85,6 @@ def stock_type(sampler: Any) -> type:
 
 
 def shape_of(sampler: Any, batch_sampler: Any) -> Shape:
-    """The shape of a loader with this sampler and batch sampler (None: single samples)."""
     if batch_sampler is not None and stock_type(batch_sampler) is not BatchSampler:
         length = length_of(batch_sampler)
         return Shape(kind="batches", length=length, replicas=1, drop_samples=False, batch_size=1, drop_batch=False)

@@ -55,7 +55,6 @@ class Averaging:
     """The average of one fit. All ranks call each method, in the same order."""
 
     def __init__(self, module: nn.Module, engine: Engine, *, device: torch.device) -> None:
-        """Look at what ``engine`` steps of ``module``; collectives run on ``device``."""
         self._module, self._engine, self._device = module, engine, device
         names, live = self._live()
         parameters = {id(p) for p in module.parameters()}

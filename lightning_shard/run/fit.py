@@ -115,7 +115,6 @@ def run_of(
 
 
 def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
-    """A line that says what runs where."""
     parameters = list(trainer.lightning_module.parameters())
     # What ZeRO-3 has sharded is empty; DTensors have their full size.
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)

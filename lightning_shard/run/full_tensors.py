@@ -70,7 +70,6 @@ class FullTensors:
     """Gathers and scatters the tensors of a run. All ranks call each method."""
 
     def __init__(self, module: nn.Module, engine: Engine, checkpoints: Checkpoints, *, device: torch.device) -> None:
-        """Look at the tensors of ``module`` under ``engine``; collectives run on ``device``."""
         self._module, self._engine, self._checkpoints = module, engine, checkpoints
         self._device = device
 

@@ -24,7 +24,6 @@ class Memory:
     def __init__(
         self, module: nn.Module, engine: Engine, run: PlannedRun, *, device: torch.device, recomputes: bool
     ) -> None:
-        """Look at a module and its engine; ``recomputes``: activations are recomputed in backward."""
         self._module, self._engine, self._run = module, engine, run
         self._device, self._recomputes = device, recomputes
         self._facts: ModelFacts | None = None

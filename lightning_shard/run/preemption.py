@@ -152,7 +152,6 @@ class Preemption:
         return self._config.signals
 
     def take_over_signals(self) -> None:
-        """Note the signals from here on."""
         self._agreement = None
         self._flag = preemption.SignalFlag()
         self._flag.take_over(self.signals)
@@ -290,7 +289,6 @@ class Preemption:
             self._requeue()
 
     def end_process(self, code: int) -> None:
-        """End this process where it stands, wherever that is."""
         with contextlib.suppress(Exception):
             self._save_failed()
         os._exit(code)

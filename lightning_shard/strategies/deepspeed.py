@@ -82,7 +82,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
-        """DeepSpeed's engine, whatever the module."""
         return Zero(self._fields, self._settings.forward, mesh=self._settings.mesh, connection=self._connection)
 
     @property

@@ -93,5 +93,4 @@ class ShardFSDPStrategy(ShardStrategy):
 
     @override
     def engine_for(self, module: nn.Module | None = None) -> Engine:
-        """FSDP2's ``fully_shard``, whatever the module."""
         return FullyShard(self._options, self._settings.forward, at_boundary=self._settings.at_boundary)

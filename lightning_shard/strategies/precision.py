@@ -105,7 +105,6 @@ class ShardPrecision(Precision):
 
     @property
     def sets_loss_scale(self) -> bool:
-        """Whether settings of the loss scale were given."""
         return self._overrides["loss_scale"] is not None
 
     def policy(self, *, aligned: bool, at_boundary: bool = False) -> PrecisionPolicy:

@@ -131,7 +131,6 @@ class CommonSettings:
 
     @property
     def forward(self) -> ForwardOptions:
-        """What changes the units' forward."""
         named: Any = self.activation_checkpointing
         return ForwardOptions(activation_checkpointing=named, compile=self.compile)
 

@@ -149,7 +149,6 @@ class ShardStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property

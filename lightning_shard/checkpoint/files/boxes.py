@@ -238,7 +238,6 @@ def read_boxes(
 
 
 def boxes_file(manifest: Manifest) -> str:
-    """The file that `read_boxes` reads."""
     return layout.BOXES if manifest.format_version > 2 else layout.METADATA
 
 
@@ -283,7 +282,6 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """No metadata has such an entry."""
         raise CheckpointCorruptError("it refers to an object outside of itself")
 
 

@@ -266,7 +266,6 @@ def lock(directory: Path) -> None:
 
 
 def unlock(directory: Path) -> None:
-    """Unlock a directory; nothing if this process has not locked it."""
     if (descriptor := _locked.pop(directory, None)) is not None:
         release(descriptor)
 

@@ -251,7 +251,6 @@ def _why_not_found(directory: Path) -> str:
 
 
 def damaged(directory: Place, damage: Mapping[str, str]) -> CheckpointCorruptError:
-    """The error that names all damaged files of a checkpoint."""
     lines = "\n".join(f"  {damage[name]}" for name in sorted(damage))
     return CheckpointCorruptError(f"{directory} is damaged: {layout.listed(damage)}\n{lines}\nUse another checkpoint.")
 
