@@ -11,14 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Checkpoint,
-    ModelCheckpoint,
-    ModelSummary,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as stock
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import DeepSpeedSummary, summarize
@@ -55,14 +48,14 @@ def count_sharded_parameters(replacements: Replacements, trainer: Trainer) -> No
         return (DeepSpeedSummary if sharded else summarize)(module, max_depth=depth)
 
     for callback in callbacks(trainer):
-        if isinstance(callback, ModelSummary):
+        if isinstance(callback, stock.ModelSummary):
             replacements.replace(callback, "_summary", partial(summary, callback._max_depth))
 
 
 def leave_flat_groups_unnamed(replacements: Replacements, trainer: Trainer) -> None:
     """Let callbacks that freeze before the fit not look for the names of what is in an optimizer's groups."""
     for callback in callbacks(trainer):
-        if isinstance(callback, BaseFinetuning):
+        if isinstance(callback, stock.BaseFinetuning):
             replacements.replace(callback, "_store", lambda *_: None)
 
 
@@ -71,7 +64,7 @@ _TRAINABLE = "trainable_parameters"
 
 def thawed(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint says of which parameters are trainable, where callbacks freeze and thaw."""
-    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks(trainer)):
+    if not any(isinstance(callback, stock.BaseFinetuning) for callback in callbacks(trainer)):
         return {}
     named = trainer.lightning_module.named_parameters()
     return {_TRAINABLE: [name for name, parameter in named if parameter.requires_grad]}
@@ -84,7 +77,7 @@ def thaw_again(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """
     states = checkpoint.get("callbacks", {})
     for callback in callbacks(trainer):
-        if isinstance(callback, BaseFinetuning) and callback.state_key in states and _TRAINABLE in checkpoint:
+        if isinstance(callback, stock.BaseFinetuning) and callback.state_key in states and _TRAINABLE in checkpoint:
             callback.load_state_dict(states[callback.state_key])
             callback.on_fit_start(trainer, trainer.lightning_module)
             for name, parameter in trainer.lightning_module.named_parameters():
@@ -112,7 +105,7 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
             )
 
     for callback in callbacks(trainer):
-        if isinstance(callback, Checkpoint):
+        if isinstance(callback, stock.Checkpoint):
             save, name = callback.on_exception, type(callback).__name__
             replacements.replace(callback, "on_exception", partial(on_exception, save, name))
 
@@ -126,7 +119,7 @@ def let_checkpoints_wait(
     second path a link to the first (``save_last="link"``) once that is full; all ranks call it.
     """
 
-    def follow(callback: ModelCheckpoint) -> None:
+    def follow(callback: stock.ModelCheckpoint) -> None:
         exists_already, link_now = callback.file_exists, callback._link_checkpoint
 
         def file_exists(filepath: Any, trainer: Trainer) -> bool:
@@ -143,7 +136,7 @@ def let_checkpoints_wait(
         replacements.replace(callback, "_link_checkpoint", link_checkpoint)
 
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, stock.ModelCheckpoint):
             follow(callback)
 
 
@@ -154,9 +147,9 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
     are no gradients to save. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is
     saved after the first step at which it is not, one callback after the other; at the end of training in any case.
     """
-    queue: list[ModelCheckpoint] = []  # which were due by their number of steps
+    queue: list[stock.ModelCheckpoint] = []  # which were due by their number of steps
 
-    def follow(callback: ModelCheckpoint) -> None:
+    def follow(callback: stock.ModelCheckpoint) -> None:
         after_batch, after_validation = callback.on_train_batch_end, callback.on_validation_end
         at_end, due = callback.on_train_end, [False]
 
@@ -197,7 +190,7 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
         replacements.replace(callback, "on_train_end", on_train_end)
 
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
+        if isinstance(callback, stock.ModelCheckpoint):
             follow(callback)
 
 
@@ -212,7 +205,7 @@ def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Call
     replacements.replace(connector, "resume_start", resume_start)
 
 
-_HOOKS = {WeightAveraging: ("setup", "on_load_checkpoint"), StochasticWeightAveraging: ("setup",)}
+_HOOKS = {stock.WeightAveraging: ("setup", "on_load_checkpoint"), stock.StochasticWeightAveraging: ("setup",)}
 """Hooks that copy or load a whole module."""
 
 
@@ -243,7 +236,7 @@ def averages_place(callbacks: Any) -> str | None:
 def evaluates_average(trainer: Trainer) -> bool:
     """Whether a checkpoint's averages are evaluated, as those of Lightning's are, and not its weights."""
     fitting = trainer.state.fn == TrainerFn.FITTING
-    return not fitting and any(isinstance(c, WeightAveraging) for c in callbacks(trainer))
+    return not fitting and any(isinstance(c, stock.WeightAveraging) for c in callbacks(trainer))
 
 
 def collects_statistics(trainer: Trainer) -> bool:
@@ -259,7 +252,7 @@ def go_on_in_mid_epoch(trainer: Trainer) -> None:
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     for callback in averaging_callbacks(trainer):
-        if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+        if isinstance(callback, stock.StochasticWeightAveraging) and callback._scheduler_state is not None:
             groups = trainer.optimizers[0].param_groups
             kept = [(group["lr"], group.get("initial_lr")) for group in groups]
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
@@ -277,7 +270,7 @@ def recount_averages(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     """In a fit that goes back to ``checkpoint``, count updates of averages from there on."""
     for callback in averaging_callbacks(trainer):
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if state is not None and isinstance(callback, WeightAveraging):
+        if state is not None and isinstance(callback, stock.WeightAveraging):
             callback.load_state_dict(state)
         elif state is not None and callback.n_averaged is not None:
             callback.n_averaged.fill_(state["n_averaged"])
@@ -316,7 +309,7 @@ def average_shards(
     ``current`` gives its boxes of parameters and buffers, live, as a module's; ``write`` has a function write there.
     """
     (callback,) = averaging_callbacks(trainer)
-    if isinstance(callback, StochasticWeightAveraging):
+    if isinstance(callback, stock.StochasticWeightAveraging):
         return _stochastic(replacements, trainer, callback, current, write)
     averages = _Average(current, callback._device, use_buffers=callback._use_buffers, **callback._kwargs)
     swap, copy = callback._swap_models, callback._copy_average_to_current

@@ -14,12 +14,7 @@ from lightning_shard.checkpoint.files.layout import GRADIENT_PREFIXES, MANIFEST,
 from lightning_shard.checkpoint.files.manifest import Contents, damaged, open_checkpoint_directory
 from lightning_shard.checkpoint.files.place import StorePath, place
 from lightning_shard.checkpoint.files.trainer_state import check_archive, read_trainer_state
-from lightning_shard.checkpoint.foreign.deepspeed import (
-    deepspeed_folder,
-    is_stock_fsdp,
-    open_deepspeed,
-    open_stock_fsdp,
-)
+from lightning_shard.checkpoint.foreign import deepspeed
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames, open_full
 from lightning_shard.checkpoint.load import open_portable
 from lightning_shard.errors import CheckpointError
@@ -35,7 +30,9 @@ def is_foreign(path: StrPath) -> bool:
     path = where
     if not path.is_dir():
         return path.is_file()
-    return not (path / MANIFEST).exists() and (is_stock_fsdp(path) or deepspeed_folder(path) is not None)
+    return not (path / MANIFEST).exists() and (
+        deepspeed.is_stock_fsdp(path) or deepspeed.deepspeed_folder(path) is not None
+    )
 
 
 def open_any(
@@ -56,7 +53,7 @@ def open_any(
     elif (path := Path(path)).is_file():
         stored = open_full(path, names() if names is not None else None, number=optimizers != "named")
     else:
-        stored = open_stock_fsdp(path) if is_stock_fsdp(path) else open_deepspeed(path)
+        stored = deepspeed.open_stock_fsdp(path) if deepspeed.is_stock_fsdp(path) else deepspeed.open_deepspeed(path)
     if optimizers != "none":
         return stored
     left_out = {*stored.slots, *(key for key in stored.tensors if key.startswith(GRADIENT_PREFIXES))}

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_shard.checkpoint import load
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import layout
 from lightning_shard.checkpoint.files.manifest import Contents, Facts
@@ -20,14 +21,6 @@ from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state
 from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
-from lightning_shard.checkpoint.load import (
-    OpenCheckpoint,
-    load_gradients,
-    load_training_state,
-    open_checkpoint,
-    stored_gradients,
-    with_own_states,
-)
 from lightning_shard.checkpoint.matching import differing as schedules_differing
 from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
@@ -59,10 +52,10 @@ class Checkpoints(CheckpointIO):
         """
         self._settle, self._configured, self._save_frozen = settle, configured, save_frozen
         self.saver = Saver()  # What writes the checkpoints of all runs of a strategy, one after the other.
-        self.opened: OpenCheckpoint | None = None
+        self.opened: load.OpenCheckpoint | None = None
         """The checkpoint that `load_checkpoint` is about to be asked for, where it is open already."""
-        self._loading: OpenCheckpoint | None = None
-        self.accumulated: OpenCheckpoint | None = None
+        self._loading: load.OpenCheckpoint | None = None
+        self.accumulated: load.OpenCheckpoint | None = None
         """The checkpoint that a fit goes on from, until its gradients are loaded, if it has some."""
         self._converted: str | None = None
         self._training = False
@@ -270,9 +263,10 @@ class Checkpoints(CheckpointIO):
         if Ranks.of().first(f"opening {path}", lambda: is_foreign(path)):
             path = self._convert(path)
         opened, self.opened = self.opened, None
-        self._loading = opened if opened is not None and str(opened.path) == str(place(path)) else open_checkpoint(path)
+        is_open = opened is not None and str(opened.path) == str(place(path))
+        self._loading = opened if opened is not None and is_open else load.open_checkpoint(path)
         self._loading.directory.path = place(given)  # which errors name
-        return with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
+        return load.with_own_states(self._loading) if fits else dict(self._loading.trainer_state)
 
     def _convert(self, path: str | os.PathLike[str]) -> str:
         """Write what another library saved at ``path`` as a directory of our own; returns where. All ranks call it."""
@@ -318,7 +312,7 @@ class Checkpoints(CheckpointIO):
         self.synchronize()
         tensors, state, configured = self._engine.tensors, self._loading.trainer_state, self._configured and begins
         try:
-            report = load_training_state(
+            report = load.load_training_state(
                 self._loading,
                 module=self._module,
                 optimizers=tensors.optimizers() if optimizers else [],
@@ -328,7 +322,7 @@ class Checkpoints(CheckpointIO):
                 configured=configured,
                 averaged=averaged,
             )
-            has_gradients = optimizers and begins and stored_gradients(self._loading.manifest.tensors)
+            has_gradients = optimizers and begins and load.stored_gradients(self._loading.manifest.tensors)
             self.accumulated = self._loading if has_gradients else None
         finally:
             if self._converted is not None and self.accumulated is None:
@@ -363,5 +357,5 @@ class Checkpoints(CheckpointIO):
         """Read those of `accumulated`, times ``factor``, to be added to. All ranks call it."""
         assert self.accumulated is not None
         self._engine.before_reading()
-        load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
+        load.load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
         self.accumulated = None

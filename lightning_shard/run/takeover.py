@@ -11,13 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import Replacements, callbacks, loaders, loops, results
-from lightning_shard._lightning.callbacks import (
-    averaging_callbacks,
-    choose_checkpoint,
-    leave_out_copies,
-    let_checkpoints_wait,
-    save_between_steps,
-)
 from lightning_shard._lightning.optimizers import full_gradient_norms
 from lightning_shard.checkpoint.load import OpenCheckpoint
 from lightning_shard.engines.engine import Engine
@@ -41,7 +34,7 @@ def take_over(
 ) -> None:
     """Keep the order of data that the loaders say, and choose checkpoints and take signals in Lightning's place."""
     loaders.keep_order(replacements, trainer)
-    leave_out_copies(replacements, trainer)
+    callbacks.leave_out_copies(replacements, trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
 
     def choose(asked: Any) -> Any:
@@ -49,7 +42,7 @@ def take_over(
         checkpoints.opened = chosen if isinstance(chosen, OpenCheckpoint) else None
         return str(chosen.path) if isinstance(chosen, OpenCheckpoint) else chosen
 
-    choose_checkpoint(replacements, trainer, choose)
+    callbacks.choose_checkpoint(replacements, trainer, choose)
     if preemption.signals:
         loops.leave_signals_alone(replacements, trainer)
         if fitting:
@@ -101,8 +94,10 @@ def settle_fit(
         callbacks.leave_flat_groups_unnamed(replacements, trainer)
     if async_save:
         saver = checkpoints.saver
-        let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
-    save_between_steps(replacements, trainer, lambda: async_save == "continuous" and checkpoints.saver.is_busy)
+        callbacks.let_checkpoints_wait(replacements, trainer, is_writing=saver.is_writing, link=saver.link)
+    callbacks.save_between_steps(
+        replacements, trainer, lambda: async_save == "continuous" and checkpoints.saver.is_busy
+    )
     results.log_full_values(replacements, module)
     loops.validate_by_one_clock(replacements, trainer, trainer.strategy.broadcast)
 
@@ -114,10 +109,10 @@ def begin_averaging(
 
     ConfigurationError: what is stepped lies in files.
     """
-    if averaging_callbacks(trainer):
+    if callbacks.averaging_callbacks(trainer):
         if any(held.kind == "masters" and held.memory == "nvme" for held in engine.tensors.resident()):
             raise ConfigurationError(
-                f"{type(averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
+                f"{type(callbacks.averaging_callbacks(trainer)[0]).__name__} averages what is stepped in every step, "
                 "but with the optimizer offloaded to NVMe that lies in files. Use offload_optimizer with device: cpu."
             )
         assert memory is not None, "it is made before the engine engages"

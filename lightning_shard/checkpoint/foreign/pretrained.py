@@ -18,17 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from lightning_shard import errors
 from lightning_shard.checkpoint.files.layout import StrPath, check_relative
 from lightning_shard.checkpoint.files.place import refuse_url
 from lightning_shard.checkpoint.files.tensor_files import chunks_of
 from lightning_shard.checkpoint.matching import LoadReport, match
 from lightning_shard.checkpoint.optimizer_state import sharded_names
-from lightning_shard.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors import masters
 from lightning_shard.tensors.names import Names
@@ -65,7 +60,9 @@ class SafetensorsReader(ExitStack):
             opened = self._open(file)
             present = set(opened.keys())
             if absent := sorted(set(keys or present) - present):
-                raise CheckpointCorruptError(f"{file} lacks {', '.join(absent[:3])}, which its index says it has")
+                raise errors.CheckpointCorruptError(
+                    f"{file} lacks {', '.join(absent[:3])}, which its index says it has"
+                )
             for name in keys or sorted(present):
                 found[name] = Entry(file=file, name=name, shape=tuple(opened.get_slice(name).get_shape()))
         return found
@@ -79,16 +76,16 @@ class SafetensorsReader(ExitStack):
             box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
             return opened.get_slice(entry.name)[box]
         except SafetensorError as error:
-            raise CheckpointCorruptError(f"{entry.file}: {entry.name} can't be read: {error}") from error
+            raise errors.CheckpointCorruptError(f"{entry.file}: {entry.name} can't be read: {error}") from error
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
             if not file.is_file():
-                raise CheckpointCorruptError(f"{file} is no regular file")
+                raise errors.CheckpointCorruptError(f"{file} is no regular file")
             try:
                 self._opened[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
-                raise CheckpointCorruptError(f"{file} is no whole safetensors file: {error}") from error
+                raise errors.CheckpointCorruptError(f"{file} is no whole safetensors file: {error}") from error
         return self._opened[file]
 
 
@@ -99,7 +96,7 @@ def _files(path: Path) -> Mapping[Path, list[str] | None]:
         path = next((file for file in candidates if file.is_file()), path)
     if not path.is_file():
         where = f"{path} has neither {SINGLE} nor {INDEX}" if path.is_dir() else f"there is no file {path}"
-        raise CheckpointNotFoundError(f"no pretrained weights: {where}")
+        raise errors.CheckpointNotFoundError(f"no pretrained weights: {where}")
     if path.suffix != ".json":
         return {path: None}
     try:
@@ -108,10 +105,10 @@ def _files(path: Path) -> Mapping[Path, list[str] | None]:
         for key, name in weight_map.items():
             files.setdefault(path.parent / check_relative(name), []).append(key)
         return files
-    except CheckpointCorruptError as error:
-        raise CheckpointCorruptError(f"{path}: {error}") from error
+    except errors.CheckpointCorruptError as error:
+        raise errors.CheckpointCorruptError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorruptError(f"{path} is no index of safetensors files: {error}") from error
+        raise errors.CheckpointCorruptError(f"{path} is no index of safetensors files: {error}") from error
 
 
 Rename = Mapping[str, str | None]
@@ -162,14 +159,14 @@ def load_pretrained(
             found = match(shapes, names.aliases, {name: entry.shape for name, entry in entries.items()})
             report = found.judge(path, strict, where="the files", hint="rename maps names. ")
             if on_meta := [name for name in found.sources if getattr(live[name], "is_meta", False)]:
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{on_meta[0]} is on the meta device and has no memory yet: load pretrained weights in "
                     "on_fit_start, when the strategy has sharded the module, not in configure_model"
                 )
             for alias, name in names.aliases.items():
                 tied = alias in entries and name in entries
                 if tied and not _same(live[name], entries[alias], entries[name], reader):
-                    raise CheckpointMismatchError(
+                    raise errors.CheckpointMismatchError(
                         f"{path} has different values for {name} and {alias}, which the module ties. Untie them, or "
                         f"leave one out with rename={{{entries[alias].name!r}: None}}"
                     )
@@ -203,7 +200,7 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename) -> dict[str, Entry]:
         if name is None:
             continue
         if name in found:
-            raise CheckpointMismatchError(f"rename gives {found[name].name} and {key} one name, {name}")
+            raise errors.CheckpointMismatchError(f"rename gives {found[name].name} and {key} one name, {name}")
         found[name] = entry
     return found
 
