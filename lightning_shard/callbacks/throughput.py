@@ -178,16 +178,15 @@ class ThroughputCallback(Callback):
                 rank_zero_info(throughput.window_line(window, None if loss is None else float(loss)))
 
     def _add(self, batch: Any) -> None:
-        size = throughput.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
-        self._window.samples += size.samples
-        items = size.samples if size.tokens is None else size.tokens
-        if size.tokens is not None:
-            self._window.tokens += size.tokens
-            if size.real is None:
-                self._window.real_tokens += size.tokens
-            else:
-                # Read at the window's end: it may not be there yet.
-                self._padding.append(size.real)
+        samples, tokens, real = throughput.batch_size(batch, tokens_key=self.tokens_key, mask_key=self.mask_key)
+        items = samples if tokens is None else tokens
+        self._window.samples += samples
+        self._window.tokens += tokens or 0
+        if real is None:
+            self._window.real_tokens += tokens or 0
+        else:
+            # Read at the window's end: it may not be there yet.
+            self._padding.append(real)
         if self.flops.count is not None:
             self._first = self._first or items
             self._window.flops += self.flops.count.total * (items / self._first if self._first else 1)

@@ -1,7 +1,7 @@
 """The processes meet and compare themselves before there is a process group, so that what differs has a name.
 
-They meet at the store over which the process group is made next, with a timeout of its own. A rank says what it is
-(`Facts`), rank 0 reads all and writes one verdict, which every rank raises alike.
+They meet at the store over which the process group is made next, with a timeout of its own. A rank says what it
+is, rank 0 reads all and writes one verdict, which every rank raises alike.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,6 @@ _CONNECTIONS = 2  # of each rank to the store: the process group's, and that of 
 _OWN_FILES = 1000  # of rank 0 itself
 
 _FOLDER_SECONDS = 5.0  # how long a network file system may take to show a new file on another node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a rank says of itself."""
-
-    node: str
-    versions: Mapping[str, str] = field(default_factory=dict)  # Of Python and the libraries.
-    # Names of settings that must not differ, with their values in words.
-    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,16 +159,19 @@ def _allow_connections(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def compare(store: Store, place: Place, facts: Facts, seconds: float, folder: Path | None = None) -> list[str]:
+def compare(
+    store: Store, place: Place, facts: Mapping[str, Mapping[str, str]], seconds: float, folder: Path | None = None
+) -> list[str]:
     """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0.
 
+    ``facts``: "versions" of Python and the libraries, and "settings" that must not differ, with their values in words.
     ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
     nothing is written. The same ConfigurationError on every rank says the first thing that differs, with the ranks and
     both values.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.
-    store.set(f"facts/{place.rank}", f"{facts.node}\n{json.dumps(asdict(replace(facts, node='')))}")
+    store.set(f"facts/{place.rank}", f"{socket.gethostname()}\n{json.dumps(facts)}")
     warnings: list[str] = []
     if place.rank == 0:
         try:
@@ -251,8 +244,8 @@ def _difference(facts: Sequence[Mapping[str, Any]]) -> str:
         ("versions", "Install the same versions on all nodes."),
         ("settings", "All ranks need the same configuration: look for values that depend on the rank or the node."),
     ):
-        for name in sorted({name for fact in facts for name in fact[kind]}):
-            values = [fact[kind].get(name, "none") for fact in facts]
+        for name in sorted({name for fact in facts for name in fact.get(kind, {})}):
+            values = [fact.get(kind, {}).get(name, "none") for fact in facts]
             others = [rank for rank, value in enumerate(values) if value != values[0]]
             if others:
                 return (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster.network import prepare_gloo
-from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.commands.options import add_output, options_parser, refuse_to_replace
 from lightning_shard.devices import accelerator, name_of, visible
@@ -98,7 +98,7 @@ def examine(
     if place.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
     store = connect(place, seconds)
-    warnings = compare(store, place, Facts(node=own.node, versions=own.versions), seconds, folder)
+    warnings = compare(store, place, {"versions": own.versions}, seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(place.address, os.environ, gpu=gpu)
     if gpu:

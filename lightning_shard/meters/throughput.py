@@ -31,32 +31,26 @@ STANDS_OUT = 0.2  # Of a step's time, by which the slowest rank's own time is ab
 IGNORED = -100  # The label that torch's cross entropy leaves out.
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSize:
-    """What one rank's batch holds."""
+def batch_size(
+    batch: Any, *, tokens_key: str | int | None = None, mask_key: str | int | None = None
+) -> tuple[int, int | None, Tensor | None]:
+    """Samples and tokens of one rank's batch; tensors are looked for in mappings and sequences, in their order.
 
-    samples: int  # Size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none.
-    # Elements of the first integer tensor of two or more dims, such as (batch, time); None: there is none.
-    tokens: int | None
-    # How many of the tokens fill nothing up, a 0-d integer tensor on the batch's device, which nobody waited for; None:
-    # that is not known.
-    real: Tensor | None
+    Samples: the size of the first dim of the tokens, else of the first tensor that has one; 0 where there is none. How
+    many tokens there are, and how many of them fill nothing up, a 0-d integer tensor on the batch's device, which
+    nobody waited for; None: there are none, or it is not known.
 
-
-def batch_size(batch: Any, *, tokens_key: str | int | None = None, mask_key: str | int | None = None) -> BatchSize:
-    """Measure a batch; tensors are looked for in mappings and sequences, in their order.
-
-    ``tokens_key`` is the entry that holds tokens; default: ``input_ids``, or found as `BatchSize` says. Padding is
-    where the entry ``mask_key`` is zero, or -100. Without it: where an entry ``attention_mask`` of the tokens' shape is
-    zero; else where an entry ``labels``, or another integer tensor of the tokens' shape, is -100.
+    ``tokens_key`` is the entry that holds tokens; default: ``input_ids``, else the first integer tensor of two or more
+    dims, such as (batch, time). Padding is where the entry ``mask_key`` is zero, or -100. Without it: where an entry
+    ``attention_mask`` of the tokens' shape is zero; else where an entry ``labels``, or another integer tensor of the
+    tokens' shape, is -100.
     """
     tensors = list(_tensors(batch))
     named = _entry(batch, "input_ids" if tokens_key is None else tokens_key)
     tokens = named if named is not None else next((tensor for tensor in tensors if _is_tokens(tensor)), None)
     if tokens is None:
-        samples = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
-        return BatchSize(samples=samples, tokens=None, real=None)
-    return BatchSize(samples=tokens.shape[0], tokens=tokens.numel(), real=_real(batch, tensors, tokens, mask_key))
+        return next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0), None, None
+    return tokens.shape[0], tokens.numel(), _real(batch, tensors, tokens, mask_key)
 
 
 def _real(batch: Any, tensors: Sequence[Tensor], tokens: Tensor, mask_key: str | int | None) -> Tensor | None:

@@ -34,7 +34,7 @@ from lightning_shard.checkpoint.files.manifest import library_versions
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.network import prepare_gloo
 from lightning_shard.cluster.preemption import Preempted
-from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
@@ -120,7 +120,7 @@ class Processes:
         )
         store = connect(place, self._init_timeout_seconds)
         writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
-        facts = Facts(node=socket.gethostname(), versions=library_versions(), settings=dict(settings))
+        facts = {"versions": library_versions(), "settings": dict(settings)}
         folder = Path(str(root)) if writes else None
         for warning in compare(store, place, facts, self._init_timeout_seconds, folder):
             rank_zero_warn(warning)

@@ -48,8 +48,8 @@ OTHER_FIRST = {"a": torch.zeros(4, 3, dtype=torch.int64), "b": TOKENS, "c": MASK
     ],
 )
 def test_what_a_batch_holds(batch: Any, keys: dict[str, Any], expected: tuple[int, int | None, int | None]) -> None:
-    found = batch_size(batch, tokens_key=keys.get("tokens"), mask_key=keys.get("mask"))
-    assert (found.samples, found.tokens, None if found.real is None else int(found.real)) == expected
+    samples, tokens, real = batch_size(batch, tokens_key=keys.get("tokens"), mask_key=keys.get("mask"))
+    assert (samples, tokens, None if real is None else int(real)) == expected
 
 
 class _Sleeper(LightningModule):
