@@ -160,18 +160,19 @@ def _allow_connections(ranks: int) -> None:
 
 
 def compare(
-    store: Store, place: Place, facts: Mapping[str, Mapping[str, str]], seconds: float, folder: Path | None = None
+    store: Store, place: Place, facts: Mapping[str, Any], seconds: float, folder: Path | None = None
 ) -> list[str]:
     """Tell the others, and see that all have the same. All ranks call it; returns warnings, on rank 0.
 
-    ``facts``: "versions" of Python and the libraries, and "settings" that must not differ, with their values in words.
+    ``facts``: the "node", "versions" of Python and the libraries, "settings" that must not differ, with their values in
+    words.
     ``seconds``: how long a rank may be late. ``folder``: where checkpoints go, which all nodes have to see; None:
     nothing is written. The same ConfigurationError on every rank says the first thing that differs, with the ranks and
     both values.
     """
     store = PrefixStore("preflight", store)
     # One text for all nodes, so that equal ones are read once.
-    store.set(f"facts/{place.rank}", f"{socket.gethostname()}\n{json.dumps(facts)}")
+    store.set(f"facts/{place.rank}", f"{facts['node']}\n{json.dumps({**facts, 'node': ''})}")
     warnings: list[str] = []
     if place.rank == 0:
         try:

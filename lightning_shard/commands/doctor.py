@@ -98,7 +98,7 @@ def examine(
     if place.world_size == 1:
         return [replace(own, sums=True, reached=_reached(device))], []
     store = connect(place, seconds)
-    warnings = compare(store, place, {"versions": own.versions}, seconds, folder)
+    warnings = compare(store, place, {"node": own.node, "versions": own.versions}, seconds, folder)
     store.set_timeout(timedelta(seconds=seconds))
     prepare_gloo(place.address, os.environ, gpu=gpu)
     if gpu:

@@ -120,7 +120,7 @@ class Processes:
         )
         store = connect(place, self._init_timeout_seconds)
         writes = root is not None and launch.nodes > 1 and not re.match(r"\w+://", root)
-        facts = {"versions": library_versions(), "settings": dict(settings)}
+        facts = {"node": socket.gethostname(), "versions": library_versions(), "settings": dict(settings)}
         folder = Path(str(root)) if writes else None
         for warning in compare(store, place, facts, self._init_timeout_seconds, folder):
             rank_zero_warn(warning)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from lightning_shard import ConfigurationError
-from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, check_launch, meeting_point, read_job
 from tests.cluster.test_slurm import BATCH, STEP
 from tests.harness import free_port, run_distributed
@@ -115,7 +115,7 @@ def _compare(facts: dict[int, dict[str, Any]], folders: dict[int, str] | None = 
     told = ""
     try:
         seconds = 20 if silent < 0 else 3
-        compare(store, place, Facts(**{"node": f"node{rank}", **facts.get(rank, {})}), seconds, folder)
+        compare(store, place, {"node": f"node{rank}", **facts.get(rank, {})}, seconds, folder)
         PrefixStore("default_pg", store).set(f"{rank}", "")  # it is usable afterwards
     except ConfigurationError as error:
         told = str(error)
