@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
@@ -162,17 +162,22 @@ class ShardCLI(ConfiguredCLI):
             self._print_checkpoints()
 
     def _print_checkpoints(self) -> bool:
-        path, last = print_checkpoints(self.trainer)
-        if path and self.subcommand == "fit" and self._arguments and self.trainer.enable_validation:
-            arguments = validate_arguments(self._arguments, path)
-            print(f"validate it with: {_program(self.parser.prog)} {shlex.join(arguments)}")
-            arguments = ["fit", *arguments[1:-1], last]
-            print(f"resume with: {_program(self.parser.prog)} {shlex.join(arguments)}")
-        return bool(path)
-
-
-def _program(prog: str) -> str:
-    return f"python {prog}" if prog.endswith(".py") else prog
+        callback, prog = self.trainer.checkpoint_callback, self.parser.prog
+        if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
+            return False
+        best, last = _shortest(callback.best_model_path), _shortest(callback.last_model_path)
+        score = callback.best_model_score if best else None
+        scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
+        print(f"checkpoint: {best or last}{scored}")
+        if best and last and best != last:
+            print(f"last checkpoint: {last}")
+        loading = [path for path in (best, last) if path and other_form(path) != "hf"]
+        if loading and self.subcommand == "fit" and self._arguments and self.trainer.enable_validation:
+            program = f"python {prog}" if prog.endswith(".py") else prog
+            arguments = validate_arguments(self._arguments, loading[0])
+            print(f"validate it with: {program} {shlex.join(arguments)}")
+            print(f"resume with: {program} {shlex.join(['fit', *arguments[1:-1], loading[-1]])}")
+        return bool(loading)
 
 
 _FP16_FLAGS = ("16", "16-mixed")  # as Lightning reads them
@@ -247,21 +252,6 @@ def _is_own(strategy: Any) -> bool:
 
     found = imported(getattr(strategy, "class_path", ""))
     return isinstance(found, type) and issubclass(found, ShardStrategy)
-
-
-def print_checkpoints(trainer: Trainer) -> tuple[str, str]:
-    """Print where the best and the last checkpoint are; returns both that load, one for the other or ``""``."""
-    callback = trainer.checkpoint_callback
-    if not isinstance(callback, ModelCheckpoint) or not (callback.best_model_path or callback.last_model_path):
-        return "", ""
-    best, last = _shortest(callback.best_model_path), _shortest(callback.last_model_path)
-    score = callback.best_model_score if best else None
-    scored = "" if score is None else f" (best {callback.monitor}: {float(score):.6g})"
-    print(f"checkpoint: {best or last}{scored}")
-    if best and last and best != last:
-        print(f"last checkpoint: {last}")
-    loading = [path for path in (best, last) if path and other_form(path) != "hf"]
-    return (loading[0], loading[-1]) if loading else ("", "")
 
 
 def _shortest(path: str) -> str:

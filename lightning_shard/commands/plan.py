@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -26,7 +26,6 @@ from lightning_shard.planning.traffic import Links, Nodes, read_links
 from lightning_shard.strategies.strategy import ShardStrategy
 from lightning_shard.text import parse_bytes, parse_flops, parse_speed, show_bytes
 
-_T = TypeVar("_T")
 SHOWN = 8
 """The best forms of a search that are printed."""
 
@@ -357,10 +356,10 @@ def _form_yaml(form: Form, inputs: Inputs) -> str:
     return text if holders else f"# The DataLoader's batch_size has to be {form.batch}.\n{text}"
 
 
-def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
     """``parse`` as argparse takes it."""
 
-    def typed(text: str) -> _T:
+    def typed(text: str) -> float:
         try:
             return parse(text)
         except ConfigurationError as error:
