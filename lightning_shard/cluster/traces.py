@@ -138,27 +138,21 @@ def _caller(frames: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def write(folder: Path, rank: int) -> list[Path]:
-    """Write the last collectives and the stacks of this process into ``folder``, and return the files.
+def write(folder: Path, rank: int) -> Path:
+    """Write the last collectives and the stacks of this process into ``folder``; OSError: that can't be.
 
-    ``rank_<rank>.txt`` is for people, ``collectives_<rank>`` is torch's record as it is. What can't be written is left
-    out: there is another failure to tell of.
+    ``rank_<rank>.txt`` is for people, and returned; ``collectives_<rank>`` is torch's record as it is.
     """
-    written = []
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        collectives = recorded_collectives()
-        text = folder / f"rank_{rank}.txt"
-        with text.open("w") as file:
-            if collectives:
-                lines = last_collectives(collectives[0])
-                print("The last collectives:", *lines, "", sep="\n", file=file, flush=True)
-            faulthandler.dump_traceback(file=file, all_threads=True)
-        written.append(text)
-        if collectives:
-            written.append(folder / f"{PREFIX}{rank}")
-            written[-1].write_bytes(collectives[0])
-    return written
+    folder.mkdir(parents=True, exist_ok=True)
+    collectives = recorded_collectives()[:1]
+    text = folder / f"rank_{rank}.txt"
+    with text.open("w") as file:
+        for recorded in collectives:
+            print("The last collectives:", *last_collectives(recorded), "", sep="\n", file=file, flush=True)
+        faulthandler.dump_traceback(file=file, all_threads=True)
+    for recorded in collectives:
+        (folder / f"{PREFIX}{rank}").write_bytes(recorded)
+    return text
 
 
 _BATCH = ("data", "forward", "backward", "step", "validation")

@@ -290,8 +290,8 @@ class Watch:
 
     def _write_traces(self) -> Path | None:
         with contextlib.suppress(Exception):
-            if self._folder is not None and (written := traces.write(self._folder, self._rank)):
-                return written[0]
+            if self._folder is not None:
+                return traces.write(self._folder, self._rank)
         return None
 
 
