@@ -63,6 +63,8 @@ REPLACED = {
     "BaseFinetuning._store": "groups of flat partitions have no parameters with names, and get none",
     "Checkpoint.on_exception": "a save after an error must not wait for other ranks, nor hide the error",
     "LightningModule.log": "values of sharded tensors are logged in full",
+    "LightningModule.on_train_batch_end": "saves come after it",
+    "LightningModule.on_validation_end": "saves come after it",
     "Logger.log_graph": "the graph is drawn before the model is sharded",
     "ModelCheckpoint._link_checkpoint": "a link to a checkpoint that is still being written is made once that is full",
     "ModelCheckpoint.file_exists": "the name of a checkpoint that is still being written is taken",

@@ -146,6 +146,7 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
     What is due in between, after a validation or by the clock, is saved right after the step, so that there
     are no gradients to save. What is due while the Trainer is ``busy`` with another save, the same on all ranks, is
     saved after the first step at which it is not, one callback after the other; at the end of training in any case.
+    A save has what the module's own hook does: a run that resumes goes on after both.
     """
     queue: list[stock.ModelCheckpoint] = []  # which were due by their number of steps
 
@@ -185,13 +186,31 @@ def save_between_steps(replacements: Replacements, trainer: Trainer, busy: Calla
             save_due(trainer, module)
             at_end(trainer, module)
 
-        replacements.replace(callback, "on_train_batch_end", on_train_batch_end)
-        replacements.replace(callback, "on_validation_end", on_validation_end)
+        replacements.replace(callback, "on_train_batch_end", partial(after_module_batch, on_train_batch_end))
+        replacements.replace(callback, "on_validation_end", partial(after_module_validation, on_validation_end))
         replacements.replace(callback, "on_train_end", on_train_end)
 
+    after_module_batch = _after_module(replacements, trainer, "on_train_batch_end")
+    after_module_validation = _after_module(replacements, trainer, "on_validation_end")
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, stock.ModelCheckpoint):
             follow(callback)
+
+
+def _after_module(replacements: Replacements, trainer: Trainer, hook: str) -> Callable[..., None]:
+    """A function that calls what it is given after the module's own ``hook``: Lightning calls callbacks before it."""
+    module, waiting = trainer.lightning_module, list[Callable[[], None]]()
+    own = getattr(module, hook)
+
+    def module_hook(*batch: Any, **more: Any) -> None:
+        own(*batch, **more)
+        while waiting:
+            waiting.pop(0)()
+
+    if not is_overridden(hook, module):
+        return lambda call, *args, **more: call(*args, **more)
+    replacements.replace(module, hook, module_hook)
+    return lambda call, *args, **more: waiting.append(partial(call, *args, **more))
 
 
 def choose_checkpoint(replacements: Replacements, trainer: Trainer, choose: Callable[[Any], Any]) -> None:

@@ -107,6 +107,14 @@ def prepare_loader(trainer: Trainer, dataloader: Any, *, world_size: int, rank: 
     return loader
 
 
+def make_anew(trainer: Trainer) -> None:
+    """Let the training loaders be made when the fit begins, with the states that were loaded for them.
+
+    Lightning makes them early for ``Trainer.estimated_stepping_batches``, and gives those no state.
+    """
+    trainer.fit_loop._combined_loader = None
+
+
 def loader_states(trainer: Trainer, loops: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The training loaders' in the loops' part of a checkpoint.
 

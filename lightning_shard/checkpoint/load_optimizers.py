@@ -223,6 +223,8 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     began = {"lr": "initial_lr"} if "initial_lr" in one and "initial_lr" in other else {}
     if "base_momentum" in one or "base_momentum" in other:
         compared -= {"momentum", "betas"}
+    if "swa_lr" in one or "swa_lr" in other:  # torch's SWALR has taken the place of the schedule
+        compared -= {"lr"}
     return sorted(k for k in compared if not _equal(one[began.get(k, k)], other[began.get(k, k)]))
 
 

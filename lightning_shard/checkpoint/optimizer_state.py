@@ -55,7 +55,8 @@ def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         name = names.unwrapped(key)
-        if name not in names.tensors and name not in names.aliases:
+        # A hook may give a tensor another name.
+        if name not in names.tensors and name not in names.aliases and names.of(value) is None:
             extra[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return extra
 

@@ -59,6 +59,8 @@ class Run:
     fitting: bool  # Whether optimizers will step, or the module is evaluated only.
     # Whether Lightning runs backward and the step after a training step, or the step does so itself.
     automatic: bool = True
+    # Whether a backward pass that nothing marks is the last one of its step; else the step says that it was.
+    foresees_steps: bool = True
     trainer: TrainerFacts = TrainerFacts()
     # A context in which the collectives of gradients that are reduced outside of backward are recorded.
     watch: Callable[[], AbstractContextManager[None]] = nullcontext

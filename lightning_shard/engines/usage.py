@@ -75,7 +75,7 @@ class Usage:
         here = self._names - self._used.union(used)
         self._used.clear()
         if self.settled:
-            if here != self._last[0]:
+            if here not in (self._last[0], self._names):  # of which one had no backward pass
                 changed = ", ".join(sorted(here ^ self._last[0]))
                 raise ConfigurationError(
                     f"This step uses other parameters than the first {_COMPARED}: {changed}. Ranks have to tell each "

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.optimizer_probe import probe
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, plain_slots
@@ -95,6 +96,7 @@ class WholeSteps:
         its own. ``replicated``: FQN, tensor and group of the parameters that every rank steps in full as they are.
         """
         self.optimizer = optimizer
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         self._step = step
         self._shards = shards
         self._replicated = replicated
@@ -248,6 +250,14 @@ class WholeSteps:
             for fqn, tensor, group in self._replicated
         ]
         return OwnedOptimizer(optimizer=self.optimizer, parameters=parameters, slots=self._slots, values=self._values)
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise ConfigurationError(
+        f"{type(optimizer).__name__} is stepped on full parameters, whose state is with the ranks that own them, so "
+        "that its state_dict() has no parameters to name it by. Use full_tensor(trainer, name, slot), or "
+        "trainer.save_checkpoint."
+    )
 
 
 def _overlapped(jobs: Iterable[tuple[list[int], Callable[[], Tensor]]]) -> Iterator[tuple[list[int], Tensor]]:

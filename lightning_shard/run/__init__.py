@@ -13,6 +13,7 @@ from lightning_shard.run.fit import (
     before_sharding,
     begin_batch,
     compared_settings,
+    lay_out_parameters,
     run_of,
     same_on_all_ranks,
 )

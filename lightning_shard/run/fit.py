@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,6 +95,7 @@ def run_of(
         steps = trainer.estimated_stepping_batches
         return int(steps) if math.isfinite(steps) and steps > 0 else None
 
+    module = trainer.lightning_module
     if trainer.state.fn == TrainerFn.FITTING:
         rank_zero_info(_set_up(trainer, planned, mesh))
     return Run(
@@ -102,7 +104,9 @@ def run_of(
         mesh=mesh,
         seed=int(Ranks.of().broadcast(torch.initial_seed())),
         fitting=trainer.state.fn == TrainerFn.FITTING,
-        automatic=trainer.lightning_module.automatic_optimization,
+        automatic=module.automatic_optimization,
+        # One that steps by itself may let batches pass without a step.
+        foresees_steps=module.automatic_optimization and not is_overridden("optimizer_step", module),
         trainer=TrainerFacts(
             micro_batch_size=loaders.train_batch_size(trainer),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -170,6 +174,14 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
     for callback in callbacks.callbacks(trainer):
         if (hook := getattr(callback, "before_sharding", None)) is not None:
             hook(trainer, module)
+
+
+def lay_out_parameters(module: LightningModule) -> None:
+    """Lay out every parameter row by row: kernels round by the layout of their operands, and shards have no other."""
+    for parameter in (p for p in module.parameters() if p.layout == torch.strided):
+        # `is_contiguous` looks at no dim of size 1, and kernels do.
+        if parameter.stride() != torch.empty(parameter.shape, device="meta").stride():
+            parameter.data = parameter.data.contiguous().flatten().view(parameter.shape)
 
 
 def begin_batch(trainer: Trainer, engine: Engine, buffers: SharedBuffers) -> None:

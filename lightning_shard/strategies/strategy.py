@@ -221,6 +221,7 @@ class ShardStrategy(ParallelStrategy):
             parts.keep_batch(trainer, self._identity)  # ahead of the engine, which is built for it
         run = self._begin(trainer, engine)
         log_graphs(self._replacements, trainer)
+        parts.lay_out_parameters(module)
         self.model = engine.prepare(module, run)
         processes.set_device(module, self.root_device)
         self.barrier("engine")

@@ -44,6 +44,12 @@ def test_buffers_that_are_not_persistent_and_missing_parameters_have_no_name():
     assert live(net, [])["model.weight"] is net.weight
 
 
+def test_a_tensor_that_a_hook_renames_is_no_extra_state():
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(lambda module, state, *_: state.update(kernel=state.pop("weight")))
+    assert extra_state(net, fqns(net)) == {}
+
+
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_states_of_metrics_that_ask_for_it_are_kept():
     net = nn.Module()

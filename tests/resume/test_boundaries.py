@@ -204,3 +204,51 @@ def test_more_epochs_and_a_second_resume_with_odd_names(strategy: str) -> None:
     assert "own.a/b" in whole
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], value) for name, value in resumed.items())
+
+
+class Counting(TinyLM):
+    """Its loss depends on what its hooks have counted, and its schedule on how many steps there will be."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.register_buffer("counted", torch.zeros(()))
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + self.counted / 8)
+
+    def on_train_batch_end(self, *batch: Any) -> None:
+        self.counted += 1
+
+    def on_validation_end(self) -> None:
+        self.counted += 2
+
+    def configure_optimizers(self) -> Any:
+        optimizer, steps = torch.optim.AdamW(self.parameters()), int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _counted(root: str, ckpt_path: str | None = None) -> tuple[list[float], list[float]]:
+    torch.manual_seed(3)
+    saves = {"by_steps": {"every_n_train_steps": 1}, "by_validations": {"every_n_epochs": 1}}
+    callbacks = [ModelCheckpoint(f"{root}/{n}", "{step}", save_top_k=-1, **kind) for n, kind in saves.items()]
+    trainer = quiet_trainer(
+        strategy=ShardFSDPStrategy(), max_epochs=2, num_sanity_val_steps=0, val_check_interval=2,
+        enable_checkpointing=True, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(module := Counting(), loader(count=16), loader(count=4, shuffle=False), ckpt_path=ckpt_path)
+    return module.seen, module.losses
+
+
+def _counted_and_resumed(root: str) -> list[Any]:
+    saved = ["by_steps/step=1", "by_steps/step=2", "by_validations/step=2", "by_steps/step=5"]
+    return [_counted(root), *(_counted(f"{root}/on", f"{root}/{path}.ckpt") for path in saved)]
+
+
+def test_a_save_has_what_the_modules_own_hooks_do(tmp_path: Path) -> None:
+    """Lightning calls callbacks before them, and makes the loaders early where the number of steps is asked for."""
+    ((seen, losses), *resumed), *_ = run_distributed(_counted_and_resumed, 1, str(tmp_path))
+    assert len(seen) == 8
+    for (own_seen, own_losses), step in zip(resumed, (1, 2, 2, 5), strict=True):
+        assert own_seen == seen[step:]
+        assert own_losses == losses[step:]

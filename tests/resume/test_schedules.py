@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.optim import lr_scheduler
 
 from lightning_shard import ShardDDPStrategy
@@ -50,8 +51,8 @@ class Scheduled(TinyLM):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _fit(strategy: Any, lr: float, gamma: float, steps: int, ckpt_path: str | None = None) -> Any:
-    trainer = quiet_trainer(strategy=strategy, max_steps=steps)
+def _fit(strategy: Any, lr: float, gamma: float, steps: int, ckpt_path: str | None = None, **flags: Any) -> Any:
+    trainer = quiet_trainer(strategy=strategy, max_steps=steps, **flags)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Scheduled(lr, gamma), loader(), ckpt_path=ckpt_path)
@@ -84,3 +85,18 @@ def test_whose_win_is_said_and_can_be_chosen() -> None:
         "The configuration's hyperparameters win: lr of group 0 of optimizer 0 is 0.0625, not 0.125; weight_decay of "
         "group 0 of optimizer 0 is 0.25, not 0.5; gamma of schedule 0 is 0.75, not 0.5 as in the checkpoint."
     ]
+
+
+def _averaging() -> list[Any]:
+    def fit(strategy: Any, steps: int, ckpt_path: str | None = None) -> Any:
+        callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=3)]
+        return _fit(strategy, 0.5, 0.5, steps, ckpt_path, callbacks=callbacks, max_epochs=6, limit_train_batches=2)
+
+    whole = fit("shard_ddp", 5)
+    fit("shard_ddp", 3)
+    return [whole, fit(ShardDDPStrategy(resume_hyperparameters="configuration"), 5, "a.ckpt")]
+
+
+def test_the_rate_of_averaging_is_no_other_configuration() -> None:
+    [(whole, resumed)] = run_distributed(_averaging, 1)
+    assert resumed == whole

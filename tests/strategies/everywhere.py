@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_shard.strategies.ddp import ShardDDPStrategy
+from lightning_shard.strategies.deepspeed import ShardDeepSpeedStrategy
 from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
@@ -20,6 +21,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "ddp_unused": lambda **kwargs: ShardDDPStrategy(find_unused_parameters=True, **kwargs),
     "full": ShardFSDPStrategy,
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
+    "zero_2": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
 }
 
@@ -56,17 +58,18 @@ def same_everywhere(
     *,
     strategies: tuple[str, ...] = ("ddp", "full"),
     options: dict[str, Any] | None = None,
+    ranks: int = 2,
     **flags: Any,
 ) -> dict[str, Any]:
-    """Fit under each strategy at two processes; all parameters, metrics and notes must agree bitwise."""
-    ranks = run_distributed(_fit_all, 2, list(strategies), module, precision, options or {}, flags)
-    first = ranks[0][strategies[0]]
-    for rank, strategy in itertools.product(range(2), strategies):
-        run = ranks[rank][strategy]
+    """Fit under each strategy; all parameters, metrics and notes must agree bitwise, on ranks of different batches."""
+    runs = run_distributed(_fit_all, ranks, list(strategies), module, precision, options or {}, flags)
+    first = runs[0][strategies[0]]
+    for rank, strategy in itertools.product(range(ranks), strategies):
+        run = runs[rank][strategy]
         assert run["steps"] == first["steps"]
         for name, value in first["parameters"].items():
             assert torch.equal(run["parameters"][name], value), (rank, strategy, name)
         assert run["notes"] == first["notes"], (rank, strategy)
         assert run["metrics"] == first["metrics"], (rank, strategy)
-    assert ranks[0][strategies[0]]["batches"] != ranks[1][strategies[0]]["batches"]
+    assert len({run[strategies[0]]["batches"] for run in runs}) == ranks
     return first

@@ -20,6 +20,7 @@ from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import VOCAB, loader, quiet_trainer
 from tests.optimizers import Lamb, Noisy, NormalizedTogether
+from tests.strategies.indexed import refusal
 
 
 def _torchao(kind: str, *args: Any, **settings: Any) -> Optimizer:
@@ -211,3 +212,16 @@ def _stranger(name: str) -> str:
 def test_a_parameter_that_the_module_lacks_is_refused(name: str) -> None:
     (text,) = run_distributed(_stranger, 1, name)
     assert "steps a parameter of shape (3,) that the module does not have" in text
+
+
+def _asked() -> tuple[str, str]:
+    trainer = quiet_trainer(strategy="shard_fsdp", max_steps=1)
+    module = Model("adafactor")
+    module.on_train_batch_end = lambda *_: trainer.optimizers[0].state_dict()  # type: ignore[method-assign]
+    return refusal(trainer.fit, module, loader())
+
+
+def test_a_state_that_owners_have_is_said_to_be_there() -> None:
+    [(error, said)] = run_distributed(_asked, 1)
+    assert error == "ConfigurationError"
+    assert "Use full_tensor(trainer, name, slot)" in said

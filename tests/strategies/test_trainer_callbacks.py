@@ -57,15 +57,20 @@ class Classifier(pl.LightningModule):
             }
         )
         self.mean = torchmetrics.MeanMetric()
+        self.tracked = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
         self.lr = lr
         self.notes: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x))
 
+    def on_train_epoch_start(self) -> None:
+        self.tracked.increment()  # copies the metric
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         logits = self(x)
+        self.tracked.update(logits)
         self.train_accuracy(logits, y)
         self.log("train_accuracy", self.train_accuracy, on_epoch=True, on_step=False)
         return functional.cross_entropy(logits.float(), y)

@@ -6,9 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor, nn
 
 from tests.harness import run_distributed
 from tests.models import quiet_trainer, whole_parameters
+from tests.strategies.everywhere import same_everywhere
 from tests.strategies.indexed import ALL, BOTH, Indexed, data, refusal
 
 # What a module may ask of its strategy
@@ -86,3 +88,20 @@ def test_sync_batchnorm_is_refused_on_cpu(strategy: str) -> None:
     for kind, message in run_distributed(refusal, 2, _sync_batchnorm, strategy):
         assert kind == "ConfigurationError"
         assert "sync_batchnorm is true, but torch's SyncBatchNorm runs on GPUs alone" in message
+
+
+class ChannelsLast(Indexed):
+    """Its convolution's weight lies in memory as the kernels for that layout want it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x[:, :1, None, None] * torch.linspace(0.1, 1, 36).view(6, 6)
+        return super().forward(self.images(images.contiguous(memory_format=torch.channels_last)).mean((2, 3)))
+
+
+def test_parameters_have_one_layout_in_memory() -> None:
+    """Else kernels sum in an order that depends on whether the engine shards."""
+    same_everywhere(ChannelsLast, "32-true")

@@ -143,6 +143,38 @@ def test_optimizer_step_overridden_in_the_module(precision: str) -> None:
     assert run["notes"] == [True, False] * 6
 
 
+class AddsUp(Indexed):
+    """Leaves the gradients of every other batch for the next one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class Skips(Indexed):
+    """Has no loss for some batches, the last one of an accumulation among them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (3, 4) else loss
+
+
+def test_gradients_left_for_the_next_step() -> None:
+    same_everywhere(AddsUp, "32-true", strategies=("ddp", "full", "zero_2"))
+
+
+@pytest.mark.parametrize("accumulate", sampled([2, 1], 0))
+def test_one_process_may_have_no_loss(accumulate: int) -> None:
+    strategies = ("ddp", "full", "zero_2")
+    same_everywhere(Skips, "32-true", strategies=strategies, ranks=1, accumulate_grad_batches=accumulate)
+
+
 # Accumulation
 
 

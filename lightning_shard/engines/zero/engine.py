@@ -270,8 +270,9 @@ class Zero(Engine):
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         self._running = running.start(
-            self._module, optimizer=optimizer, config=self._config, names=self._names, device=self._run.device
-        )
+            self._module, optimizer=optimizer, config=self._config, names=self._names, device=self._run.device,
+            foresees_steps=self._run.foresees_steps,
+        )  # fmt: skip
         self._closing.callback(self._stop)
         self._same_units = SameUnits(())
         if self.gathers_in_forward:
@@ -308,9 +309,6 @@ class Zero(Engine):
         return ModuleTensors(module=self._module, stepping=self._optimizers, device=self._run.device, live=live)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._run.automatic:
-            # Which of the step's backward passes is the last is known when the optimizer steps.
-            running.set_boundary(self._started, False)
         self._take_over()
         return self._inside(step, *args, **kwargs)
 
@@ -354,7 +352,7 @@ class Zero(Engine):
             if self._in_step:
                 running.begin_backward(self._started)
             call(loss)
-            self._started.pending = True
+            running.end_backward(self._started)
         else:
             with explained(self._called), self._uses.paused():
                 running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
@@ -364,21 +362,22 @@ class Zero(Engine):
         running.set_boundary(self._started, enabled)
 
     def finish_gradients(self) -> None:
-        if self._unstepped is not None:
-            self._unstepped.finish(self._started, full=self._whole is not None)
-        if not self._run.automatic:
+        if self._several is not None or not self._started.complete:
             with self._run.watch():
                 if self._several is not None:
                     self._several.collect()
                 else:
                     running.finish_accumulation(self._started)
+        if self._unstepped is not None:
+            self._unstepped.finish(self._started, full=self._whole is not None)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         found = self.tensors.accumulated(begin)
-        self._started.pending |= bool(begin)
+        if begin:
+            self._started.pending, self._started.complete = True, False
         return found if self._unstepped is None else self._unstepped.usage.so_far(found, begin)
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:

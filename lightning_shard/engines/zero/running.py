@@ -36,7 +36,8 @@ class Running:
     saved: SavedWeights | None = None  # Keeps gathered parameters out of autograd's graphs, in stage 3.
     scheduler: Any = None  # The learning rate schedule that the configuration describes, to be stepped by the caller.
     pending: bool = False  # Whether a backward pass ran since the last step.
-    complete: bool = True  # Whether the gradients are reduced and ready to be stepped on.
+    complete: bool = True  # Whether the last one was at an accumulation boundary: the gradients can be stepped on.
+    foresees_steps: bool = True  # See `Run`.
     overflow: bool = False  # Whether the step to come is to be skipped, the same on every rank.
 
     @property
@@ -52,6 +53,7 @@ def start(
     config: Mapping[str, Any],
     names: Mapping[Tensor, str],
     device: torch.device,
+    foresees_steps: bool = True,
 ) -> Running:
     """Build DeepSpeed's engine around ``module``. All ranks call it; `process.connect` was called before.
 
@@ -73,7 +75,8 @@ def start(
         dist_init_required=False,
     )
     stage = int(config["zero_optimization"]["stage"])
-    running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler)
+    running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler, foresees_steps=foresees_steps)
+    set_boundary(running, True)
     engine.lr_scheduler = None
     # Else gradients of a module that runs backward itself are divided by the number of micro-batches twice.
     engine._backward_prologue_per_tensor = lambda gradient: gradient
@@ -143,20 +146,25 @@ def backward(running: Running, loss: Tensor, *, inside_forward: bool, **kwargs: 
         running.engine._running_engine_backward = True
         running.engine._backward_prologue()
     running.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-    running.pending = True
+    end_backward(running)
+
+
+def end_backward(running: Running) -> None:
+    """Note that a backward pass has run, and whether it ended an accumulation."""
+    running.pending, running.complete = True, running.engine.is_gradient_accumulation_boundary()
 
 
 def set_boundary(running: Running, enabled: bool) -> None:
-    """Say whether the backward pass to come ends an accumulation."""
-    running.complete = enabled
-    running.engine.set_gradient_accumulation_boundary(enabled)
+    """Say whether the backward pass to come ends an accumulation, where that is known before the step."""
+    running.engine.set_gradient_accumulation_boundary(enabled and running.foresees_steps)
 
 
 def finish_accumulation(running: Running) -> None:
-    """Complete gradients of backward passes of which none was said to be the last. All ranks call it."""
+    """Complete gradients of backward passes of which the last was not known to be that. All ranks call it."""
     if running.complete or not running.pending:
         return
-    set_boundary(running, True)
+    running.complete = True
+    running.engine.set_gradient_accumulation_boundary(True)
     if running.stage >= 2:
         running.zero.finalize_gradient_accumulation_boundary()
     else:

@@ -98,8 +98,6 @@ class SeveralOptimizers:
                 gradient = gradient.to(shard.value().dtype, copy=held is None)
                 self._held[shard.fqn] = gradient if held is None else held.add_(gradient)
         running.step(self._running, skip=True)
-        # Which of the backward passes to come is the last is known when an optimizer steps.
-        running.set_boundary(self._running, False)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         for fqn in self._own[optimizer]:

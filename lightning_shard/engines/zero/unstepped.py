@@ -39,6 +39,9 @@ class Unstepped:
         ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
         before, self._unused = self._unused, self.usage.finish()
+        if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
+            self._unused = before
+            return
         varies = self._steps > 0 and before != self._unused and not full and not self._rests
         self._steps += 1
         if running.stage == 0:

@@ -105,9 +105,10 @@ class Recorder:
                     self._places[module, attribute] = names[id(parameter)]
         self._outside = set(outside_graphs(self._root))
         for module in self._outside:
-            self._undo.append(module.register_forward_pre_hook(self._see).remove)
+            # Functions: a copy of the module, as MetricTracker makes some, would copy what a method is bound to.
+            self._undo.append(module.register_forward_pre_hook(lambda *seen: self._see(*seen)).remove)
             # Ahead of ZeRO-3's hook, which cuts again what the module has read.
-            self._undo.append(module.register_forward_hook(self._see_read, prepend=True).remove)
+            self._undo.append(module.register_forward_hook(lambda *seen: self._see_read(*seen), prepend=True).remove)
         self._undo += [optimizer.register_step_post_hook(self._step).remove for optimizer in self._optimizers]
         casting.OBSERVERS.append(self._see_inside)
         self._undo.append(lambda: casting.OBSERVERS.remove(self._see_inside))

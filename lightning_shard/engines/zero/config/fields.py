@@ -168,9 +168,9 @@ def run_facts(module: nn.Module, run: Run, optimizers: Iterable[Any], *, count_s
     ``count_steps`` asks for the number of optimizer steps, which sets up the training data.
     """
     trainer = run.trainer
-    # In manual optimization only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under
+    # Else only the user's code knows; above 1 DeepSpeed keeps the memory that adding up under
     # offload takes.
-    accumulate = trainer.accumulate_grad_batches if run.automatic else max(2, trainer.accumulate_grad_batches)
+    accumulate = trainer.accumulate_grad_batches if run.foresees_steps else max(2, trainer.accumulate_grad_batches)
     return planned_facts(
         module,
         run.planned,
