@@ -134,7 +134,7 @@ def reload_epoch(trainer: Trainer) -> int | None:
     return int(trainer.fit_loop._last_train_dl_reload_epoch) if every else None
 
 
-def recount_batches(trainer: Trainer, reloaded: int | None) -> None:
+def recount_batches(trainer: Trainer, reloaded: int | None = None) -> None:
     """Count the batches of an interrupted epoch in the units of the present loaders (all ranks).
 
     Call it after the dataloaders' state was loaded and the loops were reset: in the strategy's ``on_train_start``.
