@@ -93,7 +93,10 @@ class HuggingFace(LightningModule):
                 self.model = getattr(transformers, f"AutoModel{suffix}").from_config(self._config)
         except ValueError as error:
             kind = type(self._config).__name__
-            raise ConfigurationError(f"task is {task!r}, for which transformers has no model of {kind}.") from error
+            raise ConfigurationError(
+                f"task is {task!r}, for which transformers has no model of {kind}. Others: "
+                f"{', '.join(known for known in _SUFFIXES.values() if known != task)}; or write a LightningModule."
+            ) from error
 
     @override
     def on_fit_start(self) -> None:

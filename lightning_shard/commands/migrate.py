@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
+from lightning_shard.commands.fit import check_trainer
 from lightning_shard.commands.options import KEYS, UsageError, add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError
@@ -136,6 +137,7 @@ def check(content: Mapping[str, Any]) -> None:
     parser.add_instantiator(lambda class_type, *args, **kwargs: class_type(*args, **kwargs), object)
     try:
         parsed = parser.parse_object({"trainer": trainer})
+        check_trainer(parsed.trainer, runs=False)
         built = parser.instantiate_classes(parsed).trainer
     except UsageError as error:
         raise ConfigurationError(f"the result can't be used:\n{error}") from error

@@ -128,7 +128,7 @@ def check(options: argparse.Namespace) -> None:
     """Refuse numbers that can't be, by a ConfigurationError with the value and the rule."""
     if options.search and not (options.device_name or options.device_peak or options.links):
         raise ConfigurationError("--search compares times: say the device by --device-name H100 or --device-peak.")
-    for name in ("nodes", "devices", "batch_size", "global_batch"):
+    for name in ("nodes", "devices", "batch_size", "seq_len", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}, but must be 1 or more.")

@@ -87,6 +87,11 @@ def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | N
             # What is logged has no value.
             part.__dict__["log"] = part.__dict__["log_dict"] = lambda *args, **kwargs: None
     _without_data(inputs.module.configure_model, mode)
+    if lazy := [name for name, parameter in inputs.module.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        raise ConfigurationError(
+            f"{lazy[0]} has no size before a first forward, so that nothing can be planned: give the lazy module its "
+            "sizes, or run a batch through it in __init__."
+        )
     fake.make_fake(inputs.module, mode)
     return inputs
 

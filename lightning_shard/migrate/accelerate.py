@@ -248,7 +248,9 @@ def _engine(reading: Reading, content: Mapping[str, Any]) -> Engine | None:
 def _processes(reading: Reading, content: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     machines, processes, on_cpu = read["num_machines"] or 1, read["num_processes"], read["use_cpu"]
     kind = str(content.get("distributed_type")).upper()
-    if kind == "NO" and processes is None:
+    if kind == "NO":
+        if processes not in (None, 1):
+            reading.meet("num_processes", processes, "with distributed_type NO Accelerate starts one process")
         processes = 1
     if on_cpu or kind == "MULTI_CPU":
         field = "use_cpu" if on_cpu else "distributed_type"

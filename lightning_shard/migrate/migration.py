@@ -98,7 +98,7 @@ def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
         "deepspeed": {*TOP_LEVEL, *UNMODELLED, ZERO, "fp16", "bf16", "bfloat16"},
         "accelerate": TOP,
         "transformers": {name for name, described in FIELDS.items() if not described.met}
-        | {"per_device_train_batch_size", "output_dir", "num_train_epochs"},
+        | {"per_device_train_batch_size", "output_dir", "num_train_epochs", "base_model", "micro_batch_size"},
         "lightning": known.top_keys,
     }
     scores = {name: sum(str(key) in own for key in content) for name, own in keys.items()}

@@ -140,7 +140,10 @@ class Reading:
         for key in content:
             if key not in known:
                 where = f"{path}.{key}" if path else str(key)
-                near = nearest(str(key), known) or f"; known are {', '.join(sorted(known))}"
+                near = (
+                    nearest(str(key), known)
+                    or f"; known are {', '.join(sorted(key for key in known if not key.endswith('+')))}"
+                )
                 self.problems.append(f"{where} is no key of {whose}{near}")
 
 

@@ -7,18 +7,19 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.engines.zero.config.reading import read_config
+from lightning_shard.engines.zero.config.reading import AUTO, read_config
 from lightning_shard.migrate.accelerate import NOTES, read_fsdp, read_mesh
 from lightning_shard.migrate.deepspeed_json import read_deepspeed
-from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown
+from lightning_shard.migrate.neutral import READ_ELSEWHERE, Engine, Field, Reading, each, setting, shown, unsupported
 from lightning_shard.migrate.neutral import satisfied as met
 
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
 _SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 FIELDS: Mapping[str, Field] = {
-    **each(READ_ELSEWHERE, "fsdp fsdp_config deepspeed bf16 fp16 parallelism_config"),
+    **each(READ_ELSEWHERE, "fsdp fsdp_config fsdp_version deepspeed bf16 fp16 parallelism_config"),
     "per_device_train_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
+    "micro_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
     "per_device_eval_batch_size": met("the validation dataloader's batch_size", "int"),
     "gradient_accumulation_steps": setting("trainer.accumulate_grad_batches", "int"),
     "max_grad_norm": setting("trainer.gradient_clip_val", "float", 0.0),
@@ -34,6 +35,14 @@ FIELDS: Mapping[str, Field] = {
     "ddp_backend": setting("process_group_backend", "str"),
     "ddp_timeout": setting("timeout_seconds", "float"),
     **each(
+        met("the model's own: load it so in configure_model", "any", False),
+        "load_in_4bit load_in_8bit quantization_bit",
+    ),
+    **each(
+        unsupported("the mesh has no such axis", "shard_fsdp over all devices", "int", 1),
+        "tensor_parallel_size context_parallel_size sequence_parallel_degree",
+    ),
+    **each(
         met("configure_optimizers, or `optimizer` and `lr_scheduler` in the YAML", "any"),
         "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay "
         "adam_beta1 adam_beta2 adam_epsilon",
@@ -43,7 +52,9 @@ FIELDS: Mapping[str, Field] = {
 
 def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> None:
     """Add to ``reading`` what a file of ``TrainingArguments`` asks for, and what is wrong with it."""
-    deepspeed, options = content.get("deepspeed"), _options(content.get("fsdp"))
+    # axolotl may have a fsdp_version alone, and bf16: auto for what has the instructions.
+    content = {**content, "fsdp": content.get("fsdp") or ("full_shard" if content.get("fsdp_version") else None)}
+    deepspeed, options = content.get("deepspeed"), _options(content["fsdp"])
     engine: Engine = "deepspeed" if deepspeed else "fsdp" if options else "ddp"
     reading.engine = engine
     field = "deepspeed" if deepspeed else "fsdp"
@@ -53,15 +64,17 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     elif deepspeed:
         read_deepspeed(reading, read_config(deepspeed, "deepspeed"), "deepspeed: ", clips=False)
     elif options:
-        _fsdp(reading, options, read_config(content.get("fsdp_config") or {}, "fsdp_config"))
+        version = {"fsdp_version": content["fsdp_version"]} if content.get("fsdp_version") else {}
+        _fsdp(reading, options, {**version, **read_config(content.get("fsdp_config") or {}, "fsdp_config")})
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"], {})
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
-    given = [name for name in ("bf16", "fp16") if reading.read_field(name, Field(kind="bool"), content.get(name))]
+    sixteen = {name: content.get(name) if content.get(name) != AUTO else name == "bf16" for name in ("bf16", "fp16")}
+    given = [name for name, value in sixteen.items() if reading.read_field(name, Field(kind="bool"), value)]
     if len(given) > 1:
         reading.problems.append("bf16 and fp16 are both true: set one of them")
     for name in given[:1]:
-        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, True, NOTES[engine])
+        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, content[name], NOTES[engine])
     if not given:
         reading.ask("precision", "32-true", "bf16, fp16", None)
     others = sorted(str(name) for name in content if name not in FIELDS)

@@ -113,7 +113,8 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
 
 def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
     if not sent:
-        return "nothing crosses the network: there is one process"
+        why = "there is one process" if nodes.ranks == 1 else "there are no parameters"
+        return f"nothing crosses the network: {why}"
     rows = [["sent in a step", "axis", "ranks", "inside a node, per device", "between nodes, per node"]]
     for c in sent:
         inside, between = c.inside(nodes), c.between(nodes)

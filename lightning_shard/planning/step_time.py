@@ -22,6 +22,7 @@ from lightning_shard.planning.traffic import Collective, Nodes
 
 INSIDE, BETWEEN, HOST = "the links inside nodes", "the links between nodes", "the link to the host"
 PRODUCTS, MEMORY, LAUNCHES = "compute", "the memory's bandwidth", "the launches of kernels"
+SENDING = "kernels that send"
 CPU_STEP, NVME = "the optimizer on the host", "NVMe"
 
 HBM_REACHED, LINK_REACHED, PCIE_REACHED = 0.7, 0.8, 0.8
@@ -86,12 +87,13 @@ class Rates:
 class Transfer:
     seconds: float = 0.0
     by: str = INSIDE  # What takes longest of it.
-    copies: float = 0.0  # Seconds of the device: copies to and from what is sent, and kernels that send beside others.
+    copies: float = 0.0  # Seconds of the device's memory: copies to and from what is sent.
+    kernels: float = 0.0  # Seconds of its processors: kernels that send beside others.
 
     def __add__(self, other: Transfer) -> Transfer:
         longer = max(self, other, key=lambda each: each.seconds)
         seconds, copies = self.seconds + other.seconds, self.copies + other.copies
-        return Transfer(seconds=seconds, by=longer.by, copies=copies)
+        return Transfer(seconds=seconds, by=longer.by, copies=copies, kernels=self.kernels + other.kernels)
 
 
 def transfer(sent: Collective, rates: Rates) -> Transfer:
@@ -104,8 +106,8 @@ def transfer(sent: Collective, rates: Rates) -> Transfer:
     seconds, taken = (0.0, 0.0) if free else (max(inside, between) + latency, inside + latency)
     # Read and written, once per rank for what is full there.
     copies = 0.0 if sent.what == "gradient shards" else 2 * sent.payload / rates.device.memory
-    copies += taken * rates.device.shared
-    return Transfer(seconds=seconds, by=BETWEEN if between > inside else INSIDE, copies=copies)
+    by = BETWEEN if between > inside else INSIDE
+    return Transfer(seconds=seconds, by=by, copies=copies, kernels=taken * rates.device.shared)
 
 
 Schedule = Mapping[str, Mapping[str, Transfer]]
@@ -181,6 +183,10 @@ class _Clock:
             self.spent[by] = self.spent.get(by, 0.0) + seconds
             self.device += seconds
 
+    def beside(self, sent: Transfer) -> None:
+        self.spend(MEMORY, sent.copies)
+        self.spend(SENDING, sent.kernels)
+
     def wait(self, until: float, by: str) -> None:
         self.spend(by, until - self.device)
 
@@ -207,7 +213,7 @@ def _micro_batch(
         if (phase, unit) not in ready:
             sent = plan[phase][unit]
             clock.wire = ready[phase, unit] = max(clock.wire, clock.device) + sent.seconds if sent.seconds else 0.0
-            clock.spend(MEMORY, sent.copies)
+            clock.beside(sent)
 
     gather("forward", "")
     for segment, own in zip(trace.segments, trace.work, strict=True):
@@ -225,7 +231,7 @@ def _micro_batch(
         clock.compute(own, device, compiled=compiled and bool(unit))
         for name in [name for name in segment.complete if name not in done and reduces]:
             sent = plan["reduce"][name]
-            clock.spend(MEMORY, sent.copies)
+            clock.beside(sent)
             clock.wire = max(clock.wire, clock.device) + sent.seconds
             clock.across = max(clock.across, clock.wire) + plan["across"][name].seconds
             if not engine.overlaps:

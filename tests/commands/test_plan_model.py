@@ -68,7 +68,10 @@ def test_a_class_and_a_task(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("nope.json", "config is 'nope.json', which can't be read"),
         ("transformers.BertModel", "config is 'transformers.BertModel', which can't be read"),
-        ("transformers.T5Config", "task is 'causal-lm', for which transformers has no model of T5Config"),
+        (
+            "transformers.T5Config",
+            "task is 'causal-lm', for which transformers has no model of T5Config. Others: ",
+        ),
     ],
 )
 def test_what_is_no_configuration(model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +84,17 @@ def test_a_value_that_a_configuration_refuses(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     with pytest.raises(ConfigurationError, match=r"can.t be read: [^\0]*hidden_size"):
         read_config(str(tmp_path))
+
+
+class Lazy(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.LazyLinear(2)
+
+
+def test_a_module_without_sizes() -> None:
+    with pytest.raises(ConfigurationError, match=r"body.weight has no size before a first forward"):
+        plan_command.main(["--device-memory=1GB", f"--model={__name__}.Lazy", "--trainer.strategy=shard_ddp"])
 
 
 class Adversaries(pl.LightningModule):

@@ -264,7 +264,8 @@ def test_spellings_that_yaml_reads_otherwise_and_sections_that_are_not_read(
 ) -> None:
     path = tmp_path / "no.yaml"
     path.write_text(
-        "distributed_type: NO\nmixed_precision: no\ndowncast_bf16: yes\n_comment: mine\nfsdp_config: {a: 1}\n"
+        "distributed_type: NO\nnum_processes: 8\n"
+        "mixed_precision: no\ndowncast_bf16: yes\n_comment: mine\nfsdp_config: {a: 1}\n"
     )
     assert migrated(path)["trainer"] == {
         "strategy": "shard_ddp",
@@ -274,6 +275,7 @@ def test_spellings_that_yaml_reads_otherwise_and_sections_that_are_not_read(
     }
     table = capsys.readouterr().out
     assert "Accelerate does not read it with distributed_type NO either" in table
+    assert "with distributed_type NO Accelerate starts one process" in table
     assert "loaded in 16 bits" in table
     migrated(fsdp(2), "--to", "shard_deepspeed_stage_3")
     assert "FSDP is not the engine" in capsys.readouterr().out

@@ -39,6 +39,18 @@ def test_deepspeed(migrated: Files, refused: Callable[..., str]) -> None:
     assert "gradient_accumulation_steps is 8, but gradient_accumulation_steps is 2" in message
 
 
+def test_what_axolotl_has(migrated: Files, refused: Callable[..., str]) -> None:
+    axolotl = {"base_model": "a/b", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "optimizer": "adamw_torch"}
+    fsdp = migrated({**axolotl, "bf16": "auto", "fsdp_version": 2, "fsdp_config": {"offload_params": True}})
+    assert arguments(fsdp)["cpu_offload"] is True
+    assert (fsdp["trainer"]["precision"], fsdp["trainer"]["accumulate_grad_batches"]) == ("bf16-mixed", 4)
+    assert (
+        arguments(migrated({**axolotl, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}}}))["stage"] == 3
+    )
+    assert "tensor_parallel_size: 2. The mesh has no such axis" in refused({**axolotl, "tensor_parallel_size": 2})
+    assert migrated({**axolotl, "tensor_parallel_size": 1})["trainer"]["precision"] == "32-true"
+
+
 def test_words_for_true(migrated: Files) -> None:
     for word in (True, "true", "yes", 1):
         assert migrated({**COMMON, "bf16": word})["trainer"]["precision"] == "bf16-mixed"
@@ -60,6 +72,7 @@ def test_all_that_a_trainer_saves(migrated: Files) -> None:
     [
         ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed are both given"),
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"gradient_accumulation_steps": 0}, "accumulate_grad_batches: got 0; allowed: 1 or more"),
         ({"bf16": "maybe"}, "bf16 is 'maybe', but must be true or false"),
         ({"fsdp": "ful_shard"}, "fsdp has 'ful_shard', but its words are full_shard"),
         ({"gradient_acumulation_steps": 2}, "the nearest is 'gradient_accumulation_steps'"),

@@ -59,11 +59,12 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
     """The content of a YAML or JSON file, which errors call ``name``; a key that is there twice is refused."""
     name = name or str(path)
     if not path.is_file():
-        raise ConfigurationError(f"{name}: there is no such file (from {Path.cwd()}).")
+        what = "it is a folder, and no file" if path.is_dir() else f"there is no such file (from {Path.cwd()})"
+        raise ConfigurationError(f"{name}: {what}.")
     text = path.read_bytes()
     is_json = path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith(b"{"))
     try:
-        content = json.loads(text, object_pairs_hook=_unique) if is_json else yaml.load(text, Loader=_Loader)
+        content = _json(text) if is_json else yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise ConfigurationError(f"{name} is nested too deeply to be a configuration.") from error
     except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -72,6 +73,19 @@ def read_file(path: Path, name: str = "") -> dict[str, Any]:
         held = "is empty" if content is None else f"holds a {type(content).__name__}"
         raise ConfigurationError(f"{name} {held}, but must hold a mapping of keys.")
     return content
+
+
+def _json(text: bytes) -> Any:
+    """JSON; with comments and commas behind the last item where DeepSpeed is, which reads its files so."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError:
+        with suppress(ImportError, ValueError):
+            import hjson  # type: ignore[import-untyped]  # DeepSpeed's own dependency
+
+            if content := hjson.loads(text.decode(), object_pairs_hook=_unique):
+                return content
+        raise
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

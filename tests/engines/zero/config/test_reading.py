@@ -183,11 +183,17 @@ def test_json_is_read_by_whatever_name_the_file_has(tmp_path: Path, name: str) -
     assert reading.read_config(str(tmp_path / name)) == {"zero_optimization": {"stage": 1}}
 
 
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{\n  // of a run\n  "zero_optimization": {"stage": 1,},  # and so on\n}\n')
+    assert reading.read_config(str(tmp_path / "ds.json")) == {"zero_optimization": {"stage": 1}}
+
+
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.json"
     assert f"config {str(missing)!r}: there is no such file" in refusal(str(missing))
     for content, text in (
-        ("{fp16: 1}", "can't be read as JSON: Expecting property name"),
+        ('{"fp16": {', "can't be read as JSON: Expecting property name"),
+        ("", "can't be read as JSON: Expecting value"),
         ("[1]", " holds a list, but must hold a mapping"),
         ('{"fp16": {}, "fp16": {}}', "can't be read as JSON: the key 'fp16' is there twice; remove one"),
     ):
