@@ -28,6 +28,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from lightning_shard.cluster import traces
 from lightning_shard.cluster.preflight import Place, multi_get, multi_set
 from lightning_shard.cluster.traces import Progress, Report, user_frame
+from lightning_shard.errors import ShardError
 
 INTERVAL_SECONDS = 1.0  # Between two signs of life; longer with more than 4,096 ranks, which all speak to one process.
 GRACE_SECONDS = 5.0  # How long a main thread has to end by itself once the cause is known.
@@ -78,9 +79,10 @@ class Watch:
         self._folder, self._grace_seconds, self._exit = folder, grace_seconds, exit_process
         # What the main thread has the speaker say.
         self._word: str | None = None  # the failure of this rank
+        self._code = 1
         self._suspects = self._ended = self._finished = False
         # What the speaker knows.
-        self._cause: tuple[int, str] | None = None  # the owner (-1: none), and what happened
+        self._cause: tuple[int, str, int] | None = None  # the owner (-1: none), what happened, the exit code
         self._known = threading.Event()  # of the cause, or that nobody is silent
         self._all_told = self._all_ended = self._all_gone = self._over = False
         self._told: set[str] = set()  # counters to which this rank has added
@@ -132,9 +134,10 @@ class Watch:
             self._known.wait(_SUSPICION * self._interval + _FAREWELL_SECONDS)
         if self._cause is None:
             where = user_frame(error)
+            self._code = 2 if isinstance(error, ShardError) else 1  # as the command line ends after either
             self._word = f"{self._name} failed: {type(error).__name__}: {error}{f' (at {where})' if where else ''}"
             self._until(lambda: self._cause is not None)
-        owner, cause = self._cause or (-1, _KEEPER_LOST.format("nothing is heard of the store"))
+        owner, cause, _ = self._cause or (-1, _KEEPER_LOST.format("nothing is heard of the store"), 1)
         if owner == self._rank:
             self._until(lambda: self._all_told)
             return None if cause == self._word else cause
@@ -188,7 +191,7 @@ class Watch:
                 self._wake.clear()
             return
         if self._cause is None:
-            self._cause = (-1, _KEEPER_LOST.format("the connection to the store broke"))
+            self._cause = (-1, _KEEPER_LOST.format("the connection to the store broke"), 1)
         self._known.set()
 
     def _exchange(self) -> None:
@@ -214,13 +217,14 @@ class Watch:
     def _verdict(self) -> bytes | None:
         """What has failed, and who owns that: what was said first."""
         if self._word is not None:
-            return self._store.compare_set("failed", "", json.dumps([self._rank, self._word]))
+            return self._store.compare_set("failed", "", json.dumps([self._rank, self._word, self._code]))
         if self._store.check(["failed"]):
             return self._store.get("failed")
         silent = self._counter.silent()
         if silent:
             self._size -= len(silent)  # whose last words nobody waits for
-            return self._store.compare_set("failed", "", json.dumps([self._rank, _lost_message(silent, self._store)]))
+            lost = _lost_message(silent, self._store)
+            return self._store.compare_set("failed", "", json.dumps([self._rank, lost, 1]))
         if self._suspects and self._store.check(["nobody is silent"]):
             self._known.set()
         return self._counter.stuck(self._still)
@@ -253,7 +257,8 @@ class Watch:
     def _look(self) -> None:
         while not self._stopped.wait(min(1.0, self._interval)):
             if self._cause is None and time.monotonic() - self._answered > self._lost_seconds:
-                self._cause = (-1, _KEEPER_LOST.format(f"for {self._lost_seconds:g} s nothing is heard of the store"))
+                silence = _KEEPER_LOST.format(f"for {self._lost_seconds:g} s nothing is heard of the store")
+                self._cause = (-1, silence, 1)
                 self._known.set()
             if self._cause is not None and not self._leaving.is_set():
                 self._bring_down(*self._cause)
@@ -271,7 +276,7 @@ class Watch:
                 written = self._write_traces()
                 _say(f"[{self._name}] a collective nears its timeout. What this rank is in: {written}")
 
-    def _bring_down(self, owner: int, cause: str) -> None:
+    def _bring_down(self, owner: int, cause: str, code: int) -> None:
         with contextlib.suppress(Exception):
             # Whatever else hangs, and whoever has the interpreter's lock.
             seconds = self._grace_seconds + 3 * _FAREWELL_SECONDS
@@ -285,7 +290,7 @@ class Watch:
             if written is None:
                 traces.dump_stacks()
             self._say_last_words()
-            self._exit(1)
+            self._exit(code)
         faulthandler.cancel_dump_traceback_later()
 
     def _write_traces(self) -> Path | None:
@@ -357,7 +362,7 @@ class _Counter:
         if still < 2 or not traces.is_certain(reports, culprits):
             _say(f"{text} (stuck_seconds)")
             return None
-        return self._store.compare_set("failed", "", json.dumps([culprits[0], text]))
+        return self._store.compare_set("failed", "", json.dumps([culprits[0], text, 1]))
 
     def _since(self, when: float) -> list[int]:
         silent = [key for key, (beat, since) in self._seen.items() if since < when and beat != _ENDED.encode()]

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_shard import registry
-from lightning_shard.commands.fit import check_trainer
+from lightning_shard.commands.cli import check_trainer
 from lightning_shard.commands.options import KEYS, UsageError, add_output, options_parser, refuse_to_replace
 from lightning_shard.commands.parser import ShardArgumentParser
 from lightning_shard.errors import ConfigurationError

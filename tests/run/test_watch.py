@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_shard import DataError
 from lightning_shard.cluster import watch as watching
 from lightning_shard.cluster.preflight import Place, connect
 from lightning_shard.cluster.traces import Progress
@@ -43,8 +44,8 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
             watch.start()
         if case == "raises" and rank == 1:
             try:
-                raise ValueError("no such token: 7")
-            except ValueError as error:
+                raise DataError("no such token: 7")
+            except DataError as error:
                 told["cause"] = watch.failed(error)
         elif case == "connection" and rank != 2:
             # What gloo says on the ranks that are left.
@@ -72,14 +73,14 @@ def _watched(case: str, lost_seconds: float = 60.0, folder: Path | None = None) 
 def test_what_a_rank_raises_ends_the_others() -> None:
     zero, one, two = run_distributed(_watched, 3, "raises")
     assert (one["cause"], one["exits"]) == (None, [])
-    assert zero["exits"] == [1]
+    assert zero["exits"] == [2]  # that of a mistake, as on the rank that made it
     first, second = (line for line in zero["printed"].splitlines() if line.startswith("[rank 0 on "))
     assert "ends: rank 1 on " in first
-    assert re.search(r"failed: ValueError: no such token: 7 \(at .*test_watch\.py:\d+, in _watched\)$", first)
+    assert re.search(r"failed: DataError: no such token: 7 \(at .*test_watch\.py:\d+, in _watched\)$", first)
     assert "ends where it stands" in second
     # In time, and in one line; the cause comes once more and last, on the rank whose failure it is.
     assert two["exits"] == []
-    assert "failed: ValueError: no such token: 7" in two["cause"]
+    assert "failed: DataError: no such token: 7" in two["cause"]
     (line,) = two["printed"].splitlines()
     assert line.endswith(f"ends: {two['cause']}")
     (line,) = one["printed"].splitlines()
