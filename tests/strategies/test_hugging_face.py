@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
+from lightning_shard import ConfigurationError, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy
+from lightning_shard.engines.refusals import refuse_sharded
 from tests.groups import sampled
 from tests.harness import run_distributed
 from tests.models import Final, llama, quiet_trainer
@@ -93,3 +95,25 @@ def test_recomputing_and_generating_are_the_same_on_every_engine(engine: str, re
         for name, value in expected[rank]["parameters"].items():
             assert value.dtype == torch.float32
             assert torch.equal(found[rank]["parameters"][name], value), name
+
+
+def _refusals(folder: str) -> list[str]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    told = []
+    for given in (DistributedConfig(fsdp_size=2), DistributedConfig(tp_size=2, tp_plan="auto")):
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=given)
+        with pytest.raises(ConfigurationError) as refused:
+            refuse_sharded(model, "shard_ddp")
+        told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.matrix
+def test_models_that_transformers_has_sharded_are_refused(tmp_path: Path) -> None:
+    llama(num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
+    for by_fsdp, by_tensor in run_distributed(_refusals, 2, str(tmp_path)):
+        assert "this one was sharded with FSDP2, by an earlier run or in configure_model" in by_fsdp
+        assert "come already sharded as DTensors" in by_tensor
+        assert "distributed_config makes them. Load the model without these" in by_tensor
