@@ -177,7 +177,7 @@ def find(name: str) -> Preset:
 def unknown_name(name: str) -> str:
     """Message for a name that neither this package nor Lightning knows: the nearest ones and the list."""
     loaded = sys.modules.get(_STRATEGIES)
-    lightning = [other for other in loaded.StrategyRegistry if other not in PRESETS] if loaded else []
+    lightning = [other for other in loaded.StrategyRegistry if other not in (*PRESETS, name)] if loaded else []
     return (
         f"there is no strategy {name!r}.{did_you_mean(name, [*PRESETS, *lightning])}\n"
         f"Strategies of lightning_shard: {', '.join(PRESETS)}. "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_shard.arguments import read
 from lightning_shard.checkpoint.files.manifest import FULL, PORTABLE
 from lightning_shard.checkpoint.files.place import StorePath, place, refuse_url
 from lightning_shard.checkpoint.foreign.hugging_face import export as export_contents
@@ -83,7 +84,9 @@ def convert(
 
     Raises:
         CheckpointError: ``target`` exists, or ``path`` is no checkpoint that can be read.
+        ConfigurationError: a form that there is not.
     """
+    form = read(Literal["portable", "full"] | None, form, "form")
     where = place(target)
     if where.exists():
         raise CheckpointError(f"{target} exists: choose another path, or remove it")
@@ -116,10 +119,10 @@ def export(
 
     Raises:
         CheckpointError: nothing was written; with ``ema``, the checkpoint has no averages too.
-        ConfigurationError: a size that is none.
+        ConfigurationError: a size or a dtype that is none.
     """
     refuse_url(folder, "safetensors files")
-    size = parse_bytes(max_shard_size)
+    dtype, size = read(DType | None, dtype, "dtype"), parse_bytes(read(str, max_shard_size, "max_shard_size"))
     stored = open_any(path, optimizers="none")
     return export_contents(
         stored.averaged() if ema else stored,

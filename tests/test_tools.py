@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,15 @@ def test_a_checkpoint_is_converted_verified_and_exported(saved: Path, tmp_path: 
     assert [file.suffix for file in files] == [".safetensors"]
     with pytest.raises(CheckpointError, match=r"back\.ckpt exists: choose another path"):
         convert(done.path, back.path)
+    wrong: Any
+    for call, wrong, says in (
+        (convert, {"form": "stock"}, "form is 'stock', but must be 'portable', 'full' or None"),
+        (export, {"dtype": "bfloat16"}, "dtype is 'bfloat16', but must be 'fp32', 'bf16', 'fp16' or None"),
+        (export, {"max_shard_size": 5}, "max_shard_size is 5, but must be a string"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            call(done.path, tmp_path / "again", **wrong)
+        assert not (tmp_path / "again").exists()
     with pytest.raises(ConfigurationError, match=r"'5 apples' is no size\. Write a number and a unit"):
         export(done.path, tmp_path / "again", max_shard_size="5 apples")
 
@@ -51,6 +61,11 @@ def test_a_configuration_is_migrated(tmp_path: Path) -> None:
     assert "shard_fsdp" in done.yaml
     assert "zero_optimization.stage" in done.table
     assert done.lost == []
+    assert migrate(source, to="shard_fsdp").content == done.content
+    with pytest.raises(ConfigurationError, match="files is empty"):
+        migrate([])
+    with pytest.raises(ConfigurationError, match=r"no strategy 'fsdp'\. Did you mean (?!fsdp)"):
+        migrate([source], to="fsdp")
     with pytest.raises(ConfigurationError, match="no strategy 'shard_fdsp'"):
         migrate([source], to="shard_fdsp")
 

@@ -82,7 +82,11 @@ class Migrated:
 
 
 def migrate(
-    files: Sequence[str | os.PathLike[str]], *, to: str | None = None, lossy: bool = False, command: Sequence[str] = ()
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    to: str | None = None,
+    lossy: bool = False,
+    command: Sequence[str] = (),
 ) -> Migrated:
     """Read an Accelerate, DeepSpeed or Lightning configuration into one for this package. One process calls it.
 
@@ -97,6 +101,9 @@ def migrate(
             itself refuses.
     """
     name = None if to is None else registry.find(to.lower()).name
+    files = [files] if isinstance(files, str | os.PathLike) else files
+    if not files:
+        raise ConfigurationError("files is empty: give the configuration to read.")
     # DeepSpeed's logger writes to what is stdout when it is imported, and there the YAML goes.
     with contextlib.redirect_stdout(sys.stderr):
         content, target = read_and_migrate([Path(file) for file in files], known(), name)
