@@ -37,6 +37,7 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
     "rprop": torch.optim.Rprop,  # elementwise, but by an operator that DTensors refuse
+    "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
     "adamw": torch.optim.AdamW,
     "together": NormalizedTogether,
     "noisy": Noisy,
@@ -118,7 +119,7 @@ def _differences(names: list[str], make: str, **settings: Any) -> dict[str, list
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, **settings)))}
 
 
-@pytest.mark.parametrize("make", sampled(["lamb", "adafactor", "muon", "rprop"], 1, 2))
+@pytest.mark.parametrize("make", sampled(["lamb", "adafactor", "muon", "rprop", "adagrad"], 1, 2))
 def test_engines_agree_bitwise(make: str) -> None:
     assert run_distributed(_differences, 2, SHARDING, make) == [{}] * 2
 
@@ -142,7 +143,7 @@ def _resumed(saved_by: str, names: list[str], make: str, folder: Path) -> dict[s
     return {name: found for name in names if (found := _different(wanted, _fit(name, make, path=path)))}
 
 
-@pytest.mark.parametrize("make", ["adafactor", pytest.param("lamb", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make", sampled(["adafactor", "lamb", "adagrad"], 0))
 @pytest.mark.parametrize(
     "saved_by", sampled(["shard_ddp_aligned", "shard_fsdp_aligned", "shard_deepspeed_stage_2_aligned"], 1)
 )

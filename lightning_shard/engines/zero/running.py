@@ -65,15 +65,16 @@ def start(
 
     before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
     trainable = [p for p in module.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
-        args=None if device.index is None else Namespace(device_rank=device.index),
-        model=StepRoot(module),
-        optimizer=optimizer,
-        model_parameters=trainable if optimizer is None and "optimizer" in config else None,
-        config=dict(config),
-        dist_init_required=False,
-    )
+    with _not_made_anew(optimizer):
+        engine, *_ = deepspeed.initialize(
+            # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
+            args=None if device.index is None else Namespace(device_rank=device.index),
+            model=StepRoot(module),
+            optimizer=optimizer,
+            model_parameters=trainable if optimizer is None and "optimizer" in config else None,
+            config=dict(config),
+            dist_init_required=False,
+        )
     stage = int(config["zero_optimization"]["stage"])
     running = Running(engine=engine, stage=stage, scheduler=engine.lr_scheduler, foresees_steps=foresees_steps)
     set_boundary(running, True)
@@ -90,10 +91,27 @@ def start(
         else:
             swapping.show(engine.optimizer)
             running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
+            if isinstance(optimizer, torch.optim.Adagrad):  # which has its state from the beginning
+                optimizer.state.clear()
+                for each in running.groups:
+                    optimizer.state.update(torch.optim.Adagrad([each.flat], **optimizer.defaults).state)
             _take_over_steps(running)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
     return running
+
+
+@contextmanager
+def _not_made_anew(optimizer: Any) -> Generator[None, None, None]:
+    """Hide torch's Adagrad from DeepSpeed, which would step another, without its groups' values or its schedule."""
+    own = type(optimizer)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.__class__ = Optimizer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if optimizer is not None:
+            optimizer.__class__ = own
 
 
 def _take_over_steps(running: Running) -> None:
