@@ -94,7 +94,7 @@ class FSDP2Engine(StepsOwnParameters):
         if run.fitting:
             refuse_double(module)
             _, ignored = ignored_parameters(module, self._units.ignored_modules)
-            refuse_kinds(module, self.strategy, empty=True, ignored=ignored())
+            refuse_kinds(module, self.strategy, ignored=ignored())
         # What is not in the sharded module itself may differ.
         own = {name: v for name, v in self.settings().items() if name not in ("at_boundary", "forward_methods", "mesh")}
         made_for = (run.mesh, run.policy, own)

@@ -38,10 +38,8 @@ def refuse_sharded(module: nn.Module, strategy: str, *, by_fsdp: bool = True, by
         )
 
 
-def refuse_kinds(
-    module: nn.Module, strategy: str, *, empty: bool, hooked: bool = False, ignored: Container[Tensor] = ()
-) -> None:
-    """Refuse parameters of kinds that an engine which shards can't step, all of them named; ``empty`` ones if asked.
+def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, ignored: Container[Tensor] = ()) -> None:
+    """Refuse parameters of kinds that an engine which shards can't step, all of them named.
 
     ``hooked``: also those that a module's own hook reads ahead of the engine's. Those that are ``ignored`` may be of
     any kind. The ConfigurationError says what to use.
@@ -66,7 +64,7 @@ def refuse_kinds(
             found.setdefault("renormalised in forward (clip a copy there in place of max_norm)", []).append(name)
         elif name in scripted:
             found.setdefault("of scripted modules (use the Python module, and compile: true)", []).append(name)
-        elif empty and not getattr(parameter, "ds_numel", parameter.numel()):
+        elif not getattr(parameter, "ds_numel", parameter.numel()):
             found.setdefault("without elements (register it as a buffer)", []).append(name)
         elif hooked and f"{name.removesuffix('_orig')}_u" in buffers:
             kind = "of torch.nn.utils.spectral_norm (use torch.nn.utils.parametrizations.spectral_norm)"

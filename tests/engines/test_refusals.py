@@ -17,7 +17,7 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
     module.frozen = nn.Embedding(4, 2, sparse=True, max_norm=1.0).requires_grad_(False)
     module.phase, module.none = nn.Parameter(torch.zeros(2, dtype=torch.complex64)), nn.Parameter(torch.zeros(0, 2))
     with pytest.raises(ConfigurationError, match="ShardFSDPStrategy can't step") as caught:
-        refuse_kinds(module, "ShardFSDPStrategy", empty=True)
+        refuse_kinds(module, "ShardFSDPStrategy")
     said = str(caught.value)
     for text in (
         "complex (use its real view, torch.view_as_real): phase",
@@ -28,11 +28,8 @@ def test_kinds_that_can_not_be_sharded_are_all_named() -> None:
         "with sparse gradients (set sparse=False): table.weight",
     ):
         assert text in said
-    with pytest.raises(ConfigurationError) as caught:
-        refuse_kinds(module, "ShardDeepSpeedStrategy(stage=2)", empty=False)
-    assert "without elements" not in str(caught.value)
-    refuse_kinds(module, "ShardFSDPStrategy", empty=True, ignored={*module.parameters()})
-    refuse_kinds(module.frozen, "ShardFSDPStrategy", empty=True)
+    refuse_kinds(module, "ShardFSDPStrategy", ignored={*module.parameters()})
+    refuse_kinds(module.frozen, "ShardFSDPStrategy")
 
 
 def test_trained_fp64_parameters_are_refused() -> None:
@@ -46,6 +43,6 @@ def test_old_spectral_norms_are_refused_where_parameters_are_gathered_by_hooks()
     """Their hook runs ahead of ZeRO-3's, and a resumed run fails in its first backward."""
     kinds = (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm)
     module = nn.Sequential(*(kind(nn.Linear(4, 4)) for kind in kinds))
-    refuse_kinds(module, "ShardFSDPStrategy", empty=True)
+    refuse_kinds(module, "ShardFSDPStrategy")
     with pytest.raises(ConfigurationError, match=r"parametrizations\.spectral_norm\): 0\.weight_orig\. Change"):
-        refuse_kinds(module, "ShardDeepSpeedStrategy(stage=3)", empty=True, hooked=True)
+        refuse_kinds(module, "ShardDeepSpeedStrategy(stage=3)", hooked=True)

@@ -135,7 +135,7 @@ class Zero(Engine):
         if run.fitting:
             refuse_double(module)
             last = self._stage == 3
-            refuse_kinds(module, self._called, empty=last, hooked=last)
+            refuse_kinds(module, self._called, hooked=last)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         else:
