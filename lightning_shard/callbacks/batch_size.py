@@ -132,12 +132,15 @@ class BatchSizeCallback(Callback):
                 f"Not a batch of 1 fits: one of {min(self.measured)} takes {size_text(min(self.measured.values()))} of "
                 f"{size_text(limit)} per rank. `lightning-shard plan --compare` says what takes less."
             )
-        self.found, self._accumulate = found, trainer.accumulate_grad_batches
-        if self.keep_global_batch:
-            self.found = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
-            self._accumulate = samples // self.found
+        self.found, self._accumulate = self._settled(found, samples, trainer.accumulate_grad_batches)
         taken = f"{size_text(largest_line(self.measured, self.found))} of {size_text(limit)} per rank"
         rank_zero_info(f"{self.attribute}: {self.found} with accumulate_grad_batches {self._accumulate}, {taken}")
+
+    def _settled(self, found: int, samples: int, accumulate: int) -> tuple[int, int]:
+        if not self.keep_global_batch:
+            return found, accumulate
+        size = next(size for size in range(min(found, samples), 0, -1) if samples % size == 0)
+        return size, samples // size
 
     def _first(self, trainer: Trainer, batch: Any, limit: int, most: int) -> int:
         """What is tried first: a quarter of the plan's largest batch, of the rank with the least; 0: not planned."""

@@ -198,5 +198,4 @@ def test_the_line() -> None:
 @pytest.mark.parametrize(("found", "settled"), [(20, (16, 3)), (48, (48, 1)), (100, (48, 1)), (1, (1, 48))])
 def test_the_global_batch_takes_the_largest_batch_that_divides_it(found: int, settled: tuple[int, int]) -> None:
     finder = BatchSizeCallback(limit=MB, keep_global_batch=True)
-    finder._settle(found, 48, accumulate=2)
-    assert (finder.found, finder._accumulate) == settled
+    assert finder._settled(found, 48, 2) == settled
