@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from lightning_shard.checkpoint.background import Saver
 from lightning_shard.checkpoint.files import commit, tensor_files
@@ -182,6 +183,18 @@ def test_a_directory_of_other_files_is_never_deleted(tmp_path):
             delete()
         assert notes.read_text() == "mine"
     assert os.listdir(tmp_path) == ["work"]
+
+
+def test_a_checkpoint_that_torch_wrote_for_another_program_is_never_deleted(tmp_path):
+    path = tmp_path / "a.ckpt"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=path, no_dist=True)
+    there = sorted(os.listdir(path))
+    for delete in (lambda: save_number(path, 1.0), lambda: commit.remove(path)):
+        with pytest.raises(CheckpointError, match="would delete them"):
+            delete()
+    with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint: it has no manifest"):
+        read_manifest(path)
+    assert sorted(os.listdir(path)) == there
 
 
 def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):

@@ -226,8 +226,11 @@ def _with_manifest(directory: Directory) -> tuple[Directory, Manifest]:
 
 def foreign_entries(directory: Path) -> list[Path]:
     """What in ``directory`` no save wrote: not of the names of a checkpoint's files, nor listed in its manifest."""
-    entries = [entry for entry in directory.iterdir() if not layout.is_own_name(entry.name)]
+    there = {entry.name: entry for entry in directory.iterdir()}
+    entries = [entry for name, entry in there.items() if not layout.is_own_name(name)]
     if not (directory / layout.MANIFEST).is_file():
+        if layout.METADATA in there and layout.TRAINER_STATE not in there:
+            return [*there.values()]  # torch's form, of another program: a save of this package writes that one last
         # Nobody else puts files into what a save of that layout left when it was interrupted.
         return [] if directory.name.startswith(".") and layout.other_form(directory) == "hf" else entries
     try:
