@@ -88,6 +88,8 @@ class FSDP2Engine(StepsOwnParameters):
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
+        # One process alone has nothing to wait for, and there the batch at a boundary may have no loss.
+        self._at_boundary &= run.planned.ranks > 1
         earlier = module.__dict__.get(_STATE)
         earlier_parameters.remember(module)
         refuse_sharded(module, self.strategy, by_fsdp=False)

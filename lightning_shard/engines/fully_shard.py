@@ -77,7 +77,7 @@ class FullyShard(FSDP2Engine):
             reshard_after_forward=self._units.reshard_after_forward,
             cpu_offload=self._options.cpu_offload,
             backward_prefetch=self._units.backward_prefetch,
-            reduce_at_boundary=self._at_boundary,
+            reduce_at_boundary=self._at_boundary and run.ranks > 1,
         )
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:

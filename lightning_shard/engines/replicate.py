@@ -36,7 +36,7 @@ class Replicate(FSDP2Engine):
             )
 
     def facts(self, module: nn.Module, run: PlannedRun) -> ReplicateFacts:
-        return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._at_boundary)
+        return ReplicateFacts(ranks=run.ranks, reduce_at_boundary=self._at_boundary and run.ranks > 1)
 
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         # Frozen 16-bit parameters are seen here only.

@@ -175,6 +175,11 @@ def test_one_process_may_have_no_loss(accumulate: int) -> None:
     same_everywhere(Skips, "32-true", strategies=strategies, ranks=1, accumulate_grad_batches=accumulate)
 
 
+def test_gradients_reduced_at_a_boundary_without_a_loss_are_there() -> None:
+    options = {"accumulate_sync": "boundary"}
+    same_everywhere(Skips, "32-true", options=options, ranks=1, accumulate_grad_batches=2)
+
+
 # Accumulation
 
 
