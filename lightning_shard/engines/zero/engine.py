@@ -270,9 +270,13 @@ class Zero(Engine):
 
     def _start(self, optimizer: Optimizer | None) -> Running:
         self._running = running.start(
-            self._module, optimizer=optimizer, config=self._config, names=self._names, device=self._run.device,
+            self._module,
+            optimizer=optimizer,
+            config=self._config,
+            names=self._names,
+            device=self._run.device,
             foresees_steps=self._run.foresees_steps,
-        )  # fmt: skip
+        )
         self._closing.callback(self._stop)
         self._same_units = SameUnits(())
         if self.gathers_in_forward:
