@@ -111,6 +111,14 @@ class ShardPrecision(Precision):
         """The dtypes that this precision stands for."""
         return policy_from(self.precision, aligned=aligned, at_boundary=at_boundary, **self._overrides)
 
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Refuse (ConfigurationError) a strategy that is not of this package: Lightning's call it."""
+        raise ConfigurationError(
+            "ShardPrecision steps the engine of this package's strategies, but the Trainer has another strategy. Use "
+            "strategy='shard_ddp' or another name of `lightning-shard strategies`, or the Trainer's own precision."
+        )
+
     def begin(self, policy: PrecisionPolicy) -> None:
         """Start with the loss scale of ``policy``, for a Trainer that was given this plugin."""
         self._scaling = policy.loss_scale

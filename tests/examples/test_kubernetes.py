@@ -37,7 +37,9 @@ def test_the_manifest_leaves_time_for_the_save() -> None:
     assert words[:2] == ["exec", "torchrun"]
     assert f"--nnodes={job['spec']['completions']}" in words
     assert f"--master-addr={job['metadata']['name']}-0.{pod['subdomain']}" in words
-    slurm.check_rest("fit", [word for word in words[words.index("fit") + 1 :] if "config" not in word][1:], cpu=False)
+    # The pod's configuration is not here.
+    rest = [word for word in words[words.index("fit") + 1 :] if "config" not in word][1:]
+    slurm.check_rest("fit", [*rest, "--model=Model"], cpu=False)
 
 
 def _pod(folder: Path) -> subprocess.Popen[str]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_shard import LossScaling, ShardDDPStrategy, ShardFSDPStrategy, ShardPrecision
-from lightning_shard.errors import PrecisionError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.precision.policy import PRECISIONS, PrecisionPolicy, policy_from
 from lightning_shard.strategies.precision import translate
 
@@ -154,9 +155,10 @@ def test_the_plugin_from_yaml() -> None:
     )
 
 
-def test_clipping_needs_a_strategy() -> None:
-    with pytest.raises(AssertionError, match="is connected by a strategy"):
-        ShardPrecision().clip_gradients(torch.optim.SGD([torch.ones(1)]), 1.0)
+def test_it_needs_a_strategy_of_this_package() -> None:
+    stock = trainer(strategy="auto", plugins=[ShardPrecision()], enable_model_summary=False)
+    with pytest.raises(ConfigurationError, match="Use strategy='shard_ddp' or another name"):
+        stock.fit(BoringModel())
 
 
 @pytest.mark.parametrize(
