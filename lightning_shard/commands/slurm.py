@@ -242,7 +242,7 @@ def check_rest(command: str, rest: Sequence[str], *, cpu: bool) -> None:
         name, equals, inline = word.partition("=")
         if name == "--trainer.accelerator":
             accelerators.append((f"{name} {inline if equals else value}", inline if equals else value))
-        option = word.startswith("-")
+        option = word.startswith("-") and not re.match(r"-[\d.]", word)  # a negative number is a value
         resembles = name.startswith("--") and did_you_mean(name, own)
         is_known = name == "-c" or name.partition(".")[0].rstrip("+") in known
         if (option and not is_known and (resembles or not _is_script())) or not (option or takes_value or _is_script()):

@@ -237,11 +237,12 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_the_program(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("trainer: {max_steps: 1}\n")
-    command = [sys.executable, "-m", "lightning_shard", "slurm", "--nodes=2", "--config=x.yaml"]
+    given = ["--nodes=2", "--config=x.yaml", "--model.shift", "-1.5"]
+    command = [sys.executable, "-m", "lightning_shard", "slurm", *given]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([*command, "--output=job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "")
-    assert (tmp_path / "job.sh").read_text() == _text("--nodes=2", "--config=x.yaml")
+    assert (tmp_path / "job.sh").read_text() == _text(*given)
     assert (tmp_path / "slurm-logs").is_dir()
 
 
