@@ -106,6 +106,8 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (ShardFSDPStrategy, {"timeout_seconds": "1h"}, "timeout_seconds is '1h', but must be a number."),
     (ShardFSDPStrategy, {"accumulate_sync": "boundry"}, "'boundary' or 'micro_batch'. Did you mean boundary?"),
     (ShardFSDPStrategy, {"process_group_backend": 3}, "process_group_backend is 3, but must be a string or None."),
+    (ShardFSDPStrategy, {"process_group_backend": "cpu:gloo,cuda:ncll"}, "no backend 'ncll'. Did you mean nccl"),
+    (ShardDDPStrategy, {"bucket_cap_mb": -2}, "bucket_cap_mb is -2.0, but must be greater than 0."),
     (ShardFSDPStrategy, {"preemption": {"requeue": "alway"}}, "preemption.requeue is 'alway', but must be 'auto', "),
     (ShardFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "Use units, with class names or a number of parameters."),
     (ShardFSDPStrategy, {"sharding_strategy": "FULL_SHARD"}, "FULL_SHARD is shard_fsdp, SHARD_GRAD_OP"),

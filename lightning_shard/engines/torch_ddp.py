@@ -49,6 +49,10 @@ class DDPOptions:
     comm_hook: CommHook | None = None
     comm_state: Any = None
 
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}, but must be greater than 0.")
+
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}

@@ -2,9 +2,12 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar
+
+from torch.distributed import Backend
 
 from lightning_shard.arguments import checked
 from lightning_shard.cluster.preemption import PreemptionConfig
@@ -14,6 +17,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.precision.loss_weight import WeightKey
 from lightning_shard.run.nonfinite import Action, NonFinite
+from lightning_shard.text import did_you_mean
 
 AccumulateSync = Literal["auto", "boundary", "micro_batch"]
 ResumeHyperparameters = Literal["checkpoint", "configuration"]
@@ -119,6 +123,13 @@ class CommonSettings:
             if seconds is not None and not 0 < seconds < math.inf:
                 none = ", or None" if name in ("lost_rank_seconds", "stuck_seconds") else ""
                 raise ConfigurationError(f"{name} is {seconds}, but must be a number of seconds greater than 0{none}.")
+        known = Backend.backend_list
+        for name in re.findall(r"[^:,]+(?=,|$)", self.process_group_backend or ""):
+            if name.lower() not in known:
+                raise ConfigurationError(
+                    f"process_group_backend is {self.process_group_backend!r}, but torch knows no backend {name!r}."
+                    f"{did_you_mean(name, known)}"
+                )
         if isinstance(self.nonfinite, str):
             object.__setattr__(self, "nonfinite", NonFinite(action=self.nonfinite))
         if self.loss_weight_key is not None:
