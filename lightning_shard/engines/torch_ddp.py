@@ -123,7 +123,8 @@ class TorchDDP(StepsOwnParameters):
             return output
 
         try:
-            (output,) = wrapped(run, *args, **kwargs)
+            with self._named():
+                (output,) = wrapped(run, *args, **kwargs)
         finally:
             wrapped.require_backward_grad_sync = True
         return output

@@ -92,6 +92,22 @@ def toggled_without_a_word(runs: Runs) -> Any:
     runs.trainer(max_epochs=1).fit(runs.seeded(ManualNet), data())
 
 
+class PartlyNet(ManualNet):
+    """The last backward pass of each step leaves out the head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for loss in (self.loss(batch), self.body(batch[1]).mean()):
+            self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def left_out_without_a_word(runs: Runs) -> Any:
+    """Torch says so as the next step begins."""
+    runs.trainer(max_epochs=1).fit(runs.seeded(PartlyNet), data())
+
+
 def of_evaluation(runs: Runs) -> Any:
     module, told, trainer = _told(runs, Net)
     results = [trainer.validate(module, held_out(), verbose=False), trainer.test(module, held_out(), verbose=False)]
@@ -292,4 +308,4 @@ def gradients_dropped_in_a_hook(runs: Runs) -> Any:
     return weights(module)
 
 
-CASES = [each for each in cases(__name__) if each is not toggled_without_a_word]
+CASES = [each for each in cases(__name__) if each not in (toggled_without_a_word, left_out_without_a_word)]

@@ -25,6 +25,7 @@ REFUSED: list[tuple[Case, list[str], str, str]] = [
     (checkpoints.of_the_hpc, STRATEGIES, "CheckpointError", "Lightning chose"),
     (checkpoints.paths_in_hyperparameters, STRATEGIES, "CheckpointError", "hyper_parameters/path: pathlib.PosixPath"),
     (hooks.toggled_without_a_word, STRATEGIES[:1], "ConfigurationError", "does not depend on head.weight, head.bias"),
+    (hooks.left_out_without_a_word, STRATEGIES[:1], "ConfigurationError", "does not depend on head.weight, head.bias"),
 ]
 QUICK = {
     (hooks.of_a_fit_by_hand, ZERO),
