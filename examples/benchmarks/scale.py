@@ -31,15 +31,17 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from lightning_shard.cluster import preflight
-from lightning_shard.cluster.preflight import Facts, Place, compare, connect
+from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.watch import Watch
 
 BARS = {"preflight, CPU s": 60.0, "beats, s": None, "lost rank, s": 120.0, "lost connection, s": 30.0}
 LOST_SECONDS = 120.0
 PER_PROCESS = 2048  # made-up ranks
-FACTS = Facts(
-    node="n", versions={f"library{i}": "1.2.3" for i in range(12)}, settings={f"s{i}": "x" * 20 for i in range(60)}
-)
+FACTS = {
+    "node": "n",
+    "versions": {f"library{i}": "1.2.3" for i in range(12)},
+    "settings": {f"s{i}": "x" * 20 for i in range(60)},
+}
 
 
 class Clock:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import importlib
 import inspect
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -215,3 +218,19 @@ def test_the_quickstart_trains_saves_and_validates_to_the_same_perplexity(tmp_pa
 def test_help_has_a_text_for_each_field(documented: type) -> None:
     names = list(inspect.signature(documented).parameters)
     assert [n for n in names if f"        {n}: " not in (documented.__doc__ or "")] == []
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of all that is imported from this package."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "lightning_shard":
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def test_what_examples_import_is_there() -> None:
+    """Also of those that no test runs, such as benchmarks over minutes."""
+    found = {at for path in sorted((ROOT / "examples").rglob("*.py")) for at in _imports(path)}
+    assert len(found) > 40
+    for module, name in sorted(found):
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")
