@@ -229,10 +229,11 @@ def foreign_entries(directory: Path) -> list[Path]:
     there = {entry.name: entry for entry in directory.iterdir()}
     entries = [entry for name, entry in there.items() if not layout.is_own_name(name)]
     if not (directory / layout.MANIFEST).is_file():
-        if layout.METADATA in there and layout.TRAINER_STATE not in there:
-            return [*there.values()]  # torch's form, of another program: a save of this package writes that one last
+        hidden = directory.name.startswith(".")  # what a save or a removal of this package left, in any state
+        if not hidden and layout.METADATA in there and layout.TRAINER_STATE not in there:
+            return [*there.values()]  # torch's form, of another program
         # Nobody else puts files into what a save of that layout left when it was interrupted.
-        return [] if directory.name.startswith(".") and layout.other_form(directory) == "hf" else entries
+        return [] if hidden and layout.other_form(directory) == "hf" else entries
     try:
         listed = read_manifest(directory).files if entries else {}
     except CheckpointError:
