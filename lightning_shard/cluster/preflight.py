@@ -1,7 +1,7 @@
 """The processes meet and compare themselves before there is a process group, so that what differs has a name.
 
 They meet at the store over which the process group is made next, with a timeout of its own. A rank says what it
-is, rank 0 reads all and writes one verdict, which every rank raises alike.
+is, rank 0 reads all and writes one verdict, which every rank raises.
 """
 
 import json

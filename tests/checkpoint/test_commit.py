@@ -197,6 +197,16 @@ def test_a_checkpoint_that_torch_wrote_for_another_program_is_never_deleted(tmp_
     assert sorted(os.listdir(path)) == there
 
 
+def test_what_a_removal_left_in_any_state_is_removed(tmp_path):
+    path = tmp_path / "a.ckpt"
+    save_number(path, 1.0)
+    path.rename(tmp_path / ".a.ckpt.tmp-0123")
+    for name in (MANIFEST, "trainer.pt"):
+        (tmp_path / ".a.ckpt.tmp-0123" / name).unlink()
+    commit.remove(path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_file_or_a_link_at_the_path_is_replaced(tmp_path):
     (tmp_path / "a.ckpt").write_text("an older form")
     save_number(tmp_path / "a.ckpt", 1.0)

@@ -127,6 +127,18 @@ def test_what_is_rounded_otherwise_needs_full_parameters_where_bits_count() -> N
     assert not probed(RoundsShort(parameters()), dtype=BF16)
 
 
+class AsksForMany(optim.SGD):
+    """Has no kernel for short tensors."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.numel() > 64 for group in self.param_groups for p in group["params"])
+        super().step(closure)
+
+
+def test_what_steps_no_short_tensors_needs_full_parameters() -> None:
+    assert probed(AsksForMany(parameters()))
+
+
 def test_states_in_full_blocks_need_full_parameters() -> None:
     assert probed(InBlocks(parameters()))
 
