@@ -53,7 +53,9 @@ class Match:
             lines = [f"  {kind} ({len(keys)}): {listed(keys)}" for kind, keys in kinds.items() if keys]
             lines += [f"  {problem}" for problem in self.problems[:_SHOWN]]
             if not self.reshaped and not self.problems:
-                lines.append(f"  {hint}strict=False loads what matches.")
+                lines.append(
+                    f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."
+                )
             raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
         return LoadReport(missing=tuple(self.missing), unexpected=tuple(self.unexpected))
 

@@ -21,17 +21,17 @@ from torch._C import _distributed_c10d
 # Packages whose frames are not the user's code; of a record's frames, which are named by files, torch comes first.
 _PACKAGES = ("torch", "lightning", "pytorch_lightning", "deepspeed", "torchmetrics", "lightning_shard")
 _LIBRARIES = {
-    *(*_PACKAGES, "jsonargparse", "lightning_utilities", "transformers"),
+    *(*_PACKAGES, "fsspec", "jsonargparse", "lightning_utilities", "transformers"),
     *sys.stdlib_module_names,
 } - {"__main__"}
 
 
 def user_frame(error: BaseException) -> str | None:
     """``file:line, in function`` of the innermost frame in the user's own code, or None."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if package_of(frame) not in _LIBRARIES:
-            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
-    return None
+    walked = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) not in _LIBRARIES]
+    # What is installed may be the user's, but is another library more often.
+    walked.sort(key=lambda place: "site-packages" not in place[0].co_filename)
+    return f"{walked[-1][0].co_filename}:{walked[-1][1]}, in {walked[-1][0].co_name}" if walked else None
 
 
 def package_of(frame: FrameType) -> str:

@@ -41,7 +41,7 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
     if rank != 0:
         time.sleep(_SILENCE_SECONDS)
     sys.stdout.flush()
-    where = user_frame(error)
+    where = _where(error)
     raised = f"\n(raised in {where})" if where else ""
     file = broken_config(arguments) if isinstance(error, UsageError) else ""
     print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {file}{error}{raised}", file=sys.stderr, flush=True)
@@ -49,6 +49,14 @@ def end(error: Exception, trainer: Any, arguments: Sequence[str], environ: Mappi
     if "--traceback" in arguments:
         traceback.print_exception(error)
     raise SystemExit(MISTAKE_EXIT_CODE) from error
+
+
+def _where(error: BaseException) -> str | None:
+    """The user's line; of a module that can't be imported, of which the parser tells the words alone, that line."""
+    inner = error.__cause__ or error.__context__
+    while inner is not None and not isinstance(inner, ImportError):
+        inner = inner.__cause__ or inner.__context__
+    return user_frame(error) or (None if inner is None else user_frame(inner))
 
 
 def broken_config(arguments: Sequence[str]) -> str:
@@ -80,28 +88,34 @@ def global_rank(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_PROCID", "0"))
 
 
+_OF_PATHS = FileNotFoundError | FileExistsError | NotADirectoryError | PermissionError
+
+
 def is_mistake(error: BaseException) -> bool:
     """Whether the message alone says what to change, so that a traceback would only be in the way.
 
-    An error of this package, Lightning's ``MisconfigurationException``, what Lightning itself refuses without
-    the user's code having been entered (an unknown accelerator, no checkpoint at a path), and an argument's value
-    that a constructor refuses.
+    An error of this package, Lightning's ``MisconfigurationException``, what Lightning itself or the system refuses
+    without the user's code having been entered (an unknown accelerator, a folder that can't be written), and an
+    argument's value that a constructor refuses.
     """
     if isinstance(error, UsageError | ShardError | MisconfigurationException):
         return True
-    if not isinstance(error, ValueError | FileNotFoundError | ModuleNotFoundError):
-        return False
     frames = _frames(error.__traceback__)
-    if not frames:
+    refused = isinstance(error, ValueError | ModuleNotFoundError | _OF_PATHS)
+    if not frames or not (refused or isinstance(error, RuntimeError | TypeError)):
         return False
     # By jsonargparse, or by Lightning's command line once the model is there (optimizers).
     built = ("jsonargparse", "instantiate_class")
     constructed = any(package_of(frame) in built or frame.f_code.co_name in built for frame in frames)
-    if constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
+    if refused and constructed and frames[-1].f_code.co_name in ("__init__", "__post_init__"):
         return True
-    if str(frames[-1].f_globals.get("__name__")).startswith("torch.utils.data"):
+    if refused and str(frames[-1].f_globals.get("__name__")).startswith(("torch.utils.data", "torch.optim")):
         return True
-    return package_of(frames[-1]) == "lightning" and user_frame(error) is None
+    if user_frame(error) is not None:
+        return False
+    # What Lightning itself says, not what fails in it.
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return isinstance(error, _OF_PATHS) or (package_of(frames[-1]) == "lightning" and line.startswith("raise "))
 
 
 def cause_of(error: Exception, failure: Exception | None) -> Exception:

@@ -42,7 +42,7 @@ them before (without a terminal what is not answered is as proposed), such as
 
 _YAML = """\
 # Written by `lightning-shard init`. Train with:
-#   lightning-shard {launch}
+#   {launch}
 seed_everything: 1
 
 trainer:
@@ -89,10 +89,15 @@ def main(arguments: Sequence[str]) -> int:
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
     nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
     written = shlex.quote(str(options.output))
-    launch = f"fit --config {written}"
+    launch = f"lightning-shard fit --config {written}"
+    if nodes > 1:
+        launch = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m"
+        )
+        launch += f" lightning_shard fit --config {written}    # on each node; NODE is the name of one of them"
     if found["slurm"] == "yes":
         cpu = " --cpu" * (accelerator == "cpu")
-        launch = f"slurm --nodes {nodes} --devices {devices}{cpu} --config {written} --submit"
+        launch = f"lightning-shard slurm --nodes {nodes} --devices {devices}{cpu} --config {written} --submit"
     values = {"launch": launch, "nodes": nodes, "devices": devices, "accelerator": accelerator}
     values |= {"precision": found["precision"], "modules": _modules(found["train"])}
     strategy = {"reason": "The line to change.", "strategy": found["engine"]}
@@ -106,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
 
     check(yaml.safe_load(text))
     options.output.write_text(text, encoding="utf-8")
-    print(f"written to {options.output}; train with: lightning-shard {launch}")
+    print(f"written to {options.output}; train with: {launch}")
     return 0
 
 

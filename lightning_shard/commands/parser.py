@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -79,10 +80,33 @@ def explain(message: str, keys: Collection[str]) -> str:
     return _explain_value(message) if message.startswith("Parser key") else message
 
 
+_REMOVED = {
+    "amp_backend": "precision",
+    "amp_level": "precision",
+    "auto_lr_find": "lightning.pytorch.callbacks.LearningRateFinder",
+    "auto_scale_batch_size": "lightning_shard.callbacks.BatchSizeCallback",
+    "auto_select_gpus": "trainer.devices",
+    "checkpoint_callback": "trainer.enable_checkpointing",
+    "distributed_backend": "trainer.strategy",
+    "gpus": "trainer.devices, with trainer.accelerator: gpu",
+    "num_processes": "trainer.devices, with trainer.accelerator: cpu",
+    "progress_bar_refresh_rate": "refresh_rate of lightning.pytorch.callbacks.TQDMProgressBar",
+    "replace_sampler_ddp": "trainer.use_distributed_sampler",
+    "resume_from_checkpoint": "ckpt_path, which stands beside trainer",
+    "track_grad_norm": "log_grad_norm of the strategy",
+    "terminate_on_nan": "nonfinite: raise of the strategy",
+    "tpu_cores": "trainer.devices, with trainer.accelerator: tpu",
+    "weights_summary": "trainer.enable_model_summary",
+}
+"""Arguments that the Trainer of Lightning 1 had, to what there is in their place."""
+
+
 def _unknown_key(key: str, keys: Collection[str]) -> str:
+    group, _, name = key.rpartition(".")
+    if group == "trainer" and name in _REMOVED:
+        return f"{key}: Lightning 2 has no such key. In its place: {_REMOVED[name]}."
     near = did_you_mean(key, keys)
     if not near:
-        group = key.rpartition(".")[0]
         within = sorted(k for k in keys if k.startswith(f"{group}.")) if group else []
         near = f" Keys of {group}: {', '.join(within)}." if within else ""
     return f"{key}: there is no such key.{near}"
@@ -103,10 +127,10 @@ def _explain_value(message: str) -> str:
     option = re.match(r"(?:Option|Group '[\w.]+' does not accept option) '([\w.]+)'", text)
     if option and owned:
         arguments = _arguments(owner)
-        has = f" It takes: {', '.join(arguments)}." if arguments else ""
+        has = f" It takes: {', '.join(arguments)}." if arguments else " It takes none. A class is given by class_path."
         return f"{key}.{option[1]}: {owner} has no such argument.{did_you_mean(option[1], arguments)}{has}"
     if owned:
-        return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}"
+        return f"{key.removesuffix('.init_args')}: can't use class_path {owner!r}: {text}{_near_attribute(text)}"
     tried = next((scope for scope in reversed(path) if scope.kind == "union"), None)
     given = "" if tried is None else tried.said.get("Given value", "")
     if key == "trainer.precision" and given:
@@ -119,21 +143,37 @@ def _explain_value(message: str) -> str:
     if telling:
         return f"{key}: got {_shown(given)}. {text}"
     no_class = re.search(r"Expected a dot import path string: ([\w-]+)$", message, re.MULTILINE)
-    if no_class and no_class[1].lower() in StrategyRegistry:
+    if no_class and key == "trainer.strategy" and no_class[1].lower() in StrategyRegistry:
         return (
             f"{key}: {no_class[1]!r} is a name, and a name takes no arguments, but got {_shown(given)}. "
             f"Give class_path and init_args: `lightning-shard strategies {no_class[1]}` prints them."
         )
-    types = tried.said["Subtypes"].removeprefix("[").removesuffix("]")
-    return f"{key}: got {_shown(given)}; allowed: {_readable(types)}{_how_to_give(types)}"
+    types = _readable(tried.said["Subtypes"].removeprefix("[").removesuffix("]"))
+    return f"{key}: got {_shown(given)}; allowed: {types}{_how_to_give(types, no_class[1] if no_class else '')}"
 
 
-def _how_to_give(types: str) -> str:
-    paths = [path for path in re.findall(r"[\w.]+\.[A-Z]\w+", types) if imported(path)]
-    for path in paths:
-        if dataclasses.is_dataclass(imported(path)):
+def _near_attribute(text: str) -> str:
+    missing = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text)
+    return f".{did_you_mean(missing[2], dir(sys.modules[missing[1]]))}" if missing else ""
+
+
+def _how_to_give(types: str, word: str) -> str:
+    """How a value of these types is written in YAML; ``word``: what was taken for the name of a class."""
+    found = {path: imported(path) for path in re.findall(r"[\w.]+\.[A-Z]\w+", types)}
+    classes = {path: kind for path, kind in found.items() if isinstance(kind, type)}
+    for path, kind in classes.items():
+        if dataclasses.is_dataclass(kind):
             return f" (a mapping of {', '.join(_arguments(path))})"
-    return " (a class is given as class_path and init_args)" if paths else ""
+    near = did_you_mean(word, {name for kind in classes.values() for name in _with_subclasses(kind)})
+    return f" (a class is given as class_path and init_args).{near}" if classes else ""
+
+
+def _with_subclasses(base: type) -> Iterator[str]:
+    """Names of a class and of all below it that were imported."""
+    yield base.__name__
+    below: type
+    for below in type.__subclasses__(base):
+        yield from _with_subclasses(below)
 
 
 @dataclass

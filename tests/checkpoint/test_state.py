@@ -114,7 +114,7 @@ def test_missing_unexpected_and_reshaped_keys_are_listed_together(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="of another shape"):
         load_into(tmp_path / "a.ckpt", asked, strict=False)
     del asked["model.turned"]
-    with pytest.raises(CheckpointMismatchError, match="strict=False loads what matches"):
+    with pytest.raises(CheckpointMismatchError, match=r"strict=False .* loads what matches"):
         load_into(tmp_path / "a.ckpt", asked)
     report = load_into(tmp_path / "a.ckpt", asked, strict=False)
     assert report == LoadReport(missing=("model.new",), unexpected=("model.gone", "model.turned"))

@@ -51,6 +51,13 @@ def test_a_folder_of_hugging_face_weights(folder: Path) -> None:
     assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [(2, "ShardFSDPStrategy", "bf16-mixed")] * 2
 
 
+def test_several_nodes_without_slurm_are_started_by_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init.main(["--answers", "slurm=no", "devices=2x4 cpu", "engine=shard_ddp", "precision=32-true"])
+    command = "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m lightning_shard"
+    assert f"train with: {command} fit --config run.yaml    # on each node" in capsys.readouterr().out
+    assert command in (folder / "run.yaml").read_text()
+
+
 def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "answers.yaml").write_text("slurm: yes\ndevices: 2x8 gpu\nengine: shard_fsdp_hybrid\n")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)

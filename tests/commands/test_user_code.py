@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*
 
 
 USER_CODE = """
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader
@@ -58,6 +59,8 @@ class Returns(BoringModel):
         }[self.what] if self.what != "memory" else output.new_empty(1 << 60)
 
     def configure_optimizers(self):
+        if self.what == "empty":
+            return torch.optim.SGD([], lr=0.1)
         return {"optim": 1} if self.what == "optimizer" else super().configure_optimizers()
 
 class NoBatch(BoringDataModule):
@@ -102,6 +105,8 @@ RETURNS = ["--trainer.strategy", "shard_fsdp", "--model", "usercode.Returns", "-
         (["--model", "usercode.Refuses"], ["width is 3, but must be even", "in __init__"]),
         (["--model", "usercode.Misuses"], ["a/dataloader_idx_0", "in training_step"]),
         (["--data", "usercode.NoBatch"], ["batch_size=0", "in train_dataloader"]),
+        (["--model", "broken.Model"], ["No module named 'nothing_at_all'", "broken.py:1"]),
+        ([*RETURNS, "empty"], ["optimizer got an empty parameter list", "in configure_optimizers"]),
         ([*RETURNS, "float"], ["training_step returned 3.5, a float", "return the tensor, not its .item()"]),
         ([*RETURNS, "vector"], ["a loss of shape (2,)", "return its .mean() or .sum()"]),
         ([*RETURNS, "detached"], ["a loss without a gradient (detached"]),
@@ -114,12 +119,13 @@ def test_a_mistake_in_user_code_says_where(
     arguments: list[str], expected: list[str], command: Callable[..., ShardCLI], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config("usercode.py", USER_CODE)
+    write_config("broken.py", "import nothing_at_all")
     with pytest.raises(SystemExit):
         command("fit", "--config", "base.yaml", *arguments)
     error = capsys.readouterr().err
-    assert all(part in error for part in [*expected, "usercode.py:"]), error
-    assert error.count("usercode.py:") == 1
-    sys.modules.pop("usercode")
+    assert all(part in error for part in expected), error
+    assert error.count("usercode.py:") + error.count("broken.py:") == 1
+    sys.modules.pop("usercode", None)
 
 
 def test_weights_that_became_nan_are_told_of(command: Callable[..., ShardCLI]) -> None:

@@ -133,7 +133,8 @@ class _Archive:
         self.path = path
         if not path.is_file() or not zipfile.is_zipfile(path):
             raise CheckpointError(
-                f"{path} is no file of torch.save, or of a torch before 1.6: load it there and save it again"
+                f"{path} is no whole file of torch.save: it is cut short, of something else, or of a torch before 1.6 "
+                "(then load it there and save it again)."
             )
         with damaged_if(lambda error: f"{path} can't be read: {error}"):
             self._identity = _identity(status := os.stat(path))
