@@ -18,7 +18,7 @@ from examples.benchmarks.published_runs import HUGGING_FACE, TORCHTITAN, Publish
 from examples.benchmarks.published_tables import FMS_FSDP, LLM_FOUNDRY, TORCHTITAN_A100
 from lightning_shard.engines.units import find_units
 from lightning_shard.meters.peaks import find_peaks
-from lightning_shard.planning.device_memory import device_memory, replay
+from lightning_shard.planning.device_memory import device_memory, replay, verdict
 from lightning_shard.planning.facts import OptimizerFacts, Training, model_facts
 from lightning_shard.planning.memory_trace import Step, Trace, trace_step
 from lightning_shard.planning.operators import Device
@@ -115,16 +115,10 @@ def predict(run: Published) -> Predicted:
 
 
 def largest_batches(run: Published, model: Model, training: Training) -> tuple[int, int]:
-    """The largest batch that fits at most, and the one that fits at least."""
+    """The largest batch that fits, and the one that may."""
     assert run.memory is not None
-    memory = int(run.memory * GIB)
-    traces = (model.trace(run, 2), model.trace(run, 4))
-    found = Run(training=training, engine=run.engine, traces=traces)
-    # Without the allocator's blocks, and with the least of what lies outside of them.
-    least = replace(found, traces=tuple(replace(trace, events=()) for trace in traces))
-    more = memory + least.needs.high - least.needs.low
-    low = confirmed_batch(least, more, lambda batch: replace(model.trace(run, batch), events=()))
-    return confirmed_batch(found, memory, lambda batch: model.trace(run, batch)) or 0, low or 0
+    found = Run(training=training, engine=run.engine, traces=(model.trace(run, 2), model.trace(run, 4)))
+    return confirmed_batch(found, int(run.memory * GIB), lambda batch: model.trace(run, batch)) or (0, 0)
 
 
 def seconds(run: Published, training: Training, trace: Trace, device: Device) -> float:
@@ -155,8 +149,7 @@ def row_of(run: Published) -> report.Row:
         row |= {"published": run.largest, "low": safe, "predicted": safe, "high": least, "unit": "samples"}
     elif run.memory is not None:
         low, high = found.ends
-        verdict = "fits" if high <= run.memory else "may fit" if low <= run.memory else "does not fit"
-        row |= {"low": low, "high": high, "fits": verdict}
+        row |= {"low": low, "high": high, "fits": verdict((low, high), run.memory)}
     if run.tensors is not None:
         row |= {"tensors": run.tensors, "tensors_predicted": found.tensors}
     if found.step is not None:

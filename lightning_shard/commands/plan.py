@@ -1,6 +1,8 @@
 """``lightning-shard plan``: what a run will need per device, and what it will send, before it is queued."""
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    print(parsed(arguments).text)
+    # DeepSpeed's logger writes to what is stdout when it is imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        text = parsed(arguments).text
+    print(text)
     return 0
 
 
@@ -230,6 +235,7 @@ def _planner(options: argparse.Namespace, inputs: Inputs, measured: Links | None
         memory=options.device_memory - (options.reserve or 0),
         rates=None if device is None else Rates(device=device, nodes=inputs.nodes, inside=inside, between=between),
         averages=callbacks.averages_place(inputs.trainer.get("callbacks")),
+        cpu=inputs.on_cpu,
     )
     if options.no_trace:
         planner.without_activations("--no-trace was given")
@@ -306,10 +312,12 @@ def _search(planner: Planner, inputs: Inputs, options: argparse.Namespace) -> li
         if isinstance(each, Candidate):
             compiles = bool(each.engine.units(planner.module)) and registry.find(each.name).init_args.get("stage") != 3
             found += forms(planner, each, total // ranks, compiles=compiles)
+    found = [form for form in found if form.sure] or found
     best = ranked(found)
     if not best:
         return [f"search: nothing fits that has a global batch of {total}"]
-    shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and fit, and the best of each name:"
+    fit = "fit" if best[0].sure else "may fit"
+    shown = f"the fastest of {len(found)} forms that keep a global batch of {total} and {fit}, the best of each name:"
     parts, text = [f"{shown}\n{forms_table(best[:SHOWN])}"], _form_yaml(best[0], inputs)
     if options.output is None:
         return [*parts, text]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -56,6 +57,12 @@ class Inputs:
     @property
     def micro_batches(self) -> int:
         return int(self.trainer.get("accumulate_grad_batches") or 1)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run is to be on CPUs; "auto" is what a GPU's machine has."""
+        accelerator = self.trainer.get("accelerator")
+        return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
 
 
 def read(arguments: Sequence[str], *, nodes: int | None = None, devices: int | None = None) -> Inputs:

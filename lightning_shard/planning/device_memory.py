@@ -181,6 +181,12 @@ protocols (4 MiB, 4.7 MiB, 0.5 MiB); least: two channels in a ring, as over PCIe
 in rings and trees. They do not grow with the number of ranks (issue 864).
 """
 
+
+def verdict(needs: Range, memory: int) -> str:
+    """Whether ``memory`` bytes of a device are enough for what needs so much: "fits" is said of the most."""
+    return "fits" if needs[1] <= memory else "may fit" if needs[0] <= memory else "does not fit"
+
+
 _MOVING = ("gathered", "gradients", "communication")
 
 
@@ -206,21 +212,27 @@ class DeviceMemory:
     def high(self) -> int:
         return self.tensors + sum(high for _, high in self.beside.values())
 
-    def at(self, tensors: int) -> int:
-        """`high` of another batch or number of devices, where so many bytes are of tensors."""
+    def at(self, tensors: int) -> Range:
+        """`low` and `high` of another batch or number of devices, where so many bytes are of tensors."""
         more = tensors - self.tensors
-        rate = self.blocks / max(1, self.tensors) if more < 0 or self.growth is None else self.growth
-        return self.high + more + round(rate * more)
+        least, most = (blocks / max(1, self.tensors) for blocks in self.beside.get(BLOCKS, (0, 0)))
+        rate = most if more < 0 or self.growth is None else self.growth
+        return self.low + more + round(min(least, rate) * more), self.high + more + round(rate * more)
 
 
 BLOCKS = "blocks of torch's allocator"
 
 
 def device_memory(
-    points: Sequence[Point], training: Training, engine: EngineFacts, trace: Trace | None
+    points: Sequence[Point], training: Training, engine: EngineFacts, trace: Trace | None, *, cpu: bool = False
 ) -> DeviceMemory:
-    """Of the rank that has these points; without a trace, the allocator's blocks are not known."""
-    tensors = peak(points).account.device.total
+    """Of the rank that has these points; without a trace, the allocator's blocks are not known.
+
+    ``cpu``: the device's memory is the host's, and nothing that CUDA has lies in it: tensors alone are counted.
+    """
+    if cpu:
+        return DeviceMemory(tensors=peak(points, cpu=True).held(cpu=True))
+    tensors = peak(points).held()
     beside: dict[str, Range] = {}
     if trace is not None and trace.events:
         both = [replay(points, trace, training, expandable=expandable) for expandable in (True, False)]

@@ -17,16 +17,16 @@ from lightning_shard.engines.engine import Engine, PlannedRun
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.transforms import Checkpointing
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.planning.device_memory import DeviceMemory, device_memory
+from lightning_shard.planning.device_memory import DeviceMemory, Range, device_memory, verdict
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, trace_step
 from lightning_shard.planning.predict import collectives, padding_note, start_points, step_points
-from lightning_shard.planning.report import FORMS, Row
+from lightning_shard.planning.report import FORMS, Row, show_range
 from lightning_shard.planning.step_memory import Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
-from lightning_shard.text import columns, show_bytes, show_seconds
+from lightning_shard.text import columns, show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,7 @@ class Planner:
     training_step: Callable[[Any], Any] | None = None
     # "beside" what is stepped, or on the "host": where a callback keeps averages of weights; None: there are none.
     averages: str | None = None
+    cpu: bool = False  # Whether the devices are CPUs.
     batch: Any = None  # The first batch of the data: tensors on the CPU in any nesting.
     notes: list[str] = field(default_factory=list)  # What the reader of the plan has to know.
     _traces: dict[str, tuple[Trace, ...] | ConfigurationError] = field(default_factory=dict)
@@ -68,14 +69,16 @@ class Planner:
             return Row(name=candidate.name, checkpointing=candidate.checkpointing, refused=str(error))
         if confirm and (note := padding_note(run.training, run.engine)):
             self.notes.append(note)
+        largest = self._confirmed_batch(candidate, run) if confirm else largest_batch(run, self.memory)
         return Row(
             name=candidate.name,
             checkpointing=candidate.checkpointing,
             points=tuple(run.points()),
             needs=run.needs,
+            cpu=self.cpu,
             traced=bool(run.traces),
             saved=run.training.saved // run.engine.ranks,
-            largest_batch=self._confirmed_batch(candidate, run) if confirm else largest_batch(run, self.memory),
+            largest_batch=largest and beside_own(run, self.memory, largest),
             fewest=fewest_devices(run, lambda n: self.engine(candidate, n), self.nodes.devices, self.memory),
             sent=tuple(collectives(run.training, run.engine)),
             time=self.time(run, compiled=candidate.compiled),
@@ -90,7 +93,8 @@ class Planner:
             micro_batches=candidate.run.accumulate_grad_batches,
         )
         engine = self.engine(candidate)
-        return Run(training=training, engine=engine, traces=self._traced(candidate), averages=self.averages)
+        traces = self._traced(candidate)
+        return Run(training=training, engine=engine, traces=traces, averages=self.averages, cpu=self.cpu)
 
     def engine(self, candidate: Candidate, nodes: Nodes | None = None) -> EngineFacts:
         """The facts of an engine on the machines of the run, or on others; raises what a run would."""
@@ -138,7 +142,7 @@ class Planner:
         with fake.fake_world(self.nodes.ranks):
             return trace_step(self.module, step, candidate.run.policy, self.mode, batch_size=batch_size)
 
-    def _confirmed_batch(self, candidate: Candidate, run: Run) -> int | None:
+    def _confirmed_batch(self, candidate: Candidate, run: Run) -> Range | None:
         try:
             return confirmed_batch(run, self.memory, lambda size: self._trace(candidate, size))
         except ConfigurationError as error:
@@ -167,6 +171,7 @@ class Run:
     # activations are not known.
     traces: tuple[Trace, ...] = ()
     averages: str | None = None
+    cpu: bool = False  # As for `Planner`.
 
     @property
     def _of_same_parts(self) -> list[Trace]:
@@ -203,14 +208,15 @@ class Run:
 
     def tensors(self, batch: int | None = None) -> int:
         """Bytes of tensors on a device at the peak."""
-        return peak(self.points(batch)).account.device.total
+        return peak(self.points(batch), cpu=self.cpu).held(cpu=self.cpu)
 
     @cached_property
     def needs(self) -> DeviceMemory:
         """All that a device holds at the run's batch, its allocator's blocks too."""
-        found = [device_memory(self.points(), self.training, self.engine, None)] if not self.traces else []
-        for trace in self.traces[:2]:
-            found.append(device_memory(self.points(trace.batch_size), self.training, self.engine, trace))
+        found = []
+        for trace in self.traces[:2] or (None,):
+            points = self.points(trace.batch_size if trace else None)
+            found.append(device_memory(points, self.training, self.engine, trace, cpu=self.cpu))
         own, larger = found[0], found[-1]
         if len(found) < 2 or larger.tensors <= own.tensors:
             return own
@@ -219,41 +225,55 @@ class Run:
         return replace(own, growth=min(1.0, max(0.0, growth)))
 
 
-def largest_batch(run: Run, memory: int, device: Callable[[int], int] | None = None) -> int | None:
-    """The most samples per rank and micro-batch that fit into ``memory`` bytes; 0: none; None: not known.
+def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None = None) -> Range | None:
+    """The most samples per rank and micro-batch that fit into ``memory`` bytes, and that may fit; None: not known.
 
     ``device``: bytes of a device by those of its tensors; default: what `Run.needs` says.
     """
     if not run.scales:
         return None
+    needs = device or run.needs.at
 
-    def fits(batch: int) -> bool:
-        tensors = run.tensors(batch)
-        return tensors <= memory and (device or run.needs.at)(tensors) <= memory
+    def most(end: int) -> int:
+        def fits(batch: int) -> bool:
+            tensors = run.tensors(batch)
+            return tensors <= memory and needs(tensors)[end] <= memory
 
-    low, high = 0, 1
-    while high < LARGEST_BATCH and fits(high):
-        low, high = high, 2 * high
-    return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
+        low, high = 0, 1
+        while high < LARGEST_BATCH and fits(high):
+            low, high = high, 2 * high
+        return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
+
+    sure = most(1)
+    return sure, max(sure, most(0))
 
 
-def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> int | None:
+def beside_own(run: Run, memory: int, largest: Range) -> Range:
+    """``largest`` as the run's own batch has it, whose blocks are not on a line with those of others."""
+    own, (sure, may) = run.traces[0].batch_size, largest
+    told = verdict((run.needs.low, run.needs.high), memory)
+    sure = max(sure, own) if told == "fits" else min(sure, own - 1)
+    return sure, max(sure, min(may, own - 1) if told == "does not fit" else max(may, own))
+
+
+def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> Range | None:
     """`largest_batch`, whose own trace fits, and that of a batch a quarter larger (or 1) does not.
 
     Traces that say otherwise join those that the next batch is looked for between. After `MOST_TRACES` of them it is
-    the largest of those whose own traces fit.
+    the largest of those whose own traces fit. What may fit is on a line through the last traces.
     """
     fits: dict[int, bool] = {}
-    known_high: dict[int, int] = {}  # Bytes of a device by those of its tensors, at batches that were traced.
+    known_needs: dict[int, Range] = {}  # Bytes of a device by those of its tensors, at batches that were traced.
 
-    def device(tensors: int) -> int:
-        return known_high.get(tensors, replace(run.needs, growth=None).at(tensors))
+    def device(tensors: int) -> Range:
+        return known_needs.get(tensors, replace(run.needs, growth=None).at(tensors))
 
     for _ in range(MOST_TRACES // 2):
-        batch = largest_batch(run, memory, device)
-        if not batch or batch >= LARGEST_BATCH - 1:
+        found = largest_batch(run, memory, device)
+        if not found or not found[0] or found[0] >= LARGEST_BATCH - 1:
             # Not known, none, or no end in sight.
             break
+        batch, may = found
         larger = max(batch + 1, batch * 5 // 4)
         for size in (larger, batch):
             # Ahead of the others: what lies beside tensors is measured at the batch that is nearest.
@@ -261,34 +281,43 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
             trace = known.pop(size) if size in known else trace_at(size)
             run = replace(run, traces=(trace, *known.values()))
             own = replace(run, traces=run.traces[:1]).needs
-            known_high[own.tensors], fits[size] = own.high, own.high <= memory
+            known_needs[own.tensors], fits[size] = (own.low, own.high), own.high <= memory
         if fits[batch] and not fits[larger]:
-            return batch
-    return max((size for size, does in fits.items() if does), default=0 if fits else batch)
+            return batch, may
+    if not fits:
+        return found
+    sure = max((size for size, does in fits.items() if does), default=0)
+    return sure, max(sure, found[1] if found else 0)
 
 
-def fewest_devices(run: Run, engine_on: Callable[[Nodes], EngineFacts], devices: int, memory: int) -> Nodes | None:
-    """The fewest devices on which the batch fits, nodes of ``devices`` whole ones; None: it does on none.
+def fewest_devices(
+    run: Run, engine_on: Callable[[Nodes], EngineFacts], devices: int, memory: int
+) -> tuple[Nodes | None, Nodes | None]:
+    """The fewest devices on which the batch fits, and on which it may; nodes of ``devices`` whole ones; None: on none.
 
     ``engine_on`` gives the engine on some machines; ConfigurationError: its settings do not fit that number.
     """
 
-    def fits(nodes: int, devices: int = devices) -> bool:
+    def fits(end: int, nodes: int, devices: int = devices) -> bool:
         try:
             engine = engine_on(Nodes(nodes=nodes, devices=devices))
         except ConfigurationError:
             return False
-        return run.needs.at(replace(run, engine=engine).tensors()) <= memory
+        return run.needs.at(replace(run, engine=engine).tensors())[end] <= memory
 
-    for count in range(1, devices + 1):
-        if fits(1, count):
-            return Nodes(nodes=1, devices=count)
-    low, high = 1, 2
-    while not fits(high):
-        low, high = high, 2 * high
-        if low >= MOST_NODES:
-            return None
-    return Nodes(nodes=bisect_left(range(high), True, lo=low + 1, key=fits), devices=devices)
+    def fewest(end: int) -> Nodes | None:
+        for count in range(1, devices + 1):
+            if fits(end, 1, count):
+                return Nodes(nodes=1, devices=count)
+        low, high = 1, 2
+        while not fits(end, high):
+            low, high = high, 2 * high
+            if low >= MOST_NODES:
+                return None
+        nodes = bisect_left(range(high), True, lo=low + 1, key=lambda nodes: fits(end, nodes))
+        return Nodes(nodes=nodes, devices=devices)
+
+    return fewest(1), fewest(0)
 
 
 BATCHES = 3
@@ -302,18 +331,20 @@ class Form:
     batch: int  # Samples per device and micro-batch.
     micro_batches: int
     time: StepTime
-    device: int  # At most so many bytes of a device.
+    device: Range  # Bytes of a device.
+    sure: bool = True  # Whether that fits; False: it may.
 
     @property
     def cost(self) -> tuple[Any, ...]:
-        """By which forms are compared: what does not differ in time is the simpler one."""
+        """By which forms are compared: what surely fits first, and of equal times the simpler one."""
         form = FORMS.index(self.init_args.get("activation_checkpointing"))
-        return round(self.time.expected, 5), form, len(self.init_args), self.micro_batches, self.device >> 20
+        settings = form, len(self.init_args), self.micro_batches, self.device[1] >> 20
+        return not self.sure, round(self.time.expected, 5), *settings
 
     @property
     def cells(self) -> list[str]:
         settings = ", ".join(f"{key}: {value}" for key, value in self.init_args.items())
-        shown = [show_seconds(self.time.expected), self.time.bound, show_bytes(self.device)]
+        shown = [show_seconds(self.time.expected), self.time.bound, show_range(self.device)]
         return [self.name, settings or "-", str(self.batch), str(self.micro_batches), *shown]
 
 
@@ -326,17 +357,26 @@ def forms(planner: Planner, candidate: Candidate, samples: int, *, compiles: boo
         run = planner.run(candidate)
     except ConfigurationError:
         return
-    largest = min(largest_batch(run, planner.memory) or 0, samples)
+    sure, may = largest_batch(run, planner.memory) or (0, 0)
+    # Where even one sample fits by chance alone, the smallest has the best one.
+    largest = min(sure or min(may, 1), samples)
     for batch in [batch for batch in range(largest, 0, -1) if samples % batch == 0][:BATCHES]:
         count = samples // batch
         own = replace(run, training=replace(run.training, micro_batches=count))
         device = run.needs.at(own.tensors(batch))
         for compiled in (False, True) if compiles else (False,):
             time = planner.time(own, compiled=compiled, batch=batch)
-            if time is not None and device <= planner.memory:
+            if time is not None and device[0] <= planner.memory:
                 given = {**candidate.init_args, **({"compile": True} if compiled else {})}
-                name = candidate.name
-                yield Form(name=name, init_args=given, batch=batch, micro_batches=count, time=time, device=device)
+                yield Form(
+                    name=candidate.name,
+                    init_args=given,
+                    batch=batch,
+                    micro_batches=count,
+                    time=time,
+                    device=device,
+                    sure=device[1] <= planner.memory,
+                )
 
 
 def ranked(found: Iterable[Form]) -> list[Form]:
@@ -348,5 +388,5 @@ def ranked(found: Iterable[Form]) -> list[Form]:
 
 
 def forms_table(rows: Sequence[Form]) -> str:
-    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device at most"]
+    head = ["strategy", "with", "batch", "accumulated", "step", "bound by", "device"]
     return columns([head, *(form.cells for form in rows)], numbers=True)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_shard.engines.transforms import SELECTIVE, Checkpointing
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.memory import KINDS, MemoryAccount
-from lightning_shard.planning.device_memory import DeviceMemory
+from lightning_shard.planning.device_memory import DeviceMemory, Range, verdict
 from lightning_shard.planning.step_memory import START, Point, peak
 from lightning_shard.planning.step_time import StepTime
 from lightning_shard.planning.traffic import Collective, Nodes
@@ -17,6 +17,8 @@ from lightning_shard.text import columns, show_bytes, show_seconds
 
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 """The activation checkpointing that is compared, in the order of what is computed again."""
+
+ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries lie beside them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,12 @@ class Row:
     refused: str = ""  # Why the engine does not run this configuration; "": it does.
     points: tuple[Point, ...] = ()
     needs: DeviceMemory = field(default_factory=partial(DeviceMemory, tensors=0))  # Of the device at the peak.
+    cpu: bool = False  # Whether the devices are CPUs.
     traced: bool = True  # Whether activations are among it.
     saved: int = 0  # Bytes that each rank writes in a save.
-    largest_batch: int | None = None
-    fewest: Nodes | None = None
+    # What fits, and what may. None: the batch is not known; no number of devices is enough.
+    largest_batch: Range | None = None
+    fewest: tuple[Nodes | None, Nodes | None] = (None, None)
     sent: tuple[Collective, ...] = ()
     time: StepTime | None = None
 
@@ -41,34 +45,53 @@ class Row:
 
     def verdict(self, memory: int) -> str:
         """Whether ``memory`` bytes of a device are enough."""
-        if not self.traced:
-            return "?" if self.needs.low <= memory else "does not fit"
-        low, high = self.needs.low, self.needs.high
-        return "fits" if high <= memory else "may fit" if low <= memory else "does not fit"
+        found = verdict((self.needs.low, self.needs.high), memory)
+        return found if self.traced or found == "does not fit" else "?"
+
+    @property
+    def at(self) -> Point:
+        """Where a device holds most."""
+        return peak(self.points, cpu=self.cpu)
 
     @property
     def most(self) -> MemoryAccount:
-        return peak(self.points).account
+        return self.at.account
+
+    @property
+    def shown(self) -> str:
+        return show_range((self.needs.low, self.needs.high))
+
+
+def show_range(sizes: Range) -> str:
+    low, high = map(show_bytes, sizes)
+    return low if low == high else f"{low} to {high}"
 
 
 def fit(row: Row, memory: int) -> str:
     """Whether a row fits into ``memory`` bytes of a device, the largest batch that does, and the fewest devices."""
-    at = peak(row.points)
-    shown = f"{show_bytes(row.needs.low)} to {show_bytes(row.needs.high)}"
+    told = row.verdict(memory)
     if row.traced:
-        lines = [f"{row.verdict(memory)}: {shown} at the peak, in the {at.name}, of {show_bytes(memory)}"]
+        lines = [f"{told}: {row.shown} at the peak, in the {row.at.name}, of {show_bytes(memory)}"]
     else:
-        lines = [f"not known whether it fits: {shown} without activations, of {show_bytes(memory)}"]
+        told = told if told != "?" else "not known whether it fits"
+        lines = [f"{told}: {row.shown} without activations, of {show_bytes(memory)}"]
     beside = {"tensors": (row.needs.tensors,) * 2, **row.needs.beside, "all": (row.needs.low, row.needs.high)}
     rows = [["of a device at the peak", "at least", "at most"]]
     rows += [[name, show_bytes(low), show_bytes(high)] for name, (low, high) in beside.items()]
-    lines.append(columns(rows, numbers=True) + "\n")
+    lines.append((ON_CPU if row.cpu else columns(rows, numbers=True)) + "\n")
     if row.largest_batch is not None:
-        lines.append(f"largest batch per device: {row.largest_batch or 'none: not even 1 fits'}")
-    fewest = "no number of them is enough" if row.fewest is None else f"{row.fewest.nodes} x {row.fewest.devices}"
-    lines.append(f"fewest devices for this batch: {fewest}")
+        sure, may = row.largest_batch
+        found = _sure_and(sure or "", f"up to {may} may fit" if may > sure else "", "none: not even 1 fits")
+        lines.append(f"largest batch per device: {found}")
+    enough, maybe = ("" if each is None else f"{each.nodes} x {each.devices}" for each in row.fewest)
+    found = _sure_and(enough, f"{maybe} may be enough" if maybe != enough else "", "no number of them is enough")
+    lines.append(f"fewest devices for {'this batch' if row.traced else 'all but activations'}: {found}")
     saved = f"a save writes {show_bytes(row.saved)} of each device, box by box"
     return "\n".join([*lines, f"{saved}; in the background by way of as much pinned memory of the host"])
+
+
+def _sure_and(sure: object, may: str, nothing: str) -> str:
+    return f"{sure or 'none for sure'}; {may}" if may else str(sure or nothing)
 
 
 def by_kind(points: Sequence[Point]) -> str:
@@ -100,15 +123,18 @@ def comparison(rows: Sequence[Row], memory: int) -> str:
         most = row.most
         outside = most.host.total + most.nvme.total
         cells = [row.title, *(show_bytes(getattr(most.device, kind)) for kind in kinds), show_bytes(most.device.total)]
-        cells += [f"{show_bytes(row.needs.low)} to {show_bytes(row.needs.high)}", show_bytes(outside)]
-        cells.append(row.verdict(memory))
-        cells.append("?" if row.largest_batch is None else str(row.largest_batch))
-        cells.append("none" if row.fewest is None else str(row.fewest.ranks))
+        cells += [row.shown, show_bytes(outside), row.verdict(memory)]
+        fewest = ("none" if each is None else str(each.ranks) for each in reversed(row.fewest))
+        cells += ["?" if row.largest_batch is None else _ends(*row.largest_batch), _ends(*fewest)]
         if times:
             cells += [show_seconds(row.time.expected), row.time.bound] if row.time else ["?", "?"]
         table.append(cells)
     refused = [f"not planned: {row.title}: {row.refused}" for row in rows if row.refused]
     return "\n".join([columns(table, numbers=True), *refused])
+
+
+def _ends(first: object, last: object) -> str:
+    return f"{first}" if first == last else f"{first} to {last}"
 
 
 def traffic(sent: Sequence[Collective], nodes: Nodes) -> str:
@@ -142,14 +168,17 @@ def recommend(rows: Sequence[Row], *, memory: int, nodes: Nodes) -> tuple[Row | 
     fitting = next((rows for rows in of.values() if rows), [])
     if not fitting:
         least = min(known, key=lambda row: row.needs.low)
-        more = "" if least.fewest is None else f", or {least.fewest.ranks} devices for {least.title}"
+        fewest = least.fewest[0]
+        more = "" if fewest is None else f", or {fewest.ranks} devices for {least.title}"
         return None, (
             f"nothing fits; {least.title} needs least, {show_bytes(least.needs.low)} per device: use a smaller "
             f"batch{more}."
         )
     best = min(fitting, key=lambda row: _cost(row, nodes))
-    verb = "may fit" if fitting is of["may fit"] else "fit without activations" if fitting is of["?"] else "fit"
-    return best, f"{best.title}, because {_reason(best, f'{len(fitting)} of {len(known)} forms {verb}', memory)}."
+    verb, fits = ("may fit",) * 2 if fitting is of["may fit"] else ("fit", "fits")
+    without = " without activations" if fitting is of["?"] else ""
+    told = f"of what {fits}{without} ({len(fitting)} of {len(known)} forms {verb}), {_reason(best)}"
+    return best, f"{best.title}, because {told}; it needs {best.shown} of {show_bytes(memory)} per device."
 
 
 def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
@@ -162,17 +191,11 @@ def _cost(row: Row, nodes: Nodes) -> tuple[Any, ...]:
     return (offloaded, round(time, 6), FORMS.index(row.checkpointing), *sent, most.device.total >> 20)
 
 
-def _reason(best: Row, count: str, memory: int) -> str:
-    room = f"with at most {show_bytes(best.needs.high)} of {show_bytes(memory)} per device"
+def _reason(best: Row) -> str:
     if best.time is not None:
-        return (
-            f"of what fits ({count}), without offload where that is possible, its step is the shortest, about "
-            f"{show_seconds(best.time.expected)}, {room}"
-        )
-    return (
-        f"of what fits ({count}) it keeps state on the device and computes nothing twice as far as that is possible, "
-        f"and then sends least, {room}"
-    )
+        step = show_seconds(best.time.expected)
+        return f"without offload where that is possible, its step is the shortest, about {step}"
+    return "it keeps state on the device and computes nothing twice as far as that is possible, and then sends least"
 
 
 def require_matplotlib() -> None:

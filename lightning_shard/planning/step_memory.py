@@ -79,12 +79,16 @@ class Point:
     # Of the device's bytes, those that are allocated on a stream of their own: the allocator lets no other use them.
     apart: KindBytes = field(default_factory=KindBytes)
 
+    def held(self, *, cpu: bool = False) -> int:
+        """Bytes of tensors on the device; ``cpu``: whose memory is the host's, where offloaded ones are too."""
+        return self.account.device.total + cpu * self.account.host.total
+
 
 START = "start of the fit"
 
 
-def peak(points: Sequence[Point]) -> Point:
-    return max(points, key=lambda point: point.account.device.total)
+def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
+    return max(points, key=lambda point: point.held(cpu=cpu))
 
 
 def optimizer_point(memory: StepMemory, optimizer: OptimizerFacts, trace: Trace) -> Point:

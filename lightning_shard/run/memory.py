@@ -78,7 +78,7 @@ class Memory:
         )
 
     def largest_batch(self, module: nn.Module, step: Step, optimizers: Sequence[Optimizer], limit: int) -> int | None:
-        """The largest batch whose tensors ``limit`` bytes of a device hold, by arithmetic; None: it is not known.
+        """The largest batch that fits into ``limit`` bytes of a device, by arithmetic; None: it is not known.
 
         ``module``: a `meta_copy` from before sharding. No communication. ConfigurationError: ``step`` can't be traced.
         """
@@ -89,8 +89,10 @@ class Memory:
         traces = [trace_step(module, step, policy, mode, batch_size=each) for each in (size, 2 * size)]
         training = self._training(facts_of(module, self._engine), optimizers)
         engine = self._engine.facts(self._module, self._run)
-        run = Run(training=training, engine=engine, traces=tuple(traces), averages=self._averages_place)
-        return largest_batch(run, limit, lambda tensors: tensors)
+        cpu = self._device.type == "cpu"
+        run = Run(training=training, engine=engine, traces=tuple(traces), averages=self._averages_place, cpu=cpu)
+        found = largest_batch(run, limit)
+        return found and found[0]
 
     def advice(self, account: MemoryAccount) -> str:
         """What would need less of a device than ``account``, in lines to read. No communication."""

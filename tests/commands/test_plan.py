@@ -12,8 +12,10 @@ import yaml
 from torch import Tensor
 
 from lightning_shard.commands import plan as plan_command
+from lightning_shard.commands import plan_inputs
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.planning.report import recommend
 from lightning_shard.planning.traffic import Links, Nodes, read_links, write_links
 from tests.harness import ROOT
 from tests.models import TinyLM, loader
@@ -80,14 +82,62 @@ def check_yaml(out: str, folder: Path) -> None:
     assert type(read.trainer.strategy).__name__ == content["trainer"]["strategy"]["class_path"].rpartition(".")[2]
 
 
+ON_GPUS = "--trainer.accelerator=auto"
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     # The configuration has two devices, and a CUDA context takes 450 MB at least.
-    out = plan(capsys, "--device-memory", "401MB", "--reserve", "1MB", "--compare", *GPT)
+    out = plan(capsys, "--device-memory", "401MB", "--reserve", "1MB", "--compare", *GPT, ON_GPUS)
+    # DeepSpeed's logger, which writes to what is stdout when it is imported, is not among it.
     assert out.startswith("shard_fsdp, 32-true, 1 x 2 devices")
     assert re.search(r"^does not fit: .* at the peak, in the .* of 400 MB", out, re.MULTILINE)
     assert re.search(r"^largest batch per device: none: not even 1 fits$", out, re.MULTILINE)
     assert "recommendation: nothing fits" in out
-    assert re.search(r"^may fit: .* of 1 GB", plan(capsys, "--device-memory", "1GB", *GPT), re.MULTILINE)
+    out = plan(capsys, "--device-memory", "1GB", "--compare", *GPT, ON_GPUS)
+    assert re.search(r"^may fit: .* of 1 GB", out, re.MULTILINE)
+    assert re.search(r"^largest batch per device: none for sure; up to \d+ may fit$", out, re.MULTILINE)
+    assert "fewest devices for this batch: none for sure; 1 x 1 may be enough" in out
+
+
+def test_cpus_have_nothing_of_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--device-memory", "50MB", *GPT)
+    held = re.search(r"^all +.*", out, re.MULTILINE)
+    found = re.search(r"^fits: (\S+ \w+) at the peak, in the .*, of 50 MB\n(.*)$", out, re.MULTILINE)
+    assert held is not None
+    assert found is not None
+    assert found[1] in held[0]
+    assert found[2].startswith("on CPUs tensors alone are counted, offloaded ones too")
+    assert "CUDA" not in out
+    # What is offloaded stays in the same memory: parameters, masters' gradients and Adam's slots, of two processes.
+    offloaded = plan(capsys, "--device-memory", "50MB", *GPT, "--trainer.strategy=shard_fsdp_offload")
+    sizes = [float(re.search(r"^fits: ([\d.]+) MB", text, re.MULTILINE)[1]) for text in (out, offloaded)]  # type: ignore[index]
+    assert sizes[1] >= sizes[0] - 0.01
+
+
+def test_one_verdict_of_one_range() -> None:
+    inputs = plan_inputs.read([*GPT, ON_GPUS], nodes=1, devices=4)
+    options = plan_command.parser().parse_args(["--device-memory=1GB"])
+    planner = plan_command._planner(options, inputs, None)
+    candidate = plan_command._candidate(inputs, inputs.name, inputs.strategy)
+    told = []
+    for megabytes in (400, 600, 700, 1000, 1400, 1900, 2400, 2600, 3000, 8000):
+        planner.memory = megabytes * 10**6
+        row = planner.row(candidate, confirm=True)
+        told.append(row.verdict(planner.memory))
+        assert row.largest_batch is not None
+        sure, may = row.largest_batch
+        own = 8
+        fits = "fits" if own <= sure else "may fit" if own <= may else "does not fit"
+        enough, maybe = row.fewest
+        devices = "fits" if enough else "may fit" if maybe else "does not fit"
+        assert told[-1] == fits == devices, (megabytes, row.largest_batch, row.fewest)
+        best, reason = recommend([row], memory=planner.memory, nodes=inputs.nodes)
+        assert (best is None) == (told[-1] == "does not fit")
+        assert best is None or f"{told[-1]} (1 of 1 forms {told[-1].removesuffix('s')})" in reason
+        assert best is None or row.shown in reason
+    # More memory never fits less.
+    assert told == sorted(told, key=["does not fit", "may fit", "fits"].index)
+    assert len(set(told)) == 3
 
 
 def test_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +145,9 @@ def test_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("note: ESTIMATE WITHOUT ACTIVATIONS: --no-trace was given")
     assert not re.search(r"^activations |^fits|^may fit", out, re.MULTILINE)
     assert re.search("^not known whether it fits: .* without activations", out, re.MULTILINE)
+    assert "fewest devices for all but activations: 1 x 1" in out
+    out = plan(capsys, "--devices", "2", "--device-memory=1MB", *GPT, "--no-trace")
+    assert re.search("^does not fit: .* without activations", out, re.MULTILINE)
 
 
 class Masked(TinyLM):

@@ -126,9 +126,10 @@ def test_communicators() -> None:
 
 def test_larger_batches() -> None:
     small = DeviceMemory(tensors=100, beside={BLOCKS: (5, 20), "x": (1, 2)})
-    assert (small.at(100), small.at(200), small.at(50)) == (122, 122 + 100 + 20, 122 - 50 - 10)
+    assert [small.at(tensors)[1] for tensors in (100, 200, 50)] == [122, 122 + 100 + 20, 122 - 50 - 10]
+    assert [small.at(tensors)[0] for tensors in (100, 200, 50)] == [106, 106 + 100 + 5, 106 - 50 - 2]
     small = replace(small, growth=0.1)
-    assert (small.at(200), small.at(50)) == (122 + 100 + 10, 122 - 50 - 10)
+    assert (small.at(200)[1], small.at(50)[1]) == (122 + 100 + 10, 122 - 50 - 10)
 
 
 class _Two(nn.Module):

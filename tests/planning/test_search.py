@@ -48,7 +48,7 @@ def test_copies_of_the_model_lie_in_whole_nodes() -> None:
 
 def form(name: str, seconds: float, **init_args: Any) -> Form:
     time = StepTime(parts={PRODUCTS: 0.6 * seconds, INSIDE: 0.4 * seconds})
-    return Form(name=name, init_args=init_args, batch=2, micro_batches=1, time=time, device=10)
+    return Form(name=name, init_args=init_args, batch=2, micro_batches=1, time=time, device=(10, 10))
 
 
 def test_the_fastest_is_first_and_the_simplest_of_equals() -> None:

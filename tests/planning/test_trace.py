@@ -80,16 +80,19 @@ def test_the_largest_batch_is_confirmed_by_its_own_trace() -> None:
         doubled = [replace(s, activations=2 * s.activations, peak=2 * s.peak) for s in found.segments]
         return replace(found, segments=tuple(doubled))
 
-    memory = run.needs.at(run.tensors(100))
-    assert largest_batch(run, memory) == 100
-    batch = confirmed_batch(run, memory, steep)
-    assert batch is not None
+    memory = run.needs.at(run.tensors(100))[1]
+    largest = largest_batch(run, memory)
+    # Without a CUDA context of the larger kind there is room for thousands.
+    assert largest is not None
+    assert largest[0] == 100 < largest[1]
+    batch, may = confirmed_batch(run, memory, steep) or (0, 0)
+    assert batch < may
     assert 45 <= batch <= 50
     assert {batch, batch * 5 // 4} <= {*sizes}
     assert len(sizes) <= MOST_TRACES
     # Where the line is right, one look is enough.
     sizes.clear()
-    assert confirmed_batch(run, memory, lambda batch: sizes.append(batch) or run.at(batch)) == 100  # type: ignore[func-returns-value]
+    assert confirmed_batch(run, memory, lambda batch: sizes.append(batch) or run.at(batch)) == largest  # type: ignore[func-returns-value]
     assert sorted(sizes) == [100, 125]
 
 
