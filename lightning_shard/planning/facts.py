@@ -26,10 +26,10 @@ class ParameterFacts:
     fqn: str  # Its first name in the LightningModule.
     shape: tuple[int, ...]  # Of the full parameter.
     dtype: torch.dtype  # In which the model was loaded.
-    trainable: bool = True  # Whether the optimizer steps it.
+    trainable: bool = True  # Whether it has a gradient.
     unit: str = ""  # Name of the shard unit that gathers it; "": the root's.
     unsharded: bool = False  # Whether FSDP does not shard it: it is 0-d, in a metric, or in one of ``ignored_modules``.
-    group: int = 0  # Index of its parameter group in the optimizer.
+    group: int | None = 0  # Index of its parameter group in the optimizer; None: the optimizer does not have it.
     reshard: bool | int | None = None  # Its unit's own ``reshard_after_forward``.
     compute: torch.dtype | None = None  # Its unit's own compute dtype.
 
@@ -54,6 +54,10 @@ class ModelFacts:
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
         return tuple(p for p in self.parameters if p.trainable and p.dtype.is_floating_point)
+
+    @cached_property
+    def stepped(self) -> tuple[ParameterFacts, ...]:
+        return tuple(p for p in self.trainable if p.group is not None)
 
     @cached_property
     def units(self) -> Mapping[str, tuple[ParameterFacts, ...]]:
@@ -91,7 +95,7 @@ def model_facts(
             trainable=p.requires_grad,
             unit=unit_of.get(id(p), ""),
             unsharded=id(p) in ignored or not p.ndim,
-            group=group_of.get(id(p), 0),
+            group=group_of.get(id(p)) if groups else 0,
             reshard=rule.reshard_after_forward if (rule := rules.get(unit_of.get(id(p), ""))) else None,
             compute=DTYPES.get(rule.compute or "") if rule else None,
         )
@@ -147,9 +151,9 @@ class Training:
     @property
     def saved(self) -> int:
         """Bytes of a checkpoint's tensors, without averages: the same under every engine."""
-        master, trainable = self.policy.master, [p.numel for p in self.model.trainable]
+        master, stepped = self.policy.master, [p.numel for p in self.model.stepped]
         own = sum(p.numel * p.stepped_in(master).itemsize for p in self.model.parameters)
-        return own + self.optimizer.state_bytes(trainable, master)
+        return own + self.optimizer.state_bytes(stepped, master)
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts | None:

@@ -52,13 +52,12 @@ def _is_reduced(parameter: ParameterFacts) -> bool:
 def step_memory(training: Training, engine: FSDPFacts) -> StepMemory:
     model, policy, shards = training.model, training.policy, engine.shard
     master = policy.master
-    elements = [_shard_elements(p, shards) for p in model.trainable]
-    gradients = sum(elements) * master.itemsize
+    gradients = sum(_shard_elements(p, shards) for p in model.trainable) * master.itemsize
     # What FSDP does not shard stays on the device under offload too.
     unsharded = sum(p.numel * p.stepped_in(master).itemsize for p in model.parameters if p.unsharded)
     kinds = KindBytes(
         parameters=sum(_shard_elements(p, shards) * p.stepped_in(master).itemsize for p in model.parameters),
-        optimizer=training.optimizer.state_bytes(elements, master),
+        optimizer=training.optimizer.state_bytes([_shard_elements(p, shards) for p in model.stepped], master),
         gradients=gradients,
     )
     account = MemoryAccount(device=replace(kinds, buffers=model.buffer_bytes))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lightning_shard.memory import KindBytes, MemoryAccount
-from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, ParameterFacts, Training
+from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
 
 
@@ -91,12 +91,15 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
     return max(points, key=lambda point: point.held(cpu=cpu))
 
 
-def optimizer_point(memory: StepMemory, optimizer: OptimizerFacts, trace: Trace) -> Point:
-    """The optimizer's step: it steps the masters, or the parameters where there are no masters."""
+def optimizer_point(memory: StepMemory, training: Training, trace: Trace) -> Point:
+    """The optimizer's step: it steps the masters, or the parameters that it has where there are no masters."""
+    parameters, master = training.model.parameters, training.policy.master
+    stepped = sum(p.numel * master.itemsize for p in training.model.stepped)
+    share = stepped / max(1, sum(p.numel * p.stepped_in(master).itemsize for p in parameters))
 
     def temporary(kinds: KindBytes) -> KindBytes:
-        stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters
-        return KindBytes(optimizer=int(optimizer.temporary * stepped))
+        stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * share
+        return KindBytes(optimizer=int(training.optimizer.temporary * stepped))
 
     account = memory.step
     left = KindBytes(activations=trace.segments[-1].end_activations, gradients=memory.left_in_step)

@@ -17,7 +17,7 @@ def step_memory(training: Training, engine: TorchDDPFacts) -> StepMemory:
     in_buckets = engine.gradient_as_bucket_view
     resident = KindBytes(
         parameters=sum(p.numel * p.stepped_in(policy.master).itemsize for p in model.parameters),
-        optimizer=training.optimizer.state_bytes([p.numel for p in trainable], policy.master),
+        optimizer=training.optimizer.state_bytes([p.numel for p in model.stepped], policy.master),
         buffers=model.buffer_bytes,
         # The buckets, which DDP makes when it is built, and copies gradients into and back unless these are its views.
         communication=0 if in_buckets else gradients,

@@ -217,7 +217,7 @@ def _sub_groups(parameters: Sequence[ParameterFacts], engine: DeepSpeedFacts) ->
     """Elements of the sub-groups of shards that are stepped one after the other (``_create_fp16_sub_groups``)."""
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
-        groups[p.group].append(_shard_elements(p, engine.ranks))
+        groups[p.group or 0].append(_shard_elements(p, engine.ranks))
     found: list[int] = []
     for shards in groups.values():
         current = 0
@@ -323,7 +323,7 @@ def _flat_partitions(parameters: Sequence[ParameterFacts], ranks: int) -> tuple[
     """
     groups: dict[int, list[int]] = defaultdict(list)
     for p in parameters:
-        groups[p.group].append(p.numel)
+        groups[p.group or 0].append(p.numel)
     partitions = [-(-sum(sizes) // (2 * ranks)) * 2 for sizes in groups.values()]
     return partitions, sum(map(_most_overlapping, groups.values(), partitions))
 

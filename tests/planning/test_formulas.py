@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_shard.engines.facts import DeepSpeedFacts, EngineFacts, FSDPFacts, TorchDDPFacts
 from lightning_shard.memory import KindBytes, MemoryAccount, most
 from lightning_shard.planning import fully_shard as fully_shard_bytes
-from lightning_shard.planning.facts import ModelFacts, Training
+from lightning_shard.planning.facts import ModelFacts, OptimizerFacts, Training
 from lightning_shard.planning.predict import collectives, padding_note, start_points, step_memory, step_points
 from lightning_shard.planning.traffic import Nodes
 from lightning_shard.tensors import fake
@@ -135,3 +135,18 @@ def test_start_of_a_fit_and_a_save() -> None:
     assert start_points(training, TorchDDPFacts(ranks=4)) == []
     # Masters, and two slots with a step count for each tensor.
     assert training.saved == 28 * 40 * 3 + 3 * 4
+
+
+@pytest.mark.parametrize(("frozen", "outside"), [(True, False), (False, True)])
+def test_a_step_allocates_for_what_the_optimizer_has(*, frozen: bool, outside: bool) -> None:
+    # Of 1,500 rows of 10 the optimizer has 500; foreach's AdamW allocates as many bytes as it steps.
+    known = model(1000, 500)
+    first = replace(known.parameters[0], trainable=not frozen, group=None if outside else 0)
+    training = Training(
+        model=ModelFacts(parameters=(first, known.parameters[1])), policy=FP32, optimizer=OptimizerFacts(temporary=1.0)
+    )
+    for engine, ranks in ((TorchDDPFacts(ranks=2), 1), (FSDPFacts(replicate=1, shard=2), 2)):
+        last = step_points(training, engine, None)[-1]
+        assert last.account.device.optimizer == 3 * 4 * 5000 // ranks + 4
+        assert last.account.device.gradients == 4 * (5000 if frozen else 15_000) // ranks
+        assert training.saved == 4 * (15_000 + 2 * 5000) + 4

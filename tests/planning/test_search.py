@@ -75,9 +75,13 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
 
 def test_what_is_short_of_memory_accumulates_or_shards(tmp_path: Path) -> None:
     # The CUDA context and its kin need more than this has: nothing fits, and nothing is written.
-    text, content = search(tmp_path, "--device-memory=500MB", "--devices=2", "--batch-size=4")
+    text, content = search(tmp_path, "--device-memory=450MB", "--devices=2", "--batch-size=4")
     assert "search: nothing fits that has a global batch of 8" in text
     assert content == {}
+    # Of the least of them there is room, with the smallest batch.
+    text, content = search(tmp_path, "--device-memory=530MB", "--devices=2", "--batch-size=4")
+    assert re.search(r"^the fastest of \d+ forms that keep a global batch of 8 and may fit", text, re.MULTILINE)
+    assert content["data"]["init_args"]["batch_size"] == 1
 
 
 @pytest.mark.parametrize(
