@@ -112,7 +112,7 @@ class Ranks:
                     told = judged if judged.kind else _summary(doing, {0: judged}, self.size)
                     replies = [(None, told)] * self.size
         reply, refused = self._scatter(doing, replies)
-        if failure is not None and not isinstance(failure, Exception):
+        if failure is not None and (not isinstance(failure, Exception) or refused == _describe(failure)):
             raise failure
         if refused is not None:
             raise refused.error() from failure

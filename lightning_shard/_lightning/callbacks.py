@@ -98,7 +98,7 @@ def let_errors_through(replacements: Replacements, trainer: Trainer) -> None:
                 save(trainer, module, error)
         except Exception as failed:
             reason = str(failed)
-        if reason:
+        if reason and trainer.global_step:
             rank_zero_warn(
                 f"{name} saved nothing after {type(error).__name__}: {reason}. Resume from the last checkpoint of a "
                 "ModelCheckpoint with every_n_train_steps, or by ckpt_path: auto."

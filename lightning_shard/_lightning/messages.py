@@ -19,11 +19,11 @@ require(LightningModule, "_compiler_ctx", tested="lightning 2.6")
 
 @cache
 def leave_out_noise() -> None:
-    """Let Lightning advertise nothing, and not warn of its own calls of torch, in a process of the command line."""
+    """Let Lightning advertise nothing, and not warn of its own calls of torch, in this process."""
     logging.getLogger(rank_zero.__name__).addFilter(lambda record: "Tip: " not in str(record.msg))
     # Lightning 2.6 says this of itself on every rank with torch 2.13.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    # The command line is used with srun where it is meant to be.
+    # Lightning says so wherever there is a SLURM; `check_launch` looks at what a job asked for.
     warnings.filterwarnings("ignore", message=r"The `srun` command is available on your system but is not used")
 
 
@@ -48,7 +48,7 @@ class Uncompiled:
 
 @cache
 def leave_out_amp_message(kind: type[Strategy]) -> None:
-    """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead.
+    """Let Lightning not say that strategies of class ``kind`` use autocast, where they cast modules instead; no noise.
 
     "Using bfloat16 Automatic Mixed Precision (AMP)" is said for the Trainer's flag alone; who asked for it is found on
     the stack.
@@ -62,4 +62,5 @@ def leave_out_amp_message(kind: type[Strategy]) -> None:
             frame = frame.f_back
         return frame is None or not isinstance(frame.f_locals["self"].strategy, kind)
 
+    leave_out_noise()
     logging.getLogger(rank_zero.__name__).addFilter(is_true)

@@ -3,6 +3,8 @@
 # Some of the imports are for others.
 # ruff: noqa: F401
 
+import os
+import time
 from typing import Any, Literal
 
 import torch
@@ -22,9 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
 
+_STARTED_BY = "LIGHTNING_SHARD_STARTED_BY"  # a process that ran the script again for others, in their environment
+_LAST_WORDS_SECONDS = 5.0
+
 
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each other process; where there is none, a notebook can be what runs."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        os.environ[_STARTED_BY] = str(os.getpid())
+        return super().launch(*args, **kwargs)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -54,6 +63,19 @@ def launcher(strategy: Any, start_method: Literal["popen", "spawn", "fork", "for
     if start_method != "popen":
         return ChildrenLauncher(strategy, start_method=start_method)
     return ScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+
+def end_behind() -> None:
+    """After an error end this process without a word, if the script that started it has ended by one of its own.
+
+    Before the processes are connected all make the same mistake, which need not be told by each.
+    """
+    own, deadline = str(os.getpid()), time.monotonic() + _LAST_WORDS_SECONDS
+    started_by = os.environ.get(_STARTED_BY, own)
+    while started_by != own and not dist.is_initialized() and time.monotonic() < deadline:
+        if str(os.getppid()) != started_by:
+            raise SystemExit(1)
+        time.sleep(0.1)
 
 
 def _full_tensors(module: LightningModule, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard._lightning.loaders import first_batch, forget_loaders, makes_loaders, trials
+from lightning_shard.arguments import checked
 from lightning_shard.callbacks.memory import MetersStep
 from lightning_shard.callbacks.throughput import without_side_effects
 from lightning_shard.errors import ConfigurationError
@@ -36,6 +37,7 @@ class BatchSizeCallback(Callback):
         measured: batch size to the bytes of the fullest rank, of each trial.
     """
 
+    @checked("BatchSizeCallback")
     def __init__(
         self,
         limit: int | None = None,

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_shard.arguments import checked
 from lightning_shard.engines.resident import module_tensors
 from lightning_shard.memory import MemoryAccount, most
 from lightning_shard.meters import memory as tables
@@ -44,6 +45,7 @@ class MemoryCallback(MetersStep):
         ranks: all ranks' measured accounts, on every rank.
     """
 
+    @checked("MemoryCallback")
     def __init__(self, activations: bool = True) -> None:
         """Say what is measured.
 

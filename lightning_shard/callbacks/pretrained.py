@@ -5,6 +5,7 @@ from weakref import WeakSet
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_shard.arguments import checked
 from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
 from lightning_shard.errors import ConfigurationError
 
@@ -12,6 +13,7 @@ from lightning_shard.errors import ConfigurationError
 class PretrainedWeights(Callback):
     """Fills a module, or a submodule, from safetensors files once it was sharded, before the first step."""
 
+    @checked("PretrainedWeights")
     def __init__(
         self, path: str, module: str = "", rename: dict[str, str | None] | None = None, strict: bool = True
     ) -> None:

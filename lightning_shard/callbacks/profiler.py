@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from lightning_shard.arguments import checked
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.private_names import require
 
@@ -38,6 +39,7 @@ class ProfilerCallback(Callback):
         communication: what part of the last trace was communication on this rank.
     """
 
+    @checked("ProfilerCallback")
     def __init__(
         self,
         steps: list[int] | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_shard.arguments import checked
 from lightning_shard.callbacks.memory import MemoryCallback
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.meters.memory import memory_table
@@ -32,6 +33,7 @@ class RunPageCallback(Callback):
     engine, shows the whole. Rank 0 writes; values are read from the device once in ``every_n_steps``.
     """
 
+    @checked("RunPageCallback")
     def __init__(self, path: str | None = None, every_n_steps: int | None = None) -> None:
         """Say where the page is written and how often values are read.
 

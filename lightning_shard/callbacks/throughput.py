@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard._lightning import Replacements, processes
 from lightning_shard._lightning.loops import follow_actions
+from lightning_shard.arguments import checked
 from lightning_shard.devices import name_of
 from lightning_shard.engines.resident import is_sharded
 from lightning_shard.engines.units import class_name
@@ -55,6 +56,7 @@ class ThroughputCallback(Callback):
         windows: all that was measured, on every rank.
     """
 
+    @checked("ThroughputCallback")
     def __init__(
         self,
         every_n_steps: int | None = None,

@@ -1,12 +1,15 @@
 """What of a Trainer can't work here, refused with what to use in its place, and what 16 bits lose, told at a start."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -71,14 +74,30 @@ def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> Non
         ) from error
 
 
-def refuse_batch_size_finder(trainer: Trainer) -> None:
-    """Refuse Lightning's, which ``Tuner.scale_batch_size`` uses too: a ConfigurationError on every rank."""
+def refuse_trainer(trainer: Trainer) -> None:
+    """Refuse, with a ConfigurationError on every rank, what a Trainer can't do here, and where its fit can't save."""
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks.callbacks(trainer)):
         raise ConfigurationError(
             "BatchSizeFinder, which Tuner.scale_batch_size uses too, doubles the batch until memory runs out; where "
             "one rank's does the others wait in a collective. Use lightning_shard.callbacks.BatchSizeCallback in the "
             "Trainer's callbacks, which measures small batches."
         )
+    if trainer.state.fn == TrainerFn.FITTING:
+        _refuse_folder(trainer)
+
+
+def _refuse_folder(trainer: Trainer) -> None:
+    """Refuse a local folder for checkpoints that can't be made or written, before a run is lost by it."""
+    usual = [logger.save_dir for logger in trainer.loggers[:1] if logger.save_dir] or [trainer.default_root_dir]
+    for callback in trainer.checkpoint_callbacks:
+        folder = str(getattr(callback, "dirpath", None) or usual[0])
+        path = Path(folder).absolute()
+        there = next(above for above in (path, *path.parents) if os.path.exists(above))
+        if "://" not in folder and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves into {folder}, but {there} is no folder that can be written. Set "
+                "dirpath of the callback or default_root_dir of the Trainer to one."
+            )
 
 
 def refuse_callbacks(trainer: Trainer, engine: Engine, run: str) -> None:

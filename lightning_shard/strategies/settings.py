@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar
 
+from lightning.pytorch import Trainer
 from torch.distributed import Backend
 
 from lightning_shard.arguments import checked
@@ -153,6 +154,8 @@ def _stock_argument(name: str) -> str:
         " Units are ShardFSDPStrategy's: DDP gathers nothing (for a dtype of their own give it mesh={'replicate': n, "
         "'shard': 1}, which is DDP), and DeepSpeed has stage3.module_granularity_threshold."
     )
+    if name in inspect.signature(Trainer).parameters:
+        return f" It is the Trainer's: Trainer({name}=..., strategy=...)."
     return units if name == "units" else called_here(name)
 
 

@@ -181,7 +181,7 @@ class ShardStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         self._failed, self._replacements = False, Replacements()
         trainer, root = self._module.trainer, str(self._module.trainer.default_root_dir)
-        refusals.refuse_batch_size_finder(trainer)
+        refusals.refuse_trainer(trainer)
         self._identity = parts.RunIdentity.read(self.preemption, os.environ, root)
         # At the very end and however the run ends; ahead of the first thing that has to be ended.
         loops.at_end_of_run(self._replacements, trainer, self._preemption.give_signals_back, self._watch.end)
@@ -393,6 +393,7 @@ class ShardStrategy(ParallelStrategy):
         self._watch.failed(exception)
         self._ledger.stop()
         self.checkpoints.remove_converted()
+        processes.end_behind()
 
     @override
     def teardown(self) -> None:

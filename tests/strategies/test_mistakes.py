@@ -1,0 +1,66 @@
+"""Mistakes of a bare Trainer's script: said once, before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_shard import ConfigurationError, ShardFSDPStrategy
+from lightning_shard.callbacks import ProfilerCallback, RunPageCallback, ThroughputCallback
+from tests.harness import ROOT
+
+SCRIPT = """
+import lightning_shard
+from lightning.pytorch import LightningModule, Trainer
+
+if __name__ == "__main__":
+    options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    Trainer(strategy="shard_fsdp", **options).fit(LightningModule())
+"""
+
+
+@pytest.mark.matrix
+def test_what_all_processes_of_a_script_do_wrong_is_said_by_one(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "main.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("No `training_step()` method defined") == 1
+    assert "Tip:" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (ThroughputCallback, {"every_n_step": 2}, "ThroughputCallback has no argument 'every_n_step'. Did you mean"),
+        (RunPageCallback, {"every_n_steps": "often"}, "every_n_steps is 'often', but must be an integer or None"),
+        (ProfilerCallback, {"steps": 3}, "steps is 3, but must be a list"),
+        (ShardFSDPStrategy, {"precision": "bf16-mixed"}, r"It is the Trainer's: Trainer\(precision=\.\.\., strategy"),
+    ],
+)
+def test_arguments_in_python(kind: type, given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        kind(**given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", ["default_root_dir", "dirpath"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(given: str, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    roots = {"default_root_dir": taken / "runs"} if given == "default_root_dir" else {"default_root_dir": tmp_path}
+    callback = ModelCheckpoint(dirpath=taken / "runs" if given == "dirpath" else None)
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(strategy="shard_fsdp", callbacks=[callback], **roots, **options)
+    with pytest.raises(ConfigurationError, match=f"ModelCheckpoint saves into .*runs, but {taken} is no folder"):
+        trainer.fit(BoringModel())
+    assert trainer.global_step == 0
