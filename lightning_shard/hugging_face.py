@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -88,6 +88,12 @@ class HuggingFace(LightningModule):
         task = self.hparams["task"] or task_of(self._config)
         suffix = next(end for end, known in _SUFFIXES.items() if known == task)
         self._config.use_cache = False
+        if task == "seq2seq-lm" and getattr(self._config, "decoder_start_token_id", None) is None:
+            # Files of T5 have it, as its padding token; the class has no default.
+            self._config.decoder_start_token_id = self._config.pad_token_id or 0
+        if task == "sequence-classification" and self._config.num_labels > 1:
+            # What transformers takes it for as well; said, DeBERTa does not look for labels below 0.
+            self._config.problem_type = self._config.problem_type or "single_label_classification"
         try:
             with torch.device("meta"):
                 self.model = getattr(transformers, f"AutoModel{suffix}").from_config(self._config)
@@ -95,7 +101,7 @@ class HuggingFace(LightningModule):
             kind = type(self._config).__name__
             raise ConfigurationError(
                 f"task is {task!r}, for which transformers has no model of {kind}. Others: "
-                f"{', '.join(known for known in _SUFFIXES.values() if known != task)}; or write a LightningModule."
+                f"{', '.join(known for known in get_args(Task) if known != task)}; or write a LightningModule."
             ) from error
 
     @override
@@ -129,7 +135,8 @@ class _Drawn(Dataset[dict[str, Tensor]]):
         config, draw = self.config, torch.Generator().manual_seed(index)
         label = torch.randint(max(2, config.num_labels), (), generator=draw)
         if self.task == "image-classification":
-            sizes = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+            size = getattr(config, "image_size", 224)  # Of ImageNet, where a network takes all sizes.
+            sizes = size if isinstance(size, list | tuple) else [size] * 2
             return {"pixel_values": torch.randn(config.num_channels, *sizes, generator=draw), "labels": label}
         ids = torch.randint(config.get_text_config().vocab_size, (self.seq_len,), generator=draw)
         if self.task == "sequence-classification":

@@ -26,6 +26,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {"model_type": "bert", **TEXT},
     "BertForSequenceClassification": {"model_type": "bert", **TEXT},
     "RobertaForTokenClassification": {"model_type": "roberta", **TEXT, "max_position_embeddings": 18},
+    "T5ForConditionalGeneration": {
+        "model_type": "t5",
+        "d_model": 32,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 8,
+        "vocab_size": 96,
+    },
+    "DebertaV2ForSequenceClassification": {"model_type": "deberta-v2", **TEXT},
+    "ResNetForImageClassification": {
+        "model_type": "resnet",
+        "hidden_sizes": [8, 16, 32, 64],
+        "depths": [1, 1, 1, 1],
+        "embedding_size": 8,
+    },
     "ViTForImageClassification": {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8},
 }
 
@@ -51,6 +67,7 @@ def test_a_configuration_is_planned_as_its_architecture(
     count = sum(p.numel() for p in model.parameters())
     assert f"shard_fsdp, bf16-mixed, 1 x 2 devices, batch 3 per device: {count:,} parameters" in out
     assert "note:" not in out
+    model.config.decoder_start_token_id = getattr(model.config, "decoder_start_token_id", 0)
     # A step with real values, of batches of the same form.
     module, data = HuggingFace(path), HuggingFaceData(path, batch_size=3, seq_len=8)
     module.configure_model()
