@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
 from lightning_shard.engines.zero.config.checks import SCALE_KEYS, TRAINER_OWNED, check_fields, loss_scaling_of
@@ -102,6 +103,39 @@ def read_deepspeed(
             reading.read_field(f"{prefix}{key}", described, merged.get(key))
     _precision(reading, merged, prefix)
     _rest(reading, merged, prefix)
+
+
+def check_batches(reading: Reading) -> None:
+    """Accumulation where DeepSpeed takes it from its other batch keys, and a problem where their product can't be.
+
+    After ``DeepSpeedConfig._set_batch_related_parameters``; called once all files are read, for the processes.
+    """
+    asked = {each.name: each for each in reading.asked}
+    whole, micro = (asked.get(f"config.train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))
+    steps, processes = asked.get("trainer.accumulate_grad_batches"), _processes(reading)
+    if whole is None:
+        return
+    known = {each.field: each.value for each in (micro, steps) if each is not None}
+    product = prod(known.values()) * (processes or 1)
+    shown_product = " x ".join([*(f"{name} {value}" for name, value in known.items()), f"{processes or 'n'} processes"])
+    exact = processes is not None and len(known) == 2
+    if whole.value % product or (exact and whole.value != product):
+        rule = "equal to" if exact else "a multiple of"
+        reading.problems.append(f"{whole.field} is {whole.value}, but must be {rule} {shown_product}")
+    elif micro is not None and steps is None and processes is not None:
+        steps = whole.value // product
+        reading.ask("trainer.accumulate_grad_batches", steps, whole.field, whole.value, f"over {shown_product}")
+    elif micro is not None and steps is None:
+        how = "DeepSpeed accumulates to it: set trainer.accumulate_grad_batches to it over"
+        reading.meet(whole.field, whole.value, f"{how} {shown_product}")
+
+
+def _processes(reading: Reading) -> int | None:
+    """Of all nodes; None: the files do not say."""
+    trainer = reading.carried.get("trainer", {})
+    nodes, devices = (reading.value(f"trainer.{key}", trainer.get(key)) for key in ("num_nodes", "devices"))
+    local = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
+    return local * int(nodes or 1) or None
 
 
 def _without_lost(reading: Reading, content: dict[str, Any], prefix: str) -> dict[str, Any]:

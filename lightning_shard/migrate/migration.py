@@ -14,7 +14,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.migrate import dependent_settings
 from lightning_shard.migrate.accelerate import TOP, read_accelerate
 from lightning_shard.migrate.counterparts import CLASSES, find
-from lightning_shard.migrate.deepspeed_json import read_deepspeed
+from lightning_shard.migrate.deepspeed_json import check_batches, read_deepspeed
 from lightning_shard.migrate.dependent_settings import Target
 from lightning_shard.migrate.lightning_yaml import OWN_ENGINES, Known, merged, read_lightning
 from lightning_shard.migrate.neutral import Asked, Became, Engine, Reading, shown
@@ -70,6 +70,8 @@ def _read(paths: Sequence[Path], known: Known) -> Reading:
             lightning = merged(lightning, content)
     if lightning:
         read_lightning(reading, lightning, known)
+    if not reading.problems:
+        check_batches(reading)
     return reading
 
 
@@ -91,8 +93,27 @@ def _content(reading: Reading, target: Target, strategy: Any) -> dict[str, Any]:
     return {**head, "trainer": {"strategy": strategy, **first, **kept, **target.trainer}, **target.top, **carried}
 
 
+_NOT_READ: Mapping[str, str] = {
+    "NeMo AutoModel": "recipe step_scheduler dist_env",
+    "torchtune": "checkpointer tokenizer optimizer_in_bwd fsdp_cpu_offload enable_activation_checkpointing",
+    "LitGPT": "checkpoint_dir out_dir train logger_name",
+    "Composer or OLMo": "device_train_microbatch_size global_train_batch_size device_train_batch_size",
+    "torchtitan": "job parallelism metrics",
+    "GPT-NeoX": "pipe_parallel_size model_parallel_size pipe-parallel-size model-parallel-size",
+    "fairseq": "distributed_training common task",
+}
+"""Whose files have two of these keys, and may have others in common with those that are read."""
+
+
 def format_of(path: Path, content: Mapping[str, Any], known: Known) -> str:
     """Which of the formats a file has, by its top-level keys; none is refused."""
+    for whose, words in _NOT_READ.items():
+        marks = [key for key in words.split() if key in content]
+        if len(marks) > 1 and "trainer" not in content:
+            raise ConfigurationError(
+                f"{path} is a file of {whose}, with {' and '.join(marks)}, which is not read here. Choose a strategy "
+                "by `lightning-shard strategies`, or answer `lightning-shard init`."
+            )
     # The first of equals, and most keys that two have in common are DeepSpeed's.
     keys: Mapping[str, Collection[str]] = {
         "deepspeed": {*TOP_LEVEL, *UNMODELLED, ZERO, "fp16", "bf16", "bfloat16"},

@@ -16,8 +16,14 @@ from lightning_shard.migrate.neutral import satisfied as met
 _TOKENS = "set the strategy's loss_weight_key to what of a batch counts its tokens, for the mean over all ranks' tokens"
 _SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
+PRECISIONS = {
+    "bf16": "bf16-mixed", "fp16": "16-mixed", "pure_bf16": "bf16-true", "bfloat16": "bf16-true", "float16": "16-true",
+}  # fmt: skip
+"""The last three are LLaMA-Factory's and axolotl's, for a model that is trained in 16 bits alone."""
+
 FIELDS: Mapping[str, Field] = {
-    **each(READ_ELSEWHERE, "fsdp fsdp_config fsdp_version deepspeed bf16 fp16 parallelism_config"),
+    **each(READ_ELSEWHERE, f"fsdp fsdp_config fsdp_version deepspeed parallelism_config {' '.join(PRECISIONS)}"),
+    "fp8": unsupported("float8 is another precision here", "ShardPrecision('fp8-mixed') in plugins", "bool", False),
     "per_device_train_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
     "micro_batch_size": met("the dataloader's batch_size, which is of each process", "int"),
     "per_device_eval_batch_size": met("the validation dataloader's batch_size", "int"),
@@ -69,20 +75,28 @@ def read_training_arguments(reading: Reading, content: Mapping[str, Any]) -> Non
     if isinstance(content.get("parallelism_config"), Mapping):
         read_mesh(reading, content["parallelism_config"], {})
     reading.read_fields("", FIELDS, {"max_grad_norm": 1.0, **content})
-    sixteen = {name: content.get(name) if content.get(name) != AUTO else name == "bf16" for name in ("bf16", "fp16")}
-    given = [name for name, value in sixteen.items() if reading.read_field(name, Field(kind="bool"), value)]
-    if len(given) > 1:
-        reading.problems.append("bf16 and fp16 are both true: set one of them")
-    for name in given[:1]:
-        reading.ask("precision", {"bf16": "bf16-mixed", "fp16": "16-mixed"}[name], name, content[name], NOTES[engine])
-    if not given:
-        reading.ask("precision", "32-true", "bf16, fp16", None)
+    _precision(reading, content, engine)
     others = sorted(str(name) for name in content if name not in FIELDS)
     for name in others:
         for near in difflib.get_close_matches(name, FIELDS, 1, 0.9):
             reading.problems.append(f"{name} is no field of TrainingArguments: the nearest is {near!r}")
     if others:
         reading.meet("others", others, "not of sharding, precision or batches: see Lightning's Trainer")
+
+
+def _precision(reading: Reading, content: Mapping[str, Any], engine: Engine) -> None:
+    given = {}
+    for name, precision in PRECISIONS.items():
+        value = {AUTO: name == "bf16", "full": True}.get(str(content.get(name)), content.get(name))
+        if reading.read_field(name, Field(kind="bool"), value):
+            given[name] = "bf16-true" if content[name] == "full" else precision
+    if len(set(given.values())) > 1:
+        reading.problems.append(f"{' and '.join(given)} are both true: set one of them")
+    for name, precision in list(given.items())[:1]:
+        note = NOTES[engine] if precision.endswith("mixed") else ""
+        reading.ask("precision", precision, name, content[name], note)
+    if not given:
+        reading.ask("precision", "32-true", "bf16, fp16", None)
 
 
 def _options(given: Any) -> list[str]:

@@ -155,3 +155,45 @@ def test_files_of_the_published_kinds_need_no_lossy(name: str | None, tmp_path: 
     # With DeepSpeed its own schedule stays in its configuration.
     with_deepspeed = name is None or "deepspeed" in name
     assert {kind for kind in lost if lost[kind]} == (set() if with_deepspeed else {"warmup_in_numbers"})
+
+
+def _batches(whole: int, micro: int, steps: int | None = None) -> dict[str, Any]:
+    own = {} if steps is None else {"gradient_accumulation_steps": steps}
+    keys = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro, **own}
+    return {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **keys}
+
+
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_2"])
+def test_accumulation_follows_from_the_batch_sizes(
+    name: str, migrated: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = {"trainer": {"accelerator": "cpu", "devices": 2}}
+    assert migrated(_batches(64, 4), two, "--to", name)["trainer"]["accumulate_grad_batches"] == 8
+    assert migrated(_batches(8, 4), two, "--to", name)["trainer"]["accumulate_grad_batches"] == 1
+    assert migrated(_batches(64, 4, 8), two, "--to", name)["trainer"]["accumulate_grad_batches"] == 8
+    capsys.readouterr()
+    # Without the processes it is said, and not guessed.
+    assert "accumulate_grad_batches" not in migrated(_batches(64, 4), "--to", name)["trainer"]
+    assert (
+        "set trainer.accumulate_grad_batches to it over train_micro_batch_size_per_gpu 4 x n" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "says"),
+    [
+        (_batches(65, 4), None, "65, but must be a multiple of train_micro_batch_size_per_gpu 4 x n processes"),
+        (_batches(65, 4), 2, "65, but must be a multiple of train_micro_batch_size_per_gpu 4 x 2 processes"),
+        (
+            _batches(64, 4, 4),
+            2,
+            "must be equal to train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 4 x 2",
+        ),
+    ],
+)
+def test_batch_sizes_that_can_not_be(
+    given: dict[str, Any], devices: int | None, says: str, refused: Callable[..., str]
+) -> None:
+    files = [given] if devices is None else [given, {"trainer": {"accelerator": "cpu", "devices": devices}}]
+    assert f"train_batch_size is {given['train_batch_size']}, but" in refused(*files)
+    assert says in refused(*files)

@@ -56,6 +56,20 @@ def test_words_for_true(migrated: Files) -> None:
         assert migrated({**COMMON, "bf16": word})["trainer"]["precision"] == "bf16-mixed"
 
 
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        ({"pure_bf16": True}, "bf16-true"),  # LLaMA-Factory's
+        ({"bfloat16": True}, "bf16-true"),  # axolotl's, as the next ones
+        ({"bf16": "full"}, "bf16-true"),
+        ({"float16": True}, "16-true"),
+        ({"bf16": False, "fp16": True}, "16-mixed"),
+    ],
+)
+def test_other_words_for_sixteen_bits(fields: dict[str, Any], precision: str, migrated: Files) -> None:
+    assert migrated({**COMMON, "bf16": False, **fields})["trainer"]["precision"] == precision
+
+
 def test_all_that_a_trainer_saves(migrated: Files) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # TrainingArguments ask it for the device
@@ -72,6 +86,7 @@ def test_all_that_a_trainer_saves(migrated: Files) -> None:
     [
         ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed are both given"),
         ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"fp8": True}, "fp8: true. Float8 is another precision here. Nearest: ShardPrecision('fp8-mixed')"),
         ({"gradient_accumulation_steps": 0}, "accumulate_grad_batches: got 0; allowed: 1 or more"),
         ({"bf16": "maybe"}, "bf16 is 'maybe', but must be true or false"),
         ({"fsdp": "ful_shard"}, "fsdp has 'ful_shard', but its words are full_shard"),
