@@ -80,7 +80,10 @@ USES = {
     ),
     "engines/forward.py": ("parameters that are gathered when they are read", "_parameters"),
     "engines/materialize.py": ("a convention of Hugging Face's models", "_init_weights"),
-    "engines/transforms.py": ("whether an operator is traced; its arguments", "_guards _schema"),
+    "engines/transforms.py": (
+        "whether an operator is traced, its arguments; how many graphs were compiled",
+        "_dynamo _guards _schema",
+    ),
     "engines/units.py": ("a convention of Hugging Face's models", "_no_split_modules"),
     "engines/zero/kernels.py": ("which kernels are built, and where", "_get_build_directory _loaded_ops"),
     "engines/zero/layout.py": (
@@ -115,7 +118,6 @@ USES = {
     "resume/metrics.py": ("torchmetrics' counters and caches", "_cache _is_synced _num_vals_seen _reduce_states"),
     "run/preemption.py": ("os._exit is documented", "_exit"),
     "run/processes.py": ("os._exit is documented", "_exit"),
-    "run/fit.py": ("how many graphs were compiled", "_dynamo"),
     "tensors/clipping.py": (
         "many gradients in one kernel",
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_mul_"
@@ -147,7 +149,6 @@ ELSEWHERE = {
     "precision/casting.py": "one class, that torch has under no public name",
     "resume/loader.py": "DataLoader's",
     "resume/metrics.py": "torchmetrics'",
-    "run/fit.py": "the compiler's counters, for a warning",
     "run/preemption.py": "Python's",
     "run/processes.py": "Python's",
 }

@@ -1,84 +1,27 @@
-"""What the parts of a run ask of a fit; and what is looked at in it: parameters that are frozen, thawed or new, and
-what torch.compile makes of the first step, which falls back to Python without an error.
-"""
+"""What the parts of a run are told of a Trainer, and what all ranks must have the same before they begin."""
 
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard._lightning import callbacks, loaders, loops, processes
+from lightning_shard._lightning import callbacks, loaders
 from lightning_shard.checkpoint.files.place import Place, place
 from lightning_shard.engines.engine import Engine, PlannedRun, Run, TrainerFacts
 from lightning_shard.engines.replicated import SharedBuffers
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
-from lightning_shard.run.data import changed_by_evaluation
-from lightning_shard.tensors.names import named_parameters
-
-
-class Fit:
-    """What the parts of a run ask of a Trainer in a fit, wherever that is."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def step(self) -> int:
-        return self._trainer.global_step
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a further step, or the end of training, is to come."""
-        state = self._trainer.state
-        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-
-    def accumulates(self) -> bool:
-        return loops.should_accumulate(self._trainer)
-
-    def validation_follows(self, fetcher: Any) -> bool:
-        return loops.validation_follows(self._trainer, fetcher)
-
-    def nothing_follows(self) -> bool:
-        return loops.nothing_follows(self._trainer)
-
-    def go_on_after_batch(self) -> None:
-        """Make what is saved now go on with the next batch."""
-        loops.mark_after_batch(self._trainer)
-
-    def go_on_before_validation(self) -> None:
-        """Make what is saved now go on with the whole validation after the batch that has just ended."""
-        loops.mark_before_validation(self._trainer)
-
-    def changed_by_validation(self) -> dict[str, Any]:
-        return changed_by_evaluation(self._trainer)
-
-    def checkpoint_folders(self) -> list[Place]:
-        return checkpoint_folders(self._trainer)
-
-    def save(self, path: str) -> None:
-        self._trainer.save_checkpoint(path)
-
-    def save_loggers(self) -> None:
-        for logger in self._trainer.loggers:
-            logger.save()
-
-    def leave_processes(self) -> None:
-        """Keep the launcher from killing this process when those that it started end with an exit code."""
-        processes.let_children_end(self._trainer.strategy)  # type: ignore[arg-type]
 
 
 def run_of(
@@ -235,92 +178,3 @@ def _text(value: Any) -> str:
     # What prints an address differs on every rank.
     plain = isinstance(value, int | float | str | bool | tuple | list | type(None))
     return repr(value) if plain else type(value).__qualname__
-
-
-class Freezing:
-    """What was trainable at the last look."""
-
-    def __init__(self, module: nn.Module, *, frozen_too: bool) -> None:
-        """Look at ``module`` as its engine is about to train it; ``frozen_too``: that gathers frozen parameters."""
-        self._module, self._frozen_too, self._looked = module, frozen_too, False
-        self._parameters = list(module.parameters())
-        self._trainable = [p.requires_grad for p in self._parameters]
-
-    def refuse_new(self) -> None:
-        """Refuse parameters that came since (ConfigurationError); engines put their own in the place of known ones."""
-        known = set(self._parameters)
-        found = named_parameters(self._module).items()
-        if new := [n for n, p in found if p not in known and (self._frozen_too or p.requires_grad)]:
-            raise ConfigurationError(
-                f"{', '.join(new[:4])} came after the model was set up to train, in a hook of the fit: no engine "
-                "reduces their gradients or shards them. Make them in configure_model, setup or __init__."
-            )
-
-    def changed(self, master: torch.dtype, batch_idx: int) -> bool:
-        """Whether other parameters are trainable than at the last look.
-
-        ConfigurationError: a thawed parameter has no ``master`` weights: it was loaded in 16 bits and frozen. In the
-        first batch of the fit and of an epoch also as `refuse_new`.
-        """
-        if batch_idx == 0 or not self._looked:
-            self.refuse_new()
-            self._looked = True
-        trainable = [p.requires_grad for p in self._parameters]
-        if trainable == self._trainable:
-            return False
-        self._trainable = trainable
-        stepped = [p.dtype for p in self._parameters if p.requires_grad and p.is_floating_point()]
-        if thawed := [dtype for dtype in stepped if dtype != master]:
-            raise ConfigurationError(
-                f"{len(thawed)} parameters were thawed that were frozen in {thawed[0]} when the fit began, and so have "
-                f"no {master} masters. Load them in {master}, or let the fit begin with them trainable."
-            )
-        return True
-
-
-class Compiled(NamedTuple):
-    """What dynamo has counted in this process so far."""
-
-    tried: int  # Functions that it began to compile.
-    done: int  # Of those, the ones that it compiled, in one graph or in several.
-    breaks: Counter[str]  # Where it broke a graph: reason and times.
-
-
-class CompilerWatch:
-    """Warns after the first training step where units were not compiled as one graph each."""
-
-    def __init__(self, wanted: bool) -> None:
-        """``wanted``: whether units are compiled."""
-        self._wanted = wanted
-        self._before: Compiled | None = None
-
-    def start(self) -> None:
-        self._before = _compiled_so_far() if self._wanted else None
-
-    def after_step(self) -> None:
-        before, self._before = self._before, None
-        if before is not None and (text := complaint(before, _compiled_so_far())) is not None:
-            rank_zero_warn(text)
-
-
-def _compiled_so_far() -> Compiled:
-    from torch._dynamo.utils import counters
-
-    return Compiled(counters["frames"]["total"], counters["frames"]["ok"], Counter(counters["graph_break"]))
-
-
-def complaint(before: Compiled, after: Compiled) -> str | None:
-    """What to tell the user of the units that were compiled in between; None: each is one graph."""
-    left = (after.tried - before.tried) - (after.done - before.done)
-    breaks = after.breaks - before.breaks
-    if not left and not breaks:
-        return None
-    reason = next(iter(breaks), "").strip().partition("\n")[0]
-    where = f"; breaks: {breaks.total()}, the first: {reason}" if breaks else ""
-    return (
-        f"compile is true, but torch.compile did not make one graph of every unit (functions left uncompiled: {left}"
-        f"{where}). The numbers are right, the step is slower than it could be. Run with "
-        "TORCH_LOGS=graph_breaks,recompiles to see where. Usual causes: a cache of keys and values in training (pass "
-        "use_cache=False to Hugging Face models), numbers that differ between the units of one class, and branches on "
-        "data."
-    )

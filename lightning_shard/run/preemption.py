@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shard._lightning import loops, processes
 from lightning_shard.checkpoint.files import commit
 from lightning_shard.checkpoint.files.place import Place, StorePath, place
 from lightning_shard.checkpoint.load import OpenCheckpoint, find_checkpoints, open_newest
@@ -31,7 +33,8 @@ from lightning_shard.cluster.traces import dump_stacks
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.fit import Fit
+from lightning_shard.run.data import changed_by_evaluation
+from lightning_shard.run.fit import checkpoint_folders
 
 AUTO = "auto"  # The ``ckpt_path`` that means: the newest intact checkpoint of this run, if there is one.
 FOLDER = "preempted"  # In the Trainer's ``default_root_dir``: where a stopped run saves, one checkpoint for each run.
@@ -204,24 +207,24 @@ class Preemption:
     def is_stopping(self) -> bool:
         return bool(self._agreed)
 
-    def after_batch(self, fit: Fit, fetcher: Any) -> None:
+    def after_batch(self, trainer: Trainer, fetcher: Any) -> None:
         """Between a training batch and the validation that may follow it. All ranks call it.
 
         ``fetcher`` is Lightning's, of the training batches. Preempted: the run was saved and ends.
         """
-        validates = fit.validation_follows(fetcher)
+        validates = loops.validation_follows(trainer, fetcher)
         # In the middle of an accumulation the gradients so far would have to be saved too.
-        self._stoppable = not fit.accumulates()
-        if self._stoppable and self._should_stop() and (validates or not fit.nothing_follows()):
-            (fit.go_on_before_validation if validates else fit.go_on_after_batch)()
-            self._save_and_leave(fit)
+        self._stoppable = not loops.should_accumulate(trainer)
+        if self._stoppable and self._should_stop() and (validates or not loops.nothing_follows(trainer)):
+            (loops.mark_before_validation if validates else loops.mark_after_batch)(trainer)
+            self._save_and_leave(trainer)
         if validates:
-            self.before_validation = fit.changed_by_validation()
+            self.before_validation = changed_by_evaluation(trainer)
 
-    def in_validation(self, fit: Fit) -> None:
+    def in_validation(self, trainer: Trainer) -> None:
         """Ahead of each batch of a validation inside a fit, of which all ranks have equally many; raises Preempted."""
         if self._agreement is not None and self._stoppable and self._should_stop():
-            self._save_and_leave(fit)
+            self._save_and_leave(trainer)
 
     def _should_stop(self) -> bool:
         assert self._agreement is not None
@@ -253,10 +256,10 @@ class Preemption:
 
     # Saving and leaving
 
-    def _save_and_leave(self, fit: Fit) -> None:
+    def _save_and_leave(self, trainer: Trainer) -> None:
         """Save, requeue and end the process. All ranks call it after the same step."""
         reason = preemption.describe(self._agreed)
-        fit.leave_processes()
+        processes.let_children_end(trainer.strategy)  # type: ignore[arg-type]
         watchdog = threading.Timer(self._config.save_seconds, self._give_up)
         watchdog.daemon = True
         watchdog.start()
@@ -265,15 +268,16 @@ class Preemption:
             self._checkpoints.saver.finish()
         except CheckpointError as error:
             rank_zero_warn(f"A checkpoint could not be saved in the background: {error}")
-        self._folders = [path.parent, *fit.checkpoint_folders()]
+        self._folders = [path.parent, *checkpoint_folders(trainer)]
         try:
-            fit.save(str(path))
+            trainer.save_checkpoint(str(path))
         except BaseException:
             self._save_failed()
             raise
         self._folders = []
-        rank_zero_info(f"stopped by {reason} after step {fit.step}; saved {path}")
-        fit.save_loggers()
+        rank_zero_info(f"stopped by {reason} after step {trainer.global_step}; saved {path}")
+        for logger in trainer.loggers:
+            logger.save()
         ranks = Ranks.of()
         ranks.barrier()
         if ranks.is_first:

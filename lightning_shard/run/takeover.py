@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.averaging import Averaging
 from lightning_shard.run.checkpoints import Checkpoints
-from lightning_shard.run.fit import Fit, checkpoint_folders
+from lightning_shard.run.fit import checkpoint_folders
 from lightning_shard.run.full_tensors import FullTensors
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import roll_back
@@ -57,7 +57,7 @@ def after_batches(
     go_back: Callable[[Callable[[str], None], Any], None],
 ) -> None:
     """After each batch ``go_back`` to a checkpoint where one is due, and then stop, which saves, where that is."""
-    restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, Fit(trainer))
+    restore, stop = partial(roll_back, trainer, checkpoints), partial(preemption.after_batch, trainer)
     loops.after_each_batch(replacements, trainer, partial(go_back, restore), stop)
 
 

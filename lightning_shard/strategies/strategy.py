@@ -13,7 +13,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -298,7 +298,7 @@ class ShardStrategy(ParallelStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fits:
-            self._preemption.in_validation(parts.Fit(self._module.trainer))
+            self._preemption.in_validation(self._module.trainer)
         return self._evaluate(self._module.validation_step, *args, **kwargs)
 
     @override
@@ -421,7 +421,8 @@ class ShardStrategy(ParallelStrategy):
         """See `Checkpoints.save_checkpoint`; in the background it returns as soon as the tensors may change."""
         trainer = self._module.trainer
         checkpoint, own = self._data.saved(trainer, checkpoint, self._preemption.before_validation)
-        background = bool(self.async_save) and parts.Fit(trainer).is_running and not self._preemption.is_stopping
+        running = self._fits and trainer.state.status == TrainerStatus.RUNNING
+        background = bool(self.async_save) and running and not self._preemption.is_stopping
         run = self._identity.facts(trainer.global_step, trainer.world_size * trainer.accumulate_grad_batches)
         self.checkpoints.save_checkpoint(checkpoint, filepath, storage_options, own=own, run=run, background=background)
         self._preemption.saved()

@@ -19,10 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.engines import transforms
 from lightning_shard.engines.resident import module_tensors
-from lightning_shard.engines.transforms import Checkpointing, checkpoint_forward, compile_forward, is_kept
+from lightning_shard.engines.transforms import (
+    Checkpointing,
+    Compiled,
+    checkpoint_forward,
+    compile_forward,
+    complaint,
+    is_kept,
+)
 from lightning_shard.meters.memory import StepMeter
 from lightning_shard.precision.casting import install_casts
-from lightning_shard.run.fit import Compiled, complaint
 
 aten = torch.ops.aten
 WIDTH, BATCH, TIME = 16, 2, 8

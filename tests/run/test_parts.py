@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from lightning_shard import (
     ConfigurationError,
     PreemptionConfig,
 )
-from lightning_shard.cluster.preemption import Preempted
 from lightning_shard.cluster.slurm import Launch
 from lightning_shard.engines.engine import Engine, PlannedRun, Run
 from lightning_shard.engines.fully_shard import FSDPOptions, FullyShard
@@ -35,7 +33,6 @@ from lightning_shard.run import (
     Freezing,
     Memory,
     Predictions,
-    Preemption,
     Processes,
     RunIdentity,
     RunLedger,
@@ -144,58 +141,6 @@ def test_an_identity_finds_no_checkpoint(tmp_path: Path) -> None:
         identity.choose_checkpoint("auto", fitting=False, folders=[tmp_path])
     with pytest.raises(CheckpointError, match="Lightning chose"):
         identity.choose_checkpoint(tmp_path / "hpc_ckpt_3.ckpt", fitting=True, folders=[])
-
-
-# Preemption
-
-
-class Standing:
-    """A fit that stands after a batch."""
-
-    step = 5
-    is_running = True
-
-    def __init__(self, *, accumulates: bool = False) -> None:
-        self.did: list[str] = []
-        self._accumulates = accumulates
-
-    def accumulates(self) -> bool:
-        return self._accumulates
-
-    def validation_follows(self, fetcher: Any) -> bool:
-        return False
-
-    def nothing_follows(self) -> bool:
-        return False
-
-    def changed_by_validation(self) -> dict[str, Any]:
-        return {}
-
-    def checkpoint_folders(self) -> list[Path]:
-        return []
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.did.append(name)
-
-
-def test_preemption_saves_and_leaves_at_the_next_step(tmp_path: Path) -> None:
-    preemption = Preemption(PreemptionConfig(run="r", exit_code=9), Checkpoints())
-    before = signal.getsignal(signal.SIGUSR1)
-    preemption.take_over_signals()
-    preemption.start(RunIdentity(name="r", root=str(tmp_path)))
-    fit = Standing()
-    preemption.after_batch(fit, None)
-    assert fit.did == []
-    os.kill(os.getpid(), signal.SIGUSR1)
-    # In the middle of an accumulation nothing is saved.
-    preemption.after_batch(Standing(accumulates=True), None)
-    with pytest.raises(Preempted) as ended:
-        preemption.after_batch(fit, None)
-    assert ended.value.code == 9
-    assert fit.did == ["go_on_after_batch", "leave_processes", "save", "save_loggers"]
-    assert preemption.is_stopping
-    preemption.give_signals_back()
-    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 # Processes and watch

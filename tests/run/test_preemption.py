@@ -118,7 +118,7 @@ MOMENTS: dict[str, tuple[tuple[str, int], int, dict[str, Any]]] = {
 
 
 # The others differ from these in the Trainer's settings alone.
-DEFAULT = ("mid-epoch", "in a validation in mid-epoch", "in the epoch's validation", "in the last validation")
+DEFAULT = ("in an accumulation", "in a validation in mid-epoch", "in the epoch's validation", "in the last validation")
 
 
 @pytest.mark.parametrize(
