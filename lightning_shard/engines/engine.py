@@ -67,7 +67,6 @@ class Run:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """The dtypes of the run."""
         return self.planned.policy
 
 

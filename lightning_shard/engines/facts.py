@@ -63,17 +63,14 @@ class FSDPFacts:
 
     @property
     def ranks(self) -> int:
-        """Processes."""
         return self.replicate * self.shard
 
     @property
     def shards(self) -> int:
-        """Over how many ranks `sharded` kinds are sharded."""
         return self.shard
 
     @property
     def communicators(self) -> int:
-        """Groups of ranks that its collectives run in."""
         return (self.shard > 1) + (self.replicate > 1)
 
 
@@ -115,22 +112,18 @@ class DeepSpeedFacts:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks `sharded` kinds are sharded."""
         return self.ranks
 
     @property
     def communicators(self) -> int:
-        """Groups of ranks that its collectives run in."""
         return (self.ranks > 1) * (1 + (self.zero_hpz_partition_size > 1))
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are reduced beside backward."""
         return self.overlap_comm
 
     @property
     def reduce_at_boundary(self) -> bool:
-        """Whether accumulated gradients are reduced once."""
         return self.stage < 2
 
     @property

@@ -18,7 +18,6 @@ from lightning_shard.tensors.names import unwrapped_modules
 
 
 def derived_seed(seed: int, fqn: str) -> int:
-    """A 63-bit seed from the run's seed and a module's FQN."""
     digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & (2**63 - 1)
 

@@ -106,6 +106,22 @@ def refuse_new_groups(optimizers: Iterable[Optimizer], strategy: str) -> Callabl
     return closing.close
 
 
+def refuse_second_pass(loss: Tensor) -> None:
+    """Refuse a second backward pass from ``loss`` when it comes (ConfigurationError)."""
+    passes: list[Tensor] = []
+
+    def once(gradient: Tensor) -> None:
+        if passes:
+            # torch's DDP would not reduce the second one, and its ranks drift apart.
+            raise ConfigurationError(
+                "The module's backward runs two backward passes from one loss, of which engines reduce the first. "
+                "Run one from their sum (2 * loss), or use manual optimization with a manual_backward for each."
+            )
+        passes.append(gradient)
+
+    loss.register_hook(once)
+
+
 def refuse_double(module: nn.Module) -> None:
     """Refuse to train fp64 parameters, which would be stepped as fp32 masters (ConfigurationError)."""
     if found := [n for n, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float64]:

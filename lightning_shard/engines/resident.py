@@ -85,7 +85,6 @@ def unsharded(module: nn.Module) -> Iterator[Resident]:
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in nested mappings, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif depth > 0 and isinstance(value, Mapping):

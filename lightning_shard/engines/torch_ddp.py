@@ -54,7 +54,6 @@ class DDPOptions:
             raise ConfigurationError(f"bucket_cap_mb is {self.bucket_cap_mb}, but must be greater than 0.")
 
     def changed(self) -> dict[str, Any]:
-        """The options that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 

@@ -67,7 +67,6 @@ class ForwardOptions:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any forward runs again in backward."""
         return self.activation_checkpointing is not None
 
 
@@ -179,7 +178,6 @@ class _Expensive(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or find what it gave in forward."""
         if not is_kept(func, args, kwargs):
             return func(*args, **(kwargs or {}))
         result = self._mode.__torch_dispatch__(func, types, args, kwargs)

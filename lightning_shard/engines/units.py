@@ -21,7 +21,6 @@ ClassNames = list[str | type[nn.Module]]
 
 
 def class_names(classes: ClassNames) -> list[str]:
-    """The names of classes of modules."""
     return [found if isinstance(found, str) else found.__name__ for found in classes]
 
 
@@ -64,7 +63,6 @@ class UnitRule:
 
     @property
     def special(self) -> bool:
-        """Whether it has settings of its own."""
         return self.reshard_after_forward is not None or self.compute is not None
 
 

@@ -134,7 +134,6 @@ class SameUnits:
             self.close()
 
     def close(self) -> None:
-        """Take the hooks off."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -209,7 +208,6 @@ class UnitUsage:
             self.close()
 
     def close(self) -> None:
-        """Take off what looks at the steps."""
         while self._undo:
             self._undo.pop()()
         self.usage.watched.clear()

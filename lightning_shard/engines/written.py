@@ -62,7 +62,6 @@ class WrittenInSteps:
         self._hooks = [unit.register_forward_hook(self._compare, prepend=True) for unit in self._units]
 
     def close(self) -> None:
-        """Take the hooks off the units."""
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: one arithmetic for every engine, as plain functions over a small state.
+"""Dynamic loss scaling: one arithmetic for every engine.
 
 fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale before backward and the fp32 gradients are
 divided by it before they are clipped and used. The scale is a power of two, so that both are exact. When a gradient
@@ -8,17 +8,20 @@ The rules are those of ``torch.amp.GradScaler``, with the hysteresis and the min
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_shard.arguments import checked_fields
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.tensors import clipping
+
+Gradients = Callable[[Optimizer], Iterable[Tensor]]
 
 LARGEST = 2.0**126  # The scale and its inverse are normal fp32 numbers up to here.
 
@@ -83,10 +86,6 @@ class LossScaleState:
     skipped: int = 0  # Steps skipped in the whole run.
 
 
-def initial_state(scaling: LossScaling) -> LossScaleState:
-    return LossScaleState(scale=scaling.initial, good_steps=0, overflows_left=scaling.hysteresis)
-
-
 def next_state(scaling: LossScaling, state: LossScaleState, *, overflow: bool) -> LossScaleState:
     """The state after a step that was taken, or skipped for an overflow; DataError: an overflow at the minimum."""
     if overflow:
@@ -117,19 +116,48 @@ def state_from_dict(values: dict[str, Any]) -> LossScaleState:
     return LossScaleState(**values)
 
 
-def scaled(loss: Tensor, state: LossScaleState) -> Tensor:
-    """``loss`` times the scale, in fp32, of which any scale is a finite number."""
-    return loss.float() * state.scale
+class LossScaler:
+    """The loss scale of a fit, and the optimizers whose gradients were scaled back in this batch."""
 
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
+        self.state = LossScaleState(scale=scaling.initial, good_steps=0, overflows_left=scaling.hysteresis)
+        self._overflows: dict[int, bool] = {}
 
-@torch.no_grad()
-def unscale(gradients: Iterable[Tensor], state: LossScaleState, *, device: torch.device) -> bool:
-    """Divide the gradients by the scale in place; whether any, on any rank, is inf or NaN. All ranks call it.
+    def begin_batch(self) -> None:
+        """Say that gradients of the batch to come are scaled, of all optimizers."""
+        self._overflows = {}
 
-    One pass over the gradients and one all-reduce of a number over all ranks. Gradients are this rank's of one
-    optimizer: full or sharded, DTensors, on the host or on the device; a rank without any has none that is not finite.
-    ``state`` is the one in which the loss was scaled; ``device`` is where collectives run.
-    """
-    found = clipping.unscale(gradients, state.scale, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    def scaled(self, loss: Tensor) -> Tensor:
+        """``loss`` times the scale, in fp32, of which any scale is a finite number."""
+        return loss.float() * self.state.scale
+
+    @torch.no_grad()
+    def unscale(self, optimizer: Optimizer, gradients: Gradients, *, device: torch.device) -> bool:
+        """Divide the gradients of ``optimizer`` by the scale in place, unless that was done in this batch.
+
+        Whether any, on any rank, is inf or NaN. All ranks call it: one pass over the gradients, and one all-reduce of a
+        number over all ranks on ``device``. ``gradients`` gives this rank's: full or sharded, DTensors, on the host or
+        on the device; a rank without any has none that is not finite.
+        """
+        if id(optimizer) not in self._overflows:
+            found = clipping.unscale(gradients(optimizer), self.state.scale, device=device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            self._overflows[id(optimizer)] = bool(found.item())
+        return self._overflows[id(optimizer)]
+
+    def stepped(
+        self, optimizer: Optimizer, optimizers: Iterable[Optimizer], gradients: Gradients, *, counts: bool
+    ) -> None:
+        """Move the scale after a step of ``optimizer``, unless that was left out for another reason (``counts``)."""
+        before, overflow = self.state.scale, self._overflows.pop(id(optimizer))
+        if counts:
+            self.state = next_state(self._scaling, self.state, overflow=overflow)
+        if self.state.scale == before:
+            return
+        own = {id(gradient) for gradient in gradients(optimizer)}
+        for other in optimizers:
+            # Its gradients, from a backward before this step, wait for a step of their own.
+            if other is not optimizer and id(other) not in self._overflows:
+                waiting = [gradient for gradient in gradients(other) if id(gradient) not in own]
+                clipping.multiply(waiting, torch.tensor(self.state.scale / before))

@@ -99,5 +99,4 @@ class ShardDDPStrategy(ShardStrategy):
 
 
 def _named(value: Any) -> str:
-    """A value as a message shows it: a function by its name."""
     return str(getattr(value, "__name__", value))

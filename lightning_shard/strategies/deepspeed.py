@@ -104,7 +104,6 @@ class ShardDeepSpeedStrategy(ShardStrategy):
 
     @override
     def teardown(self) -> None:
-        """Give the process back as it was before DeepSpeed."""
         super().teardown()
         if self._connection is not None:
             self._connection.undo()

@@ -18,17 +18,17 @@ from typing_extensions import override
 from lightning_shard._lightning import callbacks, loops
 from lightning_shard.arguments import checked
 from lightning_shard.engines.engine import Engine, Run
+from lightning_shard.engines.refusals import refuse_second_pass
 from lightning_shard.errors import ConfigurationError, PrecisionError
-from lightning_shard.precision import loss_scale as scales
 from lightning_shard.precision.float8 import Float8
-from lightning_shard.precision.loss_scale import LossScaleState, LossScaling
+from lightning_shard.precision.loss_scale import LossScaler, LossScaling, state_from_dict
 from lightning_shard.precision.loss_weight import LossWeights
 from lightning_shard.precision.policy import ALL, DTYPES, PrecisionPolicy, autocasting, policy_from
 from lightning_shard.ranks import Ranks
 from lightning_shard.run.nonfinite import NonFinite, NonFiniteWatch
 from lightning_shard.strategies.refusals import refuse_loss
 from lightning_shard.strategies.settings import CommonSettings
-from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm, multiply
+from lightning_shard.tensors.clipping import clip_by_norm, clip_by_value, gradient_norm
 
 DType = Literal["fp32", "bf16", "fp16"]
 
@@ -93,13 +93,11 @@ class ShardPrecision(Precision):
             except PrecisionError:
                 raise error from None
         self._watch: NonFiniteWatch | None = None
-        self._scaling: LossScaling | None = None
-        self._scale: LossScaleState | None = None
+        self._scale: LossScaler | None = None
         self._optimizers: list[Optimizer] = []
         self._backward_after = -1  # Batches that the fit had behind it when a backward pass began last.
         self.backward_pending = False
         """Whether a backward pass was run since the last optimizer step."""
-        self._overflows: dict[int, bool] = {}
         self.step_skipped = False
         """Whether the last optimizer step was skipped for an overflow, the same on every rank."""
 
@@ -121,8 +119,7 @@ class ShardPrecision(Precision):
 
     def begin(self, policy: PrecisionPolicy) -> None:
         """Start with the loss scale of ``policy``, for a Trainer that was given this plugin."""
-        self._scaling = policy.loss_scale
-        self._scale = None if policy.loss_scale is None else scales.initial_state(policy.loss_scale)
+        self._scale = None if policy.loss_scale is None else LossScaler(policy.loss_scale)
 
     def connect_engine(self, engine: Engine, run: Run, module: LightningModule, settings: CommonSettings) -> None:
         """Get to know what steps in a run: ``engine``, which prepared ``module``.
@@ -165,7 +162,7 @@ class ShardPrecision(Precision):
     @property
     def loss_scale(self) -> float | None:
         """What the next loss is multiplied by; None: nothing."""
-        return None if self._scale is None else self._scale.scale
+        return None if self._scale is None else self._scale.state.scale
 
     @override
     def connect(
@@ -192,8 +189,9 @@ class ShardPrecision(Precision):
     @contextmanager
     @override
     def train_step_context(self) -> Generator[None, None, None]:
-        self._overflows = {}
         self.step_skipped = False
+        if self._scale is not None:
+            self._scale.begin_batch()
         with super().train_step_context():
             yield
 
@@ -207,7 +205,7 @@ class ShardPrecision(Precision):
         if self._watch is not None:
             self._watch.see_loss(tensor)
         if self._scale is not None:
-            tensor = scales.scaled(tensor, self._scale)
+            tensor = self._scale.scaled(tensor)
         return super().pre_backward(tensor, module)
 
     def _waiting(self) -> list[Tensor]:
@@ -251,22 +249,22 @@ class ShardPrecision(Precision):
             results = chain([result], iter(closure_with_reduction, object()))
             return super().optimizer_step(optimizer, model=model, closure=lambda: next(results), **kwargs)
         counts = not weights.given or self._divide_by_weights(optimizer, model)
-        overflow = self._scale is not None and self._unscale(optimizer)
+        overflow = self._unscale(optimizer)
         counts = not self._is_refused(optimizer, model) and counts
         self.step_skipped = overflow or not counts
         if self._scale is not None:
-            model.log("loss_scale", torch.tensor(self._scale.scale))  # a number is copied to the device, with a wait
+            model.log("loss_scale", torch.tensor(self.loss_scale))  # a number is copied to the device, with a wait
         self._after_closure(model, optimizer)
         engine.step(optimizer, skip=self.step_skipped, **kwargs)
         if self._scale is not None:
-            self._update(optimizer, counts=counts)
+            self._scale.stepped(optimizer, self._optimizers, self._gradients, counts=counts)
         return result
 
     def _is_refused(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Whether to skip the step for a loss or gradient of inf or NaN."""
         if (watch := self._watch) is None:
             return False
-        gradients = [] if self._scale is not None else self._engine.gradients(optimizer)[0]
+        gradients = [] if self._scale is not None else self._gradients(optimizer)
         refused = watch.judge(gradients, step=module.trainer.global_step + 1)
         module.log("nonfinite_steps", float(watch.steps))
         return refused
@@ -293,8 +291,7 @@ class ShardPrecision(Precision):
 
     def _divide_by_weights(self, optimizer: Optimizer, module: LightningModule) -> bool:
         """Divide the gradients by the weights of the step's losses; whether there are any."""
-        gradients, _ = self._engine.gradients(optimizer)
-        loss = self._weights.finish(gradients, micro_batches=module.trainer.accumulate_grad_batches)
+        loss = self._weights.finish(self._gradients(optimizer), micro_batches=module.trainer.accumulate_grad_batches)
         if loss is not None:
             module.log("weighted_loss", loss)
         return loss is not None
@@ -307,45 +304,18 @@ class ShardPrecision(Precision):
         def call(loss: Tensor) -> None:
             super(ShardPrecision, self).backward(loss, model, optimizer, *args, **kwargs)
 
-        overridden, passes = is_overridden("backward", model), list[Tensor]()
-
-        def once(gradient: Tensor) -> None:
-            if passes:
-                # torch's DDP would not reduce the second one, and its ranks drift apart.
-                raise ConfigurationError(
-                    "The module's backward runs two backward passes from one loss, of which engines reduce the first. "
-                    "Run one from their sum (2 * loss), or use manual optimization with a manual_backward for each."
-                )
-            passes.append(gradient)
-
+        overridden = is_overridden("backward", model)
         if overridden and tensor.requires_grad:
-            tensor.register_hook(once)
+            refuse_second_pass(tensor)
         self._engine.backward(tensor, call, overridden=overridden, **kwargs)
 
-    def _unscale(self, optimizer: Optimizer) -> bool:
-        """Unscale the gradients of ``optimizer`` unless a clip in this batch did; whether they overflowed."""
-        assert self._scale is not None
-        if id(optimizer) not in self._overflows:
-            gradients, _ = self._engine.gradients(optimizer)
-            self._overflows[id(optimizer)] = scales.unscale(gradients, self._scale, device=self._run.device)
-        return self._overflows[id(optimizer)]
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        return self._engine.gradients(optimizer)[0]
 
-    def _update(self, optimizer: Optimizer, *, counts: bool) -> None:
-        assert self._scaling is not None
-        assert self._scale is not None
-        before, overflow = self._scale.scale, self._overflows.pop(id(optimizer))
-        if not counts:
-            return
-        self._scale = scales.next_state(self._scaling, self._scale, overflow=overflow)
-        if self._scale.scale == before:
-            return
-        engine = self._engine
-        own = {id(gradient) for gradient in engine.gradients(optimizer)[0]}
-        for other in self._optimizers:
-            # Its gradients, from a backward before this step, wait for a step of their own.
-            if other is not optimizer and id(other) not in self._overflows:
-                waiting = [g for g in engine.gradients(other)[0] if id(g) not in own]
-                multiply(waiting, torch.tensor(self._scale.scale / before))
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Scale the gradients of ``optimizer`` back, unless a clip in this batch did; whether they overflowed."""
+        scale = self._scale
+        return scale is not None and scale.unscale(optimizer, self._gradients, device=self._run.device)
 
     @override
     def clip_gradients(
@@ -361,7 +331,7 @@ class ShardPrecision(Precision):
         if not self._run.automatic:
             # The user clips ahead of `optimizer_step`.
             self._engine.finish_gradients()
-        if self._scale is not None and self._unscale(optimizer):
+        if self._unscale(optimizer):
             return
         gradients, mesh = self._engine.gradients(optimizer)
         by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
@@ -378,13 +348,13 @@ class ShardPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, for the checkpoint; empty where there is none."""
-        return {} if self._scale is None else asdict(self._scale)
+        return {} if self._scale is None else asdict(self._scale.state)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with a checkpoint's loss scale if this run has one; CheckpointMismatchError: the state is another's."""
         if self._scale is not None:
-            self._scale = scales.state_from_dict(state_dict)
+            self._scale.state = state_from_dict(state_dict)
 
 
 def translate(plugin: Precision | None) -> ShardPrecision | None:

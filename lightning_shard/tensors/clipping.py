@@ -28,7 +28,6 @@ require(
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of those parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
 
 

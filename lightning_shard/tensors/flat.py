@@ -28,7 +28,6 @@ class Box:
 
     @property
     def length(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
 
@@ -91,7 +90,6 @@ class Pieces:
 
     @property
     def views(self) -> list[Tensor]:
-        """The live boxes that this rank has of it."""
         return list(self._pieces.values())
 
     def __repr__(self) -> str:
@@ -149,7 +147,6 @@ class Accumulated(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The memory that this rank has of it."""
         if isinstance(self.tensor, FlatTensor):
             return self.tensor.views
         return [self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor]
@@ -267,5 +264,4 @@ def has_tensors_inside(value: Any) -> bool:
 
 
 def torch_optimizer(optimizer: AnyOptimizer) -> Optimizer:
-    """The optimizer that has the state."""
     return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer

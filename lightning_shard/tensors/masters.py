@@ -34,7 +34,6 @@ def register(module: nn.Module, masters: Masters) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Undo `register`."""
     for parameter in module.parameters():
         _found.pop(parameter, None)
 

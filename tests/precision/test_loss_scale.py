@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,13 +16,11 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from lightning_shard.errors import CheckpointMismatchError, DataError, PrecisionError
 from lightning_shard.precision.loss_scale import (
     LARGEST,
+    LossScaler,
     LossScaleState,
     LossScaling,
-    initial_state,
     next_state,
-    scaled,
     state_from_dict,
-    unscale,
 )
 from lightning_shard.tensors.clipping import gradients_of
 from tests.harness import run_distributed
@@ -29,7 +28,7 @@ from tests.harness import run_distributed
 
 def scales(scaling: LossScaling, overflows: str) -> list[float]:
     """The scale after each step; ``x`` is an overflow."""
-    state, seen = initial_state(scaling), []
+    state, seen = LossScaler(scaling).state, []
     for letter in overflows:
         state = next_state(scaling, state, overflow=letter == "x")
         seen.append(state.scale)
@@ -99,14 +98,14 @@ def test_the_state_in_a_checkpoint() -> None:
 
 def test_a_loss_in_fp16_is_scaled_in_fp32() -> None:
     loss = torch.tensor(3.0, dtype=torch.float16)
-    assert scaled(loss, initial_state(LossScaling())) == 3 * 2.0**16
+    assert LossScaler(LossScaling()).scaled(loss) == 3 * 2.0**16
 
 
 def _unscale(overflow: float | None, where: str) -> tuple[bool, bool]:
     """Whether an overflow was found, and whether all gradients are what they were before scaling, bitwise."""
     rank, mesh = torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
-    state = initial_state(LossScaling(initial=2.0**20))
+    scaler = LossScaler(LossScaling(initial=2.0**20))
     # Odd sizes, so that shards are uneven and rank 1 has none of the last.
     originals = {"whole": torch.randn(5, generator=generator), "cut": torch.randn(3, 2, generator=generator)}
     originals["single"] = torch.randn(1, 4, generator=generator) * 1e-30
@@ -119,17 +118,22 @@ def _unscale(overflow: float | None, where: str) -> tuple[bool, bool]:
     }
     for name, parameter in parameters.items():
         if name != "without":
-            parameter.grad = parameter.detach().clone() * state.scale
+            parameter.grad = parameter.detach().clone() * scaler.state.scale
     before = {n: p.detach().clone() for n, p in parameters.items()}
     if overflow is not None and rank == 1 and where == "whole":
         parameters["whole"].grad[0] = overflow  # type: ignore[index]
     if overflow is not None and rank == 1 and where == "cut":
         parameters["cut"].grad.to_local()[0] = overflow  # type: ignore[union-attr]
-    found = unscale(gradients_of(parameters.values()), state, device=torch.device("cpu"))
+    found = _scaled_back(scaler, parameters.values())
     same = all(
         torch.equal(_local(p.grad), _local(before[name])) for name, p in parameters.items() if p.grad is not None
     )
     return found, same
+
+
+def _scaled_back(scaler: LossScaler, parameters: Iterable[nn.Parameter]) -> bool:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    return scaler.unscale(optimizer, lambda _: gradients_of(parameters), device=torch.device("cpu"))
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -150,7 +154,7 @@ def _unscale_nothing() -> bool:
     parameters = [nn.Parameter(torch.ones(1))]
     if torch.distributed.get_rank() == 1:
         parameters[0].grad = torch.full((1,), torch.inf)
-    return unscale(gradients_of(parameters), initial_state(LossScaling()), device=torch.device("cpu"))
+    return _scaled_back(LossScaler(LossScaling()), parameters)
 
 
 def test_a_rank_without_gradients_takes_part() -> None:

@@ -117,7 +117,6 @@ class SteppedOnce:
         self._stepped: set[str] = set()
 
     def step(self) -> None:
-        """Say that the optimizer has stepped."""
         self._stepped = set(self._fqns)
 
     def drop(self, fqn: str) -> None:

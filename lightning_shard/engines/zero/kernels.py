@@ -192,7 +192,6 @@ def _is_open(file: os.stat_result) -> bool:
 
 
 def stale_message(path: Path) -> str:
-    """What is wrong with a stale lock, and what to do."""
     return (
         f"{path} is the lock of a build that was killed: no process on this machine has it open, and nothing was "
         f"written beside it for {QUIET_SECONDS:g} s, but DeepSpeed would wait for its end forever. If no other machine "

@@ -26,7 +26,6 @@ STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
 
 def kind(zero: Any) -> str:
-    """Which of DeepSpeed's optimizers ``zero`` is, by its class."""
     return type(zero).__name__
 
 
@@ -110,7 +109,6 @@ def shard(parameter: Any) -> FlatTensor:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether stage 3 has sharded ``parameter``."""
     return hasattr(parameter, "ds_tensor")
 
 

@@ -46,7 +46,6 @@ class Connection:
         vars(functional).update(self.functions)
 
     def undo(self) -> None:
-        """Give the process back as it was."""
         self.restore_functions()
         self.others.close()
 

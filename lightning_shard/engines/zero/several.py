@@ -78,11 +78,9 @@ class SeveralOptimizers:
             self._closing.callback(vars(optimizer).pop, "zero_grad")
 
     def whole(self, optimizer: Optimizer) -> WholeSteps:
-        """The steps of one of the optimizers."""
         return self._whole[optimizer]
 
     def all(self) -> Iterable[WholeSteps]:
-        """The steps of all, in the optimizers' order."""
         return self._whole.values()
 
     @torch.no_grad()
@@ -104,16 +102,13 @@ class SeveralOptimizers:
             self.drop(fqn)
 
     def drop(self, fqn: str) -> None:
-        """Drop one parameter's gradient, as the user asks for."""
         self.collect()
         self._held.pop(fqn, None)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """This rank's reduced gradients of one optimizer, in place."""
         return [self._held[fqn] for fqn in self._own[optimizer] if fqn in self._held]
 
     def gradient(self, fqn: str) -> FlatTensor | None:
-        """This rank's part of one parameter's reduced gradient, in place."""
         if fqn not in self._held:
             return None
         member, held = self._members[fqn], self._held[fqn]
@@ -126,5 +121,4 @@ class SeveralOptimizers:
         running.refresh(self._running)
 
     def close(self) -> None:
-        """Give the optimizers their own methods back."""
         self._closing.close()

@@ -35,7 +35,6 @@ def swapped(zero: Any) -> Iterator[int]:
 
 
 def is_swapped(zero: Any, index: int) -> bool:
-    """Whether masters and slots of a sub-group are in files."""
     return swaps(zero) and bool(zero._swappable_optimizer_subgroup(index))
 
 

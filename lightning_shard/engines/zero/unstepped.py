@@ -82,5 +82,4 @@ class Unstepped:
         return replace(shard, gradient=lambda: None if shard.fqn in self._unused else shard.gradient())
 
     def close(self) -> None:
-        """Look no more, and give the optimizer its step back."""
         self._closing.close()

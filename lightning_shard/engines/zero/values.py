@@ -51,7 +51,6 @@ class Values:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """FQN to the module's parameters as DeepSpeed left them."""
         return named_parameters(self._module)
 
     def cast(self, compute: torch.dtype) -> None:
@@ -143,7 +142,6 @@ class Values:
                 parameter.data = parameter.data.to(compute)
 
     def unround(self) -> None:
-        """Undo `round`."""
         while self._rounded:
             _, (parameter, data) = self._rounded.popitem()
             parameter.data = data

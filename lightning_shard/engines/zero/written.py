@@ -37,7 +37,6 @@ class Written:
     """Takes over, or refuses, what was written to parameters since the engine was last at work."""
 
     def __init__(self, module: nn.Module, running: Running, values: Values) -> None:
-        """Look at the parameters of a fit that begins."""
         self._parameters = {fqn: p for fqn, p in named_parameters(module).items() if p.is_floating_point()}
         self._running, self._values = running, values
         self._steps, self._found = 0, False
@@ -49,7 +48,6 @@ class Written:
         self._noted = {fqn: (version(p), _memory(p)) for fqn, p in self._parameters.items()}
 
     def stepped(self) -> None:
-        """Say that the optimizer has stepped."""
         self._steps += 1
         self.note()
 
@@ -142,7 +140,6 @@ class WatchedUses(TorchFunctionMode):
 
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Look at one of the first steps."""
         self._steps += 1
         with self if self._steps <= _WATCHED else nullcontext():
             yield
@@ -163,7 +160,6 @@ class WatchedUses(TorchFunctionMode):
             self.__enter__()
 
     def ends(self, action: str) -> None:
-        """Say that it is over."""
         if _HOOK.match(action):
             self.__exit__(None, None, None)
             self._in_hook -= 1

@@ -68,7 +68,6 @@ class Recorder:
             entry.add(stage, tensor.dtype)
 
     def groups(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note the dtype of every parameter in the optimizers' groups."""
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             for name, parameter in self._parameters(optimizer):
@@ -286,7 +285,6 @@ class WatchReductions(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator as it is, and note it if it reduces gradients."""
         name = func.overloadpacket.__name__.strip("_") if func.namespace in _NAMESPACES else ""
         if name.startswith(_REDUCING) and not _is_of_the_users_function(inspect.currentframe()):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
