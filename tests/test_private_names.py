@@ -67,7 +67,7 @@ USES = {
     "cluster/traces.py": ("what a rank that hangs is in", "_C _current_frames _distributed_c10d"),
     "cluster/watch.py": ("os._exit is documented", "_exit"),
     "commands/options.py": ("the arguments of a parser", "_actions"),
-    "engines/_ddp.py": (
+    "engines/torch_ddp.py": (
         "DistributedDataParallel's reducer",
         "_autograd_hook _build_params_for_reducer _delay_all_reduce _rebuild_buckets _remove_autograd_hooks"
         " _set_params_and_buffers_to_ignore_for_model",

@@ -37,17 +37,14 @@ _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.
 """DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
 
 
-def probe(
-    optimizer: Optimizer, shapes: Sequence[Sequence[Sequence[int]]], *, dtype: torch.dtype, aligned: bool, alone: bool
-) -> bool:
+def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool) -> bool:
     """Whether an element's step depends on others of its parameter, so that shards can't be stepped. All ranks call it.
 
     Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
     DTensors also on such, which not all operators take.
 
-    The optimizer and the global random number generators are left as they were. ``shapes`` are those of each group's
-    full parameters, ``dtype`` that of the master weights. ``alone``: each rank steps all parameters, which may be
-    coupled then.
+    The optimizer and the global random number generators are left as they were. ``dtype`` is that of the master
+    weights. ``alone``: each rank steps all parameters, which may be coupled then.
 
     ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or
     can't be tried.
@@ -57,12 +54,14 @@ def probe(
     known = _found.setdefault(type(optimizer), {})
     full_parameters = False
     inner = [type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    for group, full in zip(optimizer.param_groups, shapes, strict=True):
+    for group in optimizer.param_groups:
         # What chooses what is computed: hyperparameters that are no numbers, and which numbers are 0.
         flags = {
             k: bool(v) if isinstance(v, int | float | Tensor) else repr(v) for k, v in group.items() if k != "params"
         }
-        for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in full}):
+        # Stage 3 has emptied the parameters that it sharded.
+        shapes = [getattr(p, "ds_shape", p.shape) for p in group["params"] if p.requires_grad]
+        for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in shapes}):
             sharded = any(isinstance(p, DTensor) for p in group["params"])
             kind = (ndim, dtype, aligned, alone, sharded, *inner, *sorted(flags.items()))
             if kind not in known:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_shard.engines import _ddp, earlier_parameters
+from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines.engine import Engaged, PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
@@ -25,7 +26,15 @@ from lightning_shard.engines.transforms import find_transforms
 from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
+from lightning_shard.private_names import require
 from lightning_shard.tensors.names import named_parameters
+
+require(
+    DistributedDataParallel,
+    "_build_params_for_reducer _remove_autograd_hooks _set_params_and_buffers_to_ignore_for_model",
+    tested="torch 2.11 to 2.13",
+)
+require(dist.Reducer, "_autograd_hook _delay_all_reduce _rebuild_buckets", tested="torch 2.11 to 2.13")
 
 # torch 2.13 renamed it; the old name also meant the start, which `prepare_replica` sees to.
 _FORWARD_BUFFERS = (
@@ -155,12 +164,12 @@ class TorchDDP(StepsOwnParameters):
         with nullcontext() if self._at_boundary else sums_set_aside(self._module):
             if not self._run.automatic:
                 with self._named():
-                    _ddp.prepare_for_backward(self._wrapped, loss)
+                    prepare_for_backward(self._wrapped, loss)
             call(loss)
             if self._options.static_graph and not self._run.automatic and not self._delayed_static_graph:
                 # With a static graph DDP holds the first reduction back until its own forward ends, which encloses
                 # this backward in manual optimization.
-                _ddp.delay_all_reduce(self._wrapped)
+                self._wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]
                 self._delayed_static_graph = True
 
     def sync_gradients(self, enabled: bool) -> None:
@@ -170,7 +179,8 @@ class TorchDDP(StepsOwnParameters):
     def follow_freezing(self) -> nn.Module:
         # DDP reduces what was trainable when it was built.
         if self._wrapped is not None:
-            _ddp.remove_hooks(self._wrapped)
+            # They outlive the wrapper as long as anything refers to it.
+            self._wrapped._remove_autograd_hooks()
         self._wrap()
         return self._module if self._wrapped is None else self._wrapped
 
@@ -188,7 +198,8 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
     """Torch's DDP around any step of ``root``, which `prepare_replica` prepared. All ranks call it."""
     step_root = StepRoot(root)
     metrics = {p for m in root.modules() if isinstance(m, Metric) for p in m.parameters()}
-    _ddp.ignore_parameters(step_root, [n for n, p in step_root.named_parameters() if p in metrics])
+    ignored = [n for n, p in step_root.named_parameters() if p in metrics]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step_root, ignored)
     wrapped = DistributedDataParallel(
         step_root,
         device_ids=None if device.type == "cpu" else [device.index],
@@ -201,7 +212,7 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         # `prepare_replica` made the ranks equal.
         init_sync=False,
     )
-    _ddp.settle_buckets(wrapped)
+    settle_buckets(wrapped)
     if options.comm_hook is not None:
         hook = options.comm_hook
         if isinstance(hook, str):
@@ -209,6 +220,47 @@ def wrap(root: nn.Module, options: DDPOptions, *, device: torch.device) -> Distr
         assert callable(hook)
         wrapped.register_comm_hook(options.comm_state, hook)
     return wrapped
+
+
+def settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Reduce zeros once, so that the first step has the buckets of all later ones. All ranks call it.
+
+    DDP reduces its first backward pass in one bucket and rebuilds the buckets after it. A resumed run would thereby sum
+    its first step in another order than the run that never stopped, which shows from 3 ranks on. No autograd node of a
+    parameter is run, so that nobody's hooks see the zeros. Where unused parameters are looked for, nothing is rebuilt;
+    a static graph is recorded in the first pass, which has to be a real one.
+    """
+    parameters, sparse = wrapped._build_params_for_reducer()
+    if wrapped.find_unused_parameters or wrapped.static_graph or any(sparse):
+        return
+    reducer: Any = wrapped.reducer
+
+    def ready(_: Tensor) -> None:
+        for index in reversed(range(len(parameters))):
+            reducer._autograd_hook(index)
+
+    reducer.prepare_for_backward([])
+    trigger = torch.zeros((), requires_grad=True)
+    trigger.register_hook(ready)
+    trigger.backward()
+    for parameter in parameters:
+        parameter.grad = None
+    reducer._rebuild_buckets()
+
+
+def prepare_for_backward(wrapped: DistributedDataParallel, loss: Tensor) -> None:
+    """Make the reducer ready for a backward pass from ``loss``, as ``DistributedDataParallel._post_forward`` does.
+
+    Backward from inside a step (manual optimization) starts before DDP's forward ends, which is where it does so.
+    """
+    if not (torch.is_grad_enabled() and wrapped.require_backward_grad_sync):
+        wrapped.require_forward_param_sync = False
+        return
+    wrapped.require_forward_param_sync = True
+    unused = wrapped.find_unused_parameters and not wrapped.static_graph
+    # Without it torch asserts in the first pass that finds no unused parameters.
+    wrapped.reducer._rebuild_buckets()
+    wrapped.reducer.prepare_for_backward([loss] if unused else [])
 
 
 class StepRoot(nn.Module):

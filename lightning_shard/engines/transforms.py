@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from lightning_shard.engines.units import Unit, class_name
+from lightning_shard.engines.units import Unit, of_classes
 from lightning_shard.errors import WrappingError
 from lightning_shard.precision.casting import inside_modules, replace_forward
 from lightning_shard.ranks import warn_on_first_rank
@@ -36,13 +36,7 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
     if spec is None:
         return []
     if isinstance(spec, list):
-        present = {class_name(m) for m in root.modules()}
-        if missing := [n for n in spec if n not in present]:
-            raise WrappingError(
-                f"activation_checkpointing names {', '.join(map(repr, missing))}, but the model has no module of that "
-                f"class. Classes that are there: {', '.join(sorted(present))}."
-            )
-        return [m for m in root.modules() if class_name(m) in spec]
+        return of_classes(root, spec, "activation_checkpointing")
     wrong = spec < 1 if isinstance(spec, int) else spec not in ("units", SELECTIVE)
     if isinstance(spec, bool) or wrong:
         raise WrappingError(

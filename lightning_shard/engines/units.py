@@ -146,6 +146,17 @@ def _named_by(rule: UnitRule, root: nn.Module, taken: set[int]) -> Iterable[nn.M
     return [m for m in _below(root).values() if class_name(m) in named]
 
 
+def of_classes(root: nn.Module, names: Iterable[str], option: str) -> list[nn.Module]:
+    """The modules of the named classes; WrappingError: ``option`` names one that matches nothing."""
+    names, present = set(names), {class_name(m) for m in root.modules()}
+    if missing := sorted(names - present):
+        raise WrappingError(
+            f"{option} names {', '.join(map(repr, missing))}, but the model has no module of that class. Classes that "
+            f"are there: {', '.join(sorted(present))}."
+        )
+    return [m for m in root.modules() if class_name(m) in names]
+
+
 def ignored_parameters(
     root: nn.Module, class_names: Iterable[str]
 ) -> tuple[list[nn.Module], Callable[[], dict[nn.Parameter, None]]]:
@@ -155,14 +166,7 @@ def ignored_parameters(
     which can't be sharded; in registration order, as the keys of a dict, so that all ranks reduce them in one order. It
     is a function because materialisation replaces parameter objects. WrappingError: a class name that matches nothing.
     """
-    names = set(class_names)
-    present = {class_name(m) for m in root.modules()}
-    if missing := sorted(names - present):
-        raise WrappingError(
-            f"ignored_modules names {', '.join(map(repr, missing))}, but the model has no module of that class. "
-            f"Classes that are there: {', '.join(sorted(present))}."
-        )
-    modules = [m for m in root.modules() if class_name(m) in names]
+    modules = of_classes(root, class_names, "ignored_modules")
     tops = [*modules, *(m for m in root.modules() if isinstance(m, Metric))]
 
     def read() -> dict[nn.Parameter, None]:

@@ -53,13 +53,8 @@ class _Owned:
 
 def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
     """Whether the optimizer is not elementwise, and so stepped by `WholeSteps`; see `probe`."""
-    # Stage 3 has emptied the parameters that it sharded.
-    shapes = [
-        [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
-        for group in optimizer.param_groups
-    ]
     alone = run.mesh[SHARD].size() == 1
-    return probe(optimizer, shapes, dtype=run.policy.master, aligned=run.planned.aligned, alone=alone)
+    return probe(optimizer, dtype=run.policy.master, aligned=run.planned.aligned, alone=alone)
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:

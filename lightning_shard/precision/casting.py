@@ -7,7 +7,7 @@ unless the user's own code sends them there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -232,18 +232,22 @@ def inside_modules(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Run ``module`` on its parameters, and those of the modules in it, as they are seen, in ``dtype``."""
+    return _run_in(module, _seen_in, dtype)
+
+
+def _run_in(
+    module: nn.Module, context: Callable[[nn.Module, torch.dtype], AbstractContextManager[None]], dtype: torch.dtype
+) -> Callable[[], None]:
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _seen_in(module, dtype):
+        with context(module, dtype):
             return original(*args, **kwargs)
 
     return replace_forward(module, forward)
 
 
-def round_scalars(
-    root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]
-) -> list[Callable[[], None]]:
+def round_scalars(root: nn.Module, dtype: torch.dtype, inside: Mapping[nn.Module, torch.dtype]) -> None:
     """Run every module below ``root`` on its own parameters without a dimension rounded to its dtype.
 
     That is ``dtype``, or for some modules another one, ``inside``.
@@ -251,18 +255,9 @@ def round_scalars(
     No engine that shards by dimensions casts them. What ``root`` itself has is left to `scalars_rounded`, because its
     code is not run by its forward.
     """
-
-    def rounding(module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with scalars_rounded(module, inside.get(module, dtype)):
-                return original(*args, **kwargs)
-
-        return forward
-
-    owners = [module for module in root.modules() if module is not root and _own_scalars(module)]
-    return [replace_forward(module, rounding(module)) for module in owners if not isinstance(module, Metric)]
+    for module in root.modules():
+        if module is not root and not isinstance(module, Metric) and _own_scalars(module):
+            _run_in(module, scalars_rounded, inside.get(module, dtype))
 
 
 @contextmanager

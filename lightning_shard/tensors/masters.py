@@ -4,8 +4,8 @@ Code that has nothing but a part of a module (pretrained weights for an encoder)
 steps, and then lets the module see the new values.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,24 +13,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_shard.tensors.flat import LiveTensor
 from lightning_shard.tensors.names import named_parameters
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Masters:
-    """The master weights of one module."""
-
-    # FQN to live tensor, of the parameters that have masters beside them.
-    tensors: Callable[[], Mapping[str, LiveTensor]]
-    # Let the module's next forward see values that were written into them. All ranks call it.
-    publish: Callable[[], None]
+_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and engine
 
 
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter to its FQN and masters
+def register(module: nn.Module, engine: Any) -> None:
+    """Have `live_tensors` find the masters that ``engine`` keeps beside the parameters of ``module``, until `forget`.
 
-
-def register(module: nn.Module, masters: Masters) -> None:
-    """Have `live_tensors` find the parameters of ``module`` in ``masters``, until `forget`."""
+    It has ``tensors.masters()`` and ``publish()``, as `lightning_shard.engines.engine.Engine` does.
+    """
     for fqn, parameter in named_parameters(module).items():
-        _found[parameter] = fqn, masters
+        _found[parameter] = fqn, engine
 
 
 def forget(module: nn.Module) -> None:
@@ -40,12 +32,12 @@ def forget(module: nn.Module) -> None:
 
 def live_tensors(tensors: Mapping[str, Tensor]) -> dict[str, LiveTensor]:
     """The master of each tensor that has one, or else the tensor itself, under the same name."""
-    by_owner: dict[Masters, Mapping[str, LiveTensor]] = {}
+    by_owner: dict[Any, Mapping[str, LiveTensor]] = {}
     found: dict[str, LiveTensor] = {}
     for name, tensor in tensors.items():
         fqn, owner = _found.get(tensor, ("", None))
         if owner is not None and owner not in by_owner:
-            by_owner[owner] = owner.tensors()
+            by_owner[owner] = owner.tensors.masters()
         found[name] = tensor if owner is None else by_owner[owner].get(fqn, tensor)
     return found
 

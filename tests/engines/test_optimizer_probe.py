@@ -22,8 +22,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def probed(optimizer: Optimizer, *, dtype: torch.dtype = FP32, aligned: bool = False, alone: bool = False) -> bool:
-    shapes = [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
-    return probe(optimizer, shapes, dtype=dtype, aligned=aligned, alone=alone)
+    return probe(optimizer, dtype=dtype, aligned=aligned, alone=alone)
 
 
 def parameters() -> list[nn.Parameter]:

@@ -290,8 +290,7 @@ class Zero(Engine):
         return {parameter: fqn for fqn, parameter in named_parameters(self._module).items()}
 
     def _register_masters(self) -> None:
-        """Let who fills the module's parameters find their masters."""
-        masters.register(self._module, masters.Masters(tensors=lambda: self.tensors.masters(), publish=self.publish))
+        masters.register(self._module, self)
         self._closing.callback(masters.forget, self._module)
 
     def upcast(self) -> Mapping[str, torch.dtype]:
