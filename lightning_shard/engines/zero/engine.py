@@ -10,19 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_shard.engines import earlier_parameters
+from lightning_shard.engines import earlier_parameters, refusals
 from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
-from lightning_shard.engines.refusals import (
-    explained,
-    refuse_compiled,
-    refuse_double,
-    refuse_kinds,
-    refuse_new_groups,
-    refuse_sharded,
-)
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
@@ -90,7 +82,6 @@ class Zero(Engine):
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
-        self._in_step = False
         self._called = f"{self.strategy}(stage={self._stage})"
         self._uses = WatchedUses(self._called, lambda: self._names)
         if self._stage == 3:
@@ -131,15 +122,14 @@ class Zero(Engine):
     def prepare(self, module: nn.Module, run: Run) -> nn.Module:
         self._module, self._run = module, run
         earlier_parameters.remember(module)
-        refuse_sharded(module, self._called, by_zero=self._stage < 3)
+        refusals.refuse_sharded(module, self._called, by_zero=self._stage < 3)
         if run.fitting:
-            refuse_double(module)
-            last = self._stage == 3
-            refuse_kinds(module, self._called, hooked=last)
+            refusals.refuse_double(module)
+            refusals.refuse_kinds(module, self._called, hooked=self._stage == 3)
         if self._stage < 3:
             prepare_replica(module, device=run.device, seed=run.seed)
         else:
-            refuse_compiled(module, self._called)
+            refusals.refuse_compiled(module, self._called)
         self._closing.callback(self._to_host)
         if run.fitting:
             offload.warn_of_lock()
@@ -217,7 +207,7 @@ class Zero(Engine):
             self._optimizers = [running.optimizer]
         if running.groups:
             self._look_at_gradients()
-            self._closing.callback(refuse_new_groups(self._optimizers, self._called))
+            self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
 
@@ -243,7 +233,7 @@ class Zero(Engine):
             )
         step = optimizer.step
         # The values are there before DeepSpeed casts and gathers them.
-        self._closing.enter_context(running.replaced_step(optimizer, running.step_nothing))
+        self._closing.enter_context(running.replaced_step(optimizer))
         return step
 
     def _configure(self, config: dict[str, Any], optimizer: Optimizer | None) -> None:
@@ -317,7 +307,7 @@ class Zero(Engine):
 
     def _take_over(self) -> None:
         # Inside of a step of stage 3 parameters are gathered and freed.
-        if self._written is not None and not (self.gathers_in_forward and self._in_step):
+        if self._written is not None and not (self.gathers_in_forward and self._started.inside):
             if self._uses.gathered:
                 self._written.note()
                 self._uses.gathered = False
@@ -327,16 +317,14 @@ class Zero(Engine):
         return step(*args, **kwargs) if self._running is None else self._inside(step, *args, **kwargs)
 
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._in_step = True
         try:
             with (
-                explained(self._called),
+                refusals.explained(self._called),
                 self._uses.watched() if self.gathers_in_forward else nullcontext(),
                 self._same_units.step(),
             ):
                 return running.run(self._started, step, *args, **kwargs)
         finally:
-            self._in_step = False
             self._note_gathered()
 
     def _note_gathered(self) -> None:
@@ -352,13 +340,12 @@ class Zero(Engine):
         if self._once is not None:
             self._once.check()
         if overridden:
-            if self._in_step:
-                running.begin_backward(self._started)
+            running.begin_backward(self._started)
             call(loss)
             running.end_backward(self._started)
         else:
-            with explained(self._called), self._uses.paused():
-                running.backward(self._started, loss, inside_forward=self._in_step, **kwargs)
+            with refusals.explained(self._called), self._uses.paused():
+                running.backward(self._started, loss, **kwargs)
         self._note_gathered()
 
     def sync_gradients(self, enabled: bool) -> None:

@@ -36,6 +36,7 @@ class Running:
     saved: SavedWeights | None = None  # Keeps gathered parameters out of autograd's graphs, in stage 3.
     scheduler: Any = None  # The learning rate schedule that the configuration describes, to be stepped by the caller.
     pending: bool = False  # Whether a backward pass ran since the last step.
+    inside: bool = False  # Whether a step is in the engine's forward.
     complete: bool = True  # Whether the last one was at an accumulation boundary: the gradients can be stepped on.
     foresees_steps: bool = True  # See `Run`.
     overflow: bool = False  # Whether the step to come is to be skipped, the same on every rank.
@@ -65,7 +66,7 @@ def start(
 
     before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
     trainable = [p for p in module.parameters() if p.requires_grad]
-    with _not_made_anew(optimizer):
+    with _adagrad_hidden(optimizer):
         engine, *_ = deepspeed.initialize(
             # Else the device of index LOCAL_RANK (`DeepSpeedEngine._set_distributed_vars`).
             args=None if device.index is None else Namespace(device_rank=device.index),
@@ -91,10 +92,10 @@ def start(
         else:
             swapping.show(engine.optimizer)
             running.groups = layout.with_frozen(layout.flat_groups(engine.optimizer, names), before, names)
-            if isinstance(optimizer, torch.optim.Adagrad):  # which has its state from the beginning
+            if isinstance(optimizer, torch.optim.Adagrad):
+                made = torch.optim.Adagrad([group.flat for group in running.groups], **optimizer.defaults)
                 optimizer.state.clear()
-                for each in running.groups:
-                    optimizer.state.update(torch.optim.Adagrad([each.flat], **optimizer.defaults).state)
+                optimizer.state.update(made.state)
             _take_over_steps(running)
         if stage == 3:
             running.saved = SavedWeights(module.parameters(), engine.module.ds_inflight_param_registry)
@@ -102,16 +103,25 @@ def start(
 
 
 @contextmanager
-def _not_made_anew(optimizer: Any) -> Generator[None, None, None]:
-    """Hide torch's Adagrad from DeepSpeed, which would step another, without its groups' values or its schedule."""
+def _adagrad_hidden(optimizer: Any) -> Generator[None, None, None]:
+    """Have DeepSpeed step torch's Adagrad itself, as it does every other optimizer.
+
+    Adagrad makes its state in its constructor, not in its first step. So DeepSpeed's optimizers, in theirs, put a new
+    Adagrad over the flat partitions in its place (``initialize_optimizer_states`` of ``stage3.py`` and
+    ``stage_1_and_2.py``), which has the defaults in place of each group's hyperparameters, and which no schedule and no
+    checkpoint knows. They ask for the class alone, and have no option: meanwhile it is an optimizer of torch's base
+    class, which they leave as it is. What its constructor would have made of the partitions `start` puts into its
+    state.
+    """
     own = type(optimizer)
-    if isinstance(optimizer, torch.optim.Adagrad):
-        optimizer.__class__ = Optimizer  # type: ignore[assignment]
+    if not issubclass(own, torch.optim.Adagrad):
+        yield
+        return
+    optimizer.__class__ = Optimizer
     try:
         yield
     finally:
-        if optimizer is not None:
-            optimizer.__class__ = own
+        optimizer.__class__ = own
 
 
 def _take_over_steps(running: Running) -> None:
@@ -145,21 +155,27 @@ def _take_over_steps(running: Running) -> None:
 
 def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``step(*args, **kwargs)`` as the engine's forward: parameters are gathered for the modules in it."""
-    with nullcontext() if running.saved is None else running.saved.dropped():
-        (output,) = running.engine(step, *args, **kwargs)
+    running.inside = True
+    try:
+        with nullcontext() if running.saved is None else running.saved.dropped():
+            (output,) = running.engine(step, *args, **kwargs)
+    finally:
+        running.inside = False
     return output
 
 
 def begin_backward(running: Running) -> None:
-    """Let DeepSpeed see a backward pass that the user's code runs inside of `run`, as one after a forward."""
+    """Let DeepSpeed see a backward pass that the user's code runs, inside of `run` too, as one after a forward."""
+    if not running.inside:
+        return
     if running.stage > 0:
         running.zero.clear_backward_seen_flag()
     running.engine._backward_prologue()
 
 
-def backward(running: Running, loss: Tensor, *, inside_forward: bool, **kwargs: Any) -> None:
-    """Run backward from ``loss``, which is scaled already, also ``inside_forward`` of `run`. All ranks call it."""
-    if inside_forward:
+def backward(running: Running, loss: Tensor, **kwargs: Any) -> None:
+    """Run backward from ``loss``, which is scaled already, inside of `run` too. All ranks call it."""
+    if running.inside:
         # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
         running.engine._running_engine_backward = True
         running.engine._backward_prologue()
@@ -200,7 +216,7 @@ def step(running: Running, *, skip: bool) -> None:
     if running.groups:
         layout.wait_for_gradients(running.zero)
     # Stage 0 has no word for a skipped step.
-    with replaced_step(running.zero, step_nothing) if skip and running.stage == 0 else nullcontext():
+    with replaced_step(running.zero) if skip and running.stage == 0 else nullcontext():
         running.engine.step()
     if running.groups:
         layout.drop_gradients(running.zero)
@@ -212,10 +228,11 @@ def step(running: Running, *, skip: bool) -> None:
 
 
 @contextmanager
-def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Generator[None, None, None]:
-    """Let DeepSpeed call ``step`` in place of the user's optimizer's own."""
+def replaced_step(optimizer: Optimizer, step: Callable[..., Any] | None = None) -> Generator[None, None, None]:
+    """Let DeepSpeed call ``step``, or nothing, in place of the user's optimizer's own."""
     own = vars(optimizer).get("step")
-    vars(optimizer)["step"] = wraps(optimizer.step)(step)
+    # A new function, because what is wrapped stays with it.
+    vars(optimizer)["step"] = wraps(optimizer.step)(step or (lambda *args, **kwargs: None))
     try:
         yield
     finally:
@@ -223,10 +240,6 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Generator[N
         if own is not None:
             # A schedule counts the steps there.
             vars(optimizer)["step"] = own
-
-
-def step_nothing(*args: Any, **kwargs: Any) -> None:
-    """For `replaced_step`."""
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ class FlatTensors:
         yield from _staging(zero, parameters, device=device)
 
     def unsharded(self) -> Iterable[Resident]:
-        return gathered(self.parameters)
+        return (Resident("gathered", "device", p.data) for p in self.parameters if layout.is_partitioned(p))
 
 
 def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iterator[Resident]:
@@ -110,11 +110,6 @@ def _parameter(parameter: Any, *, device: torch.device, offloaded: bool) -> Iter
         yield Resident("parameters", "device", parameter.ds_secondary_tensor)
     # Empty while the parameter is not gathered.
     yield Resident("gathered", "device", parameter.data)
-
-
-def gathered(parameters: Iterable[Tensor]) -> Iterator[Resident]:
-    """What is gathered of stage 3's parameters at this moment, of the module's ``parameters``."""
-    return (Resident("gathered", "device", p.data) for p in parameters if layout.is_partitioned(p))
 
 
 def _staging(zero: Any, parameters: Iterable[Any], *, device: torch.device) -> Iterator[Resident]:
