@@ -26,9 +26,9 @@ from lightning_shard.engines.zero.config.building import deepspeed_config
 from lightning_shard.engines.zero.config.checks import check_optimizers, check_policy, loss_scaling_of
 from lightning_shard.engines.zero.config.fields import DeepSpeedFields, planned_facts, run_facts
 from lightning_shard.engines.zero.config.merging import effective, merge
-from lightning_shard.engines.zero.gradients import GradientUses, SteppedOnce
+from lightning_shard.engines.zero.gradients import GradientUses
 from lightning_shard.engines.zero.running import Running
-from lightning_shard.engines.zero.several import Carrier, SeveralOptimizers
+from lightning_shard.engines.zero.stepping import Carrier, OneOptimizer, SeveralOptimizers, Stepping
 from lightning_shard.engines.zero.tensors import FlatTensors
 from lightning_shard.engines.zero.unstepped import Unstepped
 from lightning_shard.engines.zero.values import Values
@@ -56,6 +56,8 @@ class Zero(Engine):
     follows_freezing = False
     steps_itself = True
 
+    _stepping: Stepping
+
     def __init__(
         self,
         fields: DeepSpeedFields,
@@ -73,11 +75,8 @@ class Zero(Engine):
         self._stage = self._effective.stage
         self.gathers_in_forward = self._stage == 3
         self._running: Running | None = None
-        self._whole: WholeSteps | None = None
-        self._several: SeveralOptimizers | None = None
         self._written: Written | None = None
         self._unstepped: Unstepped | None = None
-        self._once: SteppedOnce | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
@@ -190,38 +189,26 @@ class Zero(Engine):
             # In manual optimization each backward pass is over a part of the model.
             live = named_parameters(self._module)
             together = layout.in_leaf_modules(self._module)
-            self._unstepped = Unstepped({n: live[n] for n, _ in trainable}, rests=rests, together=together)
+            self._unstepped = Unstepped({n: live[n] for n, _ in trainable}, rests=rests or full, together=together)
             self._closing.callback(self._unstepped.close)
             shards = [self._unstepped.with_gradients(shard) for shard in shards]
-        if step is not None:
-            self._whole = WholeSteps(
-                running.optimizer, shards, step=step, group=self._run.mesh[SHARD].get_group(), device=self._run.device
-            )
+        group, device = self._run.mesh[SHARD].get_group(), self._run.device
+        if len(optimizers) > 1:
+            self._stepping = SeveralOptimizers(running, optimizers, self._names, group=group, device=device)
+        else:
+            self._optimizers, own = [running.optimizer], running.optimizer
+            whole = None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
+            self._stepping = OneOptimizer(running, whole)
+        self._closing.callback(self._stepping.close)
         self._parameters = list(self._module.parameters())
         self._written = Written(self._module, running, self._values) if running.groups else None
-        if len(optimizers) > 1:
-            group = self._run.mesh[SHARD].get_group()
-            self._several = SeveralOptimizers(running, optimizers, self._names, group=group, device=self._run.device)
-            self._closing.callback(self._several.close)
-        else:
-            self._optimizers = [running.optimizer]
         if running.groups:
-            self._look_at_gradients()
+            stepped = layout.masters(running.groups)
+            names = {parameter: fqn for parameter, fqn in self._names.items() if fqn in stepped}
+            self._closing.callback(GradientUses(self._called, names, self._stepping.drop).watch())
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
-
-    def _look_at_gradients(self) -> None:
-        stepped = layout.masters(self._started.groups)
-        names = {parameter: fqn for parameter, fqn in self._names.items() if fqn in stepped}
-        if self._several is not None:
-            drop = self._several.drop
-        else:
-            self._once = SteppedOnce(stepped, lambda: self._started.pending)
-            drop, zero_grad = self._once.drop, vars(self._optimizers[0])
-            zero_grad["zero_grad"] = self._once.drop_all
-            self._closing.callback(zero_grad.pop, "zero_grad")
-        self._closing.callback(GradientUses(self._called, names, drop).watch())
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
@@ -294,8 +281,7 @@ class Zero(Engine):
                 running=self._running,
                 values=self._values,
                 parameters=self._parameters,
-                whole=self._whole,
-                several=self._several,
+                stepping=self._stepping,
                 device=self._run.device,
             )
         live = self._values.tensors(self._running)
@@ -337,8 +323,7 @@ class Zero(Engine):
         return self._running
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
-        if self._once is not None:
-            self._once.check()
+        self._stepping.check()
         if overridden:
             running.begin_backward(self._started)
             call(loss)
@@ -352,14 +337,10 @@ class Zero(Engine):
         running.set_boundary(self._started, enabled)
 
     def finish_gradients(self) -> None:
-        if self._several is not None or not self._started.complete:
-            with self._run.watch():
-                if self._several is not None:
-                    self._several.collect()
-                else:
-                    running.finish_accumulation(self._started)
+        with self._run.watch():
+            self._stepping.collect()
         if self._unstepped is not None:
-            self._unstepped.finish(self._started, full=self._whole is not None)
+            self._unstepped.finish(self._started)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), None if self._stage == 0 else self._run.mesh
@@ -372,24 +353,14 @@ class Zero(Engine):
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._take_over()
-        if self._once is not None:
-            self._once.check()
-            self._once.step()
         with self._uses.paused():
-            if self._several is not None:
-                if not skip:
-                    self._several.step(optimizer, **kwargs)
-            else:
-                if self._whole is not None and self._started.pending and not skip:
-                    self._whole.step(**kwargs)
-                running.step(self._started, skip=skip)
+            self._stepping.step(optimizer, skip=skip, **kwargs)
         if self._written is not None:
             self._written.stepped()
 
     def before_saving(self) -> None:
-        for whole in [self._whole] if self._several is None else self._several.all():
-            if whole is not None:
-                whole.share_state()
+        if self._run.fitting:
+            self._stepping.share_state()
 
     def free_gradients(self) -> None:
         if self._stage == 0:

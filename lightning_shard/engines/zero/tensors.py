@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard.engines.resident import Resident, buffers, memory_of, optimizer_tensors, tensors_in
-from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.engines.zero import layout, swapping
 from lightning_shard.engines.zero.running import Running
-from lightning_shard.engines.zero.several import SeveralOptimizers
+from lightning_shard.engines.zero.stepping import Stepping
 from lightning_shard.engines.zero.values import Values
-from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, FlatOptimizer, LiveTensor
+from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 from lightning_shard.tensors.names import named_parameters
 
 
@@ -28,8 +27,7 @@ class FlatTensors:
     # The module's, listed while no forward ran: stage 3 gathers what is read off a module in the middle of its forward,
     # and takes it for a parameter that the module needs from then on.
     parameters: Sequence[Tensor]
-    whole: WholeSteps | None
-    several: SeveralOptimizers | None
+    stepping: Stepping
     device: torch.device
 
     @property
@@ -41,31 +39,16 @@ class FlatTensors:
         return self.values.tensors(self.running)
 
     def optimizers(self) -> Sequence[AnyOptimizer]:
-        assert self.running.optimizer is not None
-        if self.several is not None:
-            return [whole.owned() for whole in self.several.all()]
-        if self.whole is not None:
-            return [self.whole.owned()]
-        return [FlatOptimizer(optimizer=self.running.optimizer, groups=self.running.groups)]
+        return self.stepping.optimizers()
 
     def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]] | None:
-        if self.several is not None:
-            return self.several.whole(optimizer).stepped()
-        if self.whole is not None:
-            return self.whole.stepped()
-        return [(m.fqn, group.flat) for group in self.running.groups for m in group.members if m.stepped]
+        return self.stepping.stepped(optimizer)
 
     def gradient(self, fqn: str, parameter: Tensor) -> LiveTensor | None:
-        if self.several is not None:
-            return self.several.gradient(fqn)
-        if not self.running.pending:
-            return None
-        return layout.gradient_of(self.zero, self.running.groups, fqn)
+        return self.stepping.gradient(fqn)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        if self.several is not None:
-            return self.several.gradients(optimizer)
-        return layout.reduced_gradients(self.zero) if self.running.pending else []
+        return self.stepping.gradients(optimizer)
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         names: dict[Tensor, str] = {p: n for n, p in named_parameters(self.module).items() if p.requires_grad}

@@ -21,8 +21,8 @@ class Unstepped:
     def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
         """Begin to look at a fit, whose trainable ``parameters`` are given by FQN.
 
-        ``rests``: gradients of zero change nothing. ``together``: FQNs of those that ranks may use or not: stage 3
-        gathers and reduces a leaf module whole.
+        ``rests``: gradients of zero change nothing, or are left out (`with_gradients`). ``together``: FQNs of those
+        that ranks may use or not: stage 3 gathers and reduces a leaf module whole.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
         self.usage = Usage(parameters)
@@ -33,8 +33,8 @@ class Unstepped:
         for fqn, parameter in parameters.items():
             self._closing.callback(self.usage.watch(fqn, parameter))
 
-    def finish(self, running: Running, *, full: bool) -> None:
-        """End a step whose gradients are reduced; with ``full`` each parameter is stepped by itself (`with_gradients`).
+    def finish(self, running: Running) -> None:
+        """End a step whose gradients are reduced.
 
         ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
@@ -42,7 +42,7 @@ class Unstepped:
         if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
             self._unused = before
             return
-        varies = self._steps > 0 and before != self._unused and not full and not self._rests
+        varies = self._steps > 0 and before != self._unused and not self._rests
         self._steps += 1
         if running.stage == 0:
             for fqn in self._unused:
@@ -53,7 +53,7 @@ class Unstepped:
                 f"one count of steps. In this one not all use: {', '.join(sorted(self.usage.partly)) or '-'}. "
                 "Use shard_fsdp, or shard_ddp with find_unused_parameters: true."
             )
-        elif self._unused and not full and not self._rests and not self._keeps:
+        elif self._unused and not self._rests and not self._keeps:
             self._keep(running)
 
     def _keep(self, running: Running) -> None:

@@ -1,6 +1,7 @@
-"""Several optimizers over the masters of one DeepSpeed engine, which steps one.
+"""Stepping the masters of a DeepSpeed engine with one optimizer, or with several.
 
-DeepSpeed is given an optimizer that steps nothing, over the parameters of all. What it reduces is taken out of it at an
+One is stepped by DeepSpeed, on flat partitions; or ahead of it on full parameters. Of several DeepSpeed knows none: it
+is given an optimizer that steps nothing, over the parameters of all. What it reduces is taken out of it at an
 accumulation boundary and kept by parameter, as ``parameter.grad`` is; the user's optimizers step full parameters at
 their owners (`WholeSteps`), and DeepSpeed then casts and gathers what they wrote.
 """
@@ -18,9 +19,10 @@ from torch.optim import SGD, Optimizer
 
 from lightning_shard.engines.whole_steps import WholeSteps
 from lightning_shard.engines.zero import layout, running
+from lightning_shard.engines.zero.gradients import SteppedOnce
 from lightning_shard.engines.zero.running import Running
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.tensors.flat import FlatSlice, FlatTensor
+from lightning_shard.tensors.flat import AnyOptimizer, FlatOptimizer, FlatSlice, FlatTensor
 
 
 class Carrier(SGD):
@@ -39,6 +41,52 @@ class Carrier(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the values are there before DeepSpeed casts and gathers them."""
+
+
+class OneOptimizer:
+    """All ranks make it and call its methods, in one order."""
+
+    def __init__(self, started: Running, whole: WholeSteps | None) -> None:
+        """``whole`` steps the optimizer of ``started`` on full parameters; None: DeepSpeed does on flat partitions."""
+        self._running, self._whole = started, whole
+        self._once = SteppedOnce(set(layout.masters(started.groups)), lambda: started.pending)
+        self.drop, self.check = self._once.drop, self._once.check
+        closing = ExitStack()
+        self.close = closing.close
+        if started.groups:
+            vars(started.optimizer)["zero_grad"] = self._once.drop_all
+            closing.callback(vars(started.optimizer).pop, "zero_grad")
+
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        assert self._running.optimizer is not None
+        flat = FlatOptimizer(optimizer=self._running.optimizer, groups=self._running.groups)
+        return [flat if self._whole is None else self._whole.owned()]
+
+    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+        if self._whole is not None:
+            return self._whole.stepped()
+        return [(m.fqn, group.flat) for group in self._running.groups for m in group.members if m.stepped]
+
+    def gradient(self, fqn: str) -> FlatTensor | None:
+        return layout.gradient_of(self._running.zero, self._running.groups, fqn) if self._running.pending else None
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        return layout.reduced_gradients(self._running.zero) if self._running.pending else []
+
+    def collect(self) -> None:
+        """At an accumulation boundary: complete what backward did not reduce."""
+        running.finish_accumulation(self._running)
+
+    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
+        self.check()
+        self._once.step()
+        if self._whole is not None and self._running.pending and not skip:
+            self._whole.step(**kwargs)
+        running.step(self._running, skip=skip)
+
+    def share_state(self) -> None:
+        if self._whole is not None:
+            self._whole.share_state()
 
 
 class SeveralOptimizers:
@@ -61,7 +109,8 @@ class SeveralOptimizers:
         self._held: dict[str, Tensor] = {}
         """FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``."""
         self._members = {m.fqn: m for flat in started.groups for m in flat.members if m.stepped}
-        self._closing = ExitStack()
+        closing = ExitStack()
+        self.close = closing.close
         shards = {shard.fqn: shard for shard in layout.steps(started.zero, started.groups)}
         self._whole: dict[Optimizer, WholeSteps] = {}
         self._own: dict[Optimizer, list[str]] = {}
@@ -75,13 +124,20 @@ class SeveralOptimizers:
             self._own[optimizer] = [shard.fqn for shard in own]
             self._whole[optimizer] = WholeSteps(optimizer, own, step=optimizer.step, group=group, device=device)
             vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
-            self._closing.callback(vars(optimizer).pop, "zero_grad")
+            closing.callback(vars(optimizer).pop, "zero_grad")
 
-    def whole(self, optimizer: Optimizer) -> WholeSteps:
-        return self._whole[optimizer]
+    def optimizers(self) -> Sequence[AnyOptimizer]:
+        return [whole.owned() for whole in self._whole.values()]
 
-    def all(self) -> Iterable[WholeSteps]:
-        return self._whole.values()
+    def stepped(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+        return self._whole[optimizer].stepped()
+
+    def check(self) -> None:
+        """Nothing: gradients are kept until they are dropped, as torch keeps them."""
+
+    def share_state(self) -> None:
+        for whole in self._whole.values():
+            whole.share_state()
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -114,11 +170,13 @@ class SeveralOptimizers:
         member, held = self._members[fqn], self._held[fqn]
         return FlatTensor(member.shape, held.dtype, [FlatSlice(data=held, start=member.start)])
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+    def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step one optimizer; forward sees the new values."""
+        if skip:
+            return
         self.collect()
-        self.whole(optimizer).step(**kwargs)
+        self._whole[optimizer].step(**kwargs)
         running.refresh(self._running)
 
-    def close(self) -> None:
-        self._closing.close()
+
+Stepping = OneOptimizer | SeveralOptimizers
