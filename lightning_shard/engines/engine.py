@@ -70,15 +70,6 @@ class Run:
         return self.planned.policy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engaged:
-    """What a fit goes on with after `Engine.engage`."""
-
-    optimizers: list[Optimizer]
-    # A learning rate schedule that the engine's own configuration describes, to be stepped with the optimizer.
-    scheduler: Any = None
-
-
 class EngineTensors(Protocol):
     """The live tensors of a run on this rank, by FQN. No method communicates."""
 
@@ -158,10 +149,11 @@ class Engine(Protocol):
         A ConfigurationError comes before anything was changed.
         """
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         """Take the optimizers of a fit, made on the prepared module's parameters, and the stepping where it is its own.
 
-        ConfigurationError: optimizers that the engine can't step.
+        Returns those that the fit goes on with, and a learning rate schedule that the engine's own configuration
+        describes, to be stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
         """
 
     def upcast(self) -> Mapping[str, torch.dtype]:

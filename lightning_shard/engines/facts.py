@@ -9,16 +9,21 @@ import torch
 Offload = Literal["none", "cpu", "nvme"]
 
 
-class _Replicated:
-    """What holds of engines that keep all states in full on every rank."""
+class _OfTorch:
+    """What holds of torch's engines."""
 
     # What the names of the presets begin with that are advised against a lack of memory.
     advised_presets: ClassVar[str] = "shard_fsdp"
+    overlaps: ClassVar[bool] = True  # Whether gradients are reduced beside backward.
+    own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
+
+
+class _Replicated(_OfTorch):
+    """What holds of engines that keep all states in full on every rank."""
+
     # Kinds of `lightning_shard.memory.KINDS` of which a rank keeps a shard.
     sharded: ClassVar[frozenset[str]] = frozenset()
     shards: ClassVar[int] = 1  # Over how many ranks these are sharded.
-    overlaps: ClassVar[bool] = True  # Whether gradients are reduced beside backward.
-    own_cpu_optimizer: ClassVar[bool] = False  # Whether under offload kernels of the engine's own step, and not torch.
     ranks: int
 
     @property
@@ -46,13 +51,10 @@ class ReplicateFacts(_Replicated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPFacts:
+class FSDPFacts(_OfTorch):
     """FSDP2 on a mesh of ``replicate`` x ``shard`` processes."""
 
-    advised_presets: ClassVar[str] = "shard_fsdp"
     sharded: ClassVar[frozenset[str]] = frozenset({"parameters", "gradients", "optimizer"})
-    overlaps: ClassVar[bool] = True
-    own_cpu_optimizer: ClassVar[bool] = False
 
     replicate: int  # Copies of the model.
     shard: int  # Ranks that a copy is sharded over.

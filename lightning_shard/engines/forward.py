@@ -22,8 +22,8 @@ _EXPECTS = "_shard_expects_gradients"
 
 
 def install_runner(root: nn.Module) -> None:
-    """Let `run` work on ``root``, where it is an FSDP module."""
-    if not isinstance(root, FSDPModule) or _RUN in root.__dict__:
+    """Let `run` work on ``root``, an FSDP module."""
+    if _RUN in root.__dict__:
         return
     root.__dict__[_RUN] = partial(_run_inside, root)
     register_fsdp_forward_method(root, _RUN)
@@ -50,12 +50,9 @@ def _count(module: nn.Module, step: int) -> None:
 
 def run(root: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)`` as if it were ``root.forward``: its own parameters gathered, backward hooked."""
-    runner = root.__dict__.get(_RUN)
-    if runner is None:
-        return function(*args, **kwargs)
     _count(root, 1)
     try:
-        return runner(function, *args, **kwargs)
+        return root.__dict__[_RUN](function, *args, **kwargs)
     finally:
         _count(root, -1)
 

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters, forward
 from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, leave_inputs_alone, put_hooks
-from lightning_shard.engines.engine import Engaged, Run
+from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_new_groups, refuse_sharded
@@ -203,7 +203,7 @@ class FSDP2Engine(StepsOwnParameters):
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
         self._whole = {}
         for optimizer in optimizers:
@@ -260,13 +260,13 @@ class FSDP2Engine(StepsOwnParameters):
             self._reshard_after_backward(False)
 
     def _reshard_after_backward(self, enabled: bool) -> None:
-        if isinstance(self._module, FSDPModule):
-            self._module.set_reshard_after_backward(enabled)
+        assert isinstance(self._module, FSDPModule)
+        self._module.set_reshard_after_backward(enabled)
 
     def sync_gradients(self, enabled: bool) -> None:
-        root = self._module
-        if self._at_boundary and isinstance(root, FSDPModule):
-            root.set_requires_gradient_sync(enabled)
+        assert isinstance(self._module, FSDPModule)
+        if self._at_boundary:
+            self._module.set_requires_gradient_sync(enabled)
 
     def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
         if begin:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_shard.engines._fsdp2 import accumulated_gradients
-from lightning_shard.engines.engine import Engaged, Engine, Run
+from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.transforms import ForwardOptions
@@ -57,9 +57,9 @@ class StepsOwnParameters(Engine):
     def settings(self) -> Mapping[str, Any]:
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         self._optimizers = optimizers
-        return Engaged(optimizers=list(optimizers))
+        return list(optimizers), None
 
     def upcast(self) -> Mapping[str, torch.dtype]:
         return self._upcast

@@ -50,24 +50,23 @@ def refuse_kinds(module: nn.Module, strategy: str, *, hooked: bool = False, igno
     written = {f"{n}.weight".lstrip(".") for n, m in inside.items() if getattr(m, "max_norm", None) is not None}
     scripted = {f"{n}.{p}" for n, m in inside.items() if isinstance(m, ScriptModule) for p, _ in m.named_parameters()}
     buffers = {name for name, _ in module.named_buffers()}
+    kinds: dict[str, Callable[[str, Tensor], bool]] = {
+        "uninitialized (run a batch through the model in configure_model)": lambda n, p: is_lazy(p),
+        "complex (use its real view, torch.view_as_real)": lambda n, p: p.is_complex(),
+        "with sparse gradients (set sparse=False)": lambda n, p: n in sparse and p.requires_grad,
+        "renormalised in forward (clip a copy there in place of max_norm)": lambda n, p: (
+            n in written and p.requires_grad
+        ),
+        "of scripted modules (use the Python module, and compile: true)": lambda n, p: n in scripted,
+        "without elements (register it as a buffer)": lambda n, p: not getattr(p, "ds_numel", p.numel()),
+        "of torch.nn.utils.spectral_norm (use torch.nn.utils.parametrizations.spectral_norm)": lambda n, p: (
+            hooked and f"{n.removesuffix('_orig')}_u" in buffers
+        ),
+    }
     found: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters():
-        if parameter in ignored:
-            continue
-        if is_lazy(parameter):
-            found.setdefault("uninitialized (run a batch through the model in configure_model)", []).append(name)
-        elif parameter.is_complex():
-            found.setdefault("complex (use its real view, torch.view_as_real)", []).append(name)
-        elif name in sparse and parameter.requires_grad:
-            found.setdefault("with sparse gradients (set sparse=False)", []).append(name)
-        elif name in written and parameter.requires_grad:
-            found.setdefault("renormalised in forward (clip a copy there in place of max_norm)", []).append(name)
-        elif name in scripted:
-            found.setdefault("of scripted modules (use the Python module, and compile: true)", []).append(name)
-        elif not getattr(parameter, "ds_numel", parameter.numel()):
-            found.setdefault("without elements (register it as a buffer)", []).append(name)
-        elif hooked and f"{name.removesuffix('_orig')}_u" in buffers:
-            kind = "of torch.nn.utils.spectral_norm (use torch.nn.utils.parametrizations.spectral_norm)"
+        is_of = (kind for kind, test in kinds.items() if parameter not in ignored and test(name, parameter))
+        if (kind := next(is_of, None)) is not None:
             found.setdefault(kind, []).append(name)
     if found:
         lines = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in found.items())

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters
-from lightning_shard.engines.engine import Engaged, PlannedRun, Run
+from lightning_shard.engines.engine import PlannedRun, Run
 from lightning_shard.engines.facts import TorchDDPFacts
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
@@ -103,7 +103,7 @@ class TorchDDP(StepsOwnParameters):
             self._wrap()
         return module if self._wrapped is None else self._wrapped
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
         return super().engage(optimizers)
 
@@ -119,22 +119,19 @@ class TorchDDP(StepsOwnParameters):
         wrapped = self._wrapped
         if wrapped is None:
             return step(*args, **kwargs)
-        if self._run.automatic:
-            with self._named():
-                (output,) = wrapped(step, *args, **kwargs)
-            return output
+        enabled, automatic = wrapped.require_backward_grad_sync, self._run.automatic
 
         def run(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
-            # Backward ran inside, and DDP is not to prepare for one.
-            wrapped.require_backward_grad_sync = False
+            # In manual optimization backward ran inside, and DDP is not to prepare for one.
+            wrapped.require_backward_grad_sync &= automatic
             return output
 
         try:
             with self._named():
                 (output,) = wrapped(run, *args, **kwargs)
         finally:
-            wrapped.require_backward_grad_sync = True
+            wrapped.require_backward_grad_sync = enabled or not automatic
         return output
 
     @contextmanager

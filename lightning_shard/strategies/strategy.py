@@ -251,12 +251,12 @@ class ShardStrategy(ParallelStrategy):
 
     def _engage(self, trainer: Trainer, engine: Engine) -> None:
         made = parts.same_on_all_ranks([o for o in self.optimizers if not is_missing_optimizer(o)])
-        engaged = engine.engage(made)
+        optimizers, schedule = engine.engage(made)
         loops.follow_actions(self._replacements, trainer, engine.hooks)
-        if engaged.optimizers != made:
-            self.optimizers = engaged.optimizers
-        if engaged.scheduler is not None:
-            self.lr_scheduler_configs.append(step_scheduler(engaged.scheduler))
+        if optimizers != made:
+            self.optimizers = optimizers
+        if schedule is not None:
+            self.lr_scheduler_configs.append(step_scheduler(schedule))
         self.checkpoints.check(trainer)
         parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)

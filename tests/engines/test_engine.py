@@ -196,7 +196,7 @@ def _fit(
     module = kind()
     mesh = build_mesh(shape, device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
-    (optimizer,) = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)]).optimizers
+    (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)])
     losses = []
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     for _ in range(steps):

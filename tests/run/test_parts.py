@@ -212,7 +212,7 @@ def _ledger() -> str:
     mesh = build_mesh((1, ranks), device_type="cpu")
     run = Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True, watch=ledger.reduction)
     engine.prepare(module, run)
-    (optimizer,) = engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)]).optimizers
+    (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=0.1)])
     ledger.start_of_fit([optimizer])
     ledger.start_of_training()
 

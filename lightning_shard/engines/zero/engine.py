@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard.engines import earlier_parameters, refusals
-from lightning_shard.engines.engine import Engaged, Engine, EngineTensors, PlannedRun, Run
+from lightning_shard.engines.engine import Engine, EngineTensors, PlannedRun, Run
 from lightning_shard.engines.facts import EngineFacts, deepspeed_facts
 from lightning_shard.engines.optimizer_probe import rests_at_zero
 from lightning_shard.engines.own_parameters import ModuleTensors
@@ -155,7 +155,7 @@ class Zero(Engine):
         self._partition([])
         self._start(None)
 
-    def engage(self, optimizers: Sequence[Optimizer]) -> Engaged:
+    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         earlier_parameters.follow(optimizers, self._module)
         check_optimizers(self._fields, optimizers)
         self._optimizers = optimizers
@@ -208,7 +208,7 @@ class Zero(Engine):
             self._closing.callback(GradientUses(self._called, names, self._stepping.drop).watch())
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
-        return Engaged(optimizers=list(self._optimizers), scheduler=running.scheduler)
+        return list(self._optimizers), running.scheduler
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
