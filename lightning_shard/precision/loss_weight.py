@@ -121,11 +121,10 @@ class LossWeights:
             )
         if weight is None:
             return
-        if isinstance(output, Mapping):
-            reduction = output.get(REDUCTION, "mean")
-            if reduction not in ("mean", "sum"):
-                raise DataError(f"training_step returns reduction {reduction!r}, but it must be 'mean' or 'sum'.")
-            self._is_sum = reduction == "sum"
+        reduction = output.get(REDUCTION, "mean") if isinstance(output, Mapping) else "mean"
+        if reduction not in ("mean", "sum"):
+            raise DataError(f"training_step returns reduction {reduction!r}, but it must be 'mean' or 'sum'.")
+        self._is_sum = reduction == "sum"
         self._weight = self._scalar(weight)
 
     def _scalar(self, weight: Any) -> Tensor:

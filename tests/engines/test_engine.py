@@ -194,6 +194,7 @@ def _fit(
         else None
     )
     module = kind()
+    facts = engine.facts(module, planned)
     mesh = build_mesh(shape, device_type="cpu")
     engine.prepare(module, Run(planned=planned, device=CPU, mesh=mesh, seed=1, fitting=True))
     (optimizer,), _ = engine.engage([torch.optim.AdamW(module.parameters(), lr=lr)])
@@ -209,6 +210,7 @@ def _fit(
         module.after_step()
         losses.append(loss.detach())
     engine.before_reading()
+    assert engine.facts(module, planned) == facts, "what was planned is another engine than the one that ran"
     masters, own = engine.tensors.masters(), fqns(module).tensors
     found = {fqn: gather_full(masters.get(fqn, tensor), device=CPU) for fqn, tensor in own.items()}
     engine.close(failed=False)

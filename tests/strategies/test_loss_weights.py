@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_shard import ConfigurationError, ShardPrecision, full_tensor
-from lightning_shard.precision.loss_weight import WeightKey
+from lightning_shard.precision.loss_weight import LossWeights, WeightKey
 from lightning_shard.registry import build
 from tests.groups import sampled
 from tests.harness import DistributedError, run_distributed
@@ -221,3 +221,15 @@ def test_splits_over_four_processes(precision: str) -> None:
     names = [f"shard_{name}_aligned" for name in ENGINES]
     far = [_far(wanted, found) for found in run_distributed(_splits, 4, names, "mean", [(2, 1), (1, 2)])[0]]
     assert max(far) < (ORDER if precision == "32-true" else 2**-6)
+
+
+def test_a_loss_after_a_sum_is_a_mean_again() -> None:
+    weights = LossWeights("1", ranks=1, device=torch.device("cpu"), scaled=False)
+    weights.given = True
+
+    def scaled(output: Any) -> float:
+        weights.take(output, (None, torch.tensor(3.0)))
+        return float(weights.scale(torch.tensor(2.0), ends=False, waiting=list))
+
+    assert scaled({"loss": torch.tensor(2.0), "weight": 3, "reduction": "sum"}) == 2
+    assert scaled(torch.tensor(2.0)) == 6

@@ -112,8 +112,7 @@ class Zero(Engine):
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         # Of a run that goes on, what DeepSpeed was given.
         config = self._config or deepspeed_config(self._fields, planned_facts(module, run))
-        device_type = "cuda" if self._config else run.device_type
-        return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=device_type)
+        return deepspeed_facts(config, ranks=run.ranks, accumulate=run.policy.accumulate, device_type=run.device_type)
 
     def settings(self) -> Mapping[str, Any]:
         return plain_settings(self._fields, self._forward_options, mesh=self._mesh)
