@@ -335,15 +335,13 @@ class ShardPrecision(Precision):
             return
         gradients, mesh = self._engine.gradients(optimizer)
         by_norm = clip_val > 0 and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm"
-        norm: Tensor | None = None
-        if self._settings.log_grad_norm or by_norm:
+        if by_norm or self._settings.log_grad_norm:
             norm = gradient_norm(gradients, sharded_over=mesh)
-        if by_norm:
-            clip_by_norm(gradients, float(clip_val), norm=norm, error_if_nonfinite=self._settings.error_if_nonfinite)
-        elif clip_val > 0:
-            clip_by_value(gradients, float(clip_val))
-        if norm is not None:
             self._module.log("grad_norm", norm)
+            if by_norm:
+                clip_by_norm(gradients, clip_val, norm, error_if_nonfinite=self._settings.error_if_nonfinite)
+        if clip_val > 0 and not by_norm:
+            clip_by_value(gradients, float(clip_val))
 
     @override
     def state_dict(self) -> dict[str, Any]:

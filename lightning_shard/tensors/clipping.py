@@ -8,7 +8,7 @@ every rank gets the same fp32 number and so the same coefficient.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -84,27 +84,18 @@ def gradient_norm(gradients: Iterable[Tensor], *, sharded_over: DeviceMesh | Non
 
 @torch.no_grad()
 def clip_by_norm(
-    gradients: Sequence[Tensor],
-    max_norm: float,
-    *,
-    norm: Tensor | None = None,
-    sharded_over: DeviceMesh | None = None,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before.
+    gradients: Iterable[Tensor], max_norm: float, norm: Tensor, *, error_if_nonfinite: bool = False
+) -> None:
+    """Scale the gradients, whose `gradient_norm` is ``norm``, in place so that it is at most ``max_norm``.
 
-    All ranks call it. ``norm``: what `gradient_norm` gave, if it was computed before; ``sharded_over``: as there. With
-    ``error_if_nonfinite`` a norm of inf or NaN is a DataError on every rank, before any gradient was changed.
+    With ``error_if_nonfinite`` a norm of inf or NaN is a DataError, before any gradient was changed.
     """
-    norm = gradient_norm(gradients, sharded_over=sharded_over) if norm is None else norm
     if error_if_nonfinite and not torch.isfinite(norm):
         raise DataError(
             f"The gradient norm is {norm.item()}, and error_if_nonfinite is set. Look for a loss of inf or NaN, "
             "lower the learning rate, or set error_if_nonfinite: false to scale by it all the same, as torch does."
         )
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    multiply(gradients, coefficient)
-    return norm
+    multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()

@@ -29,6 +29,13 @@ def with_gradients(seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch
     return parameters
 
 
+def clipped(gradients: list[Tensor], max_norm: float, **settings: bool) -> Tensor:
+    """The norm before."""
+    norm = gradient_norm(gradients)
+    clip_by_norm(gradients, max_norm, norm, **settings)
+    return norm
+
+
 def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad.clone() for p in parameters if p.grad is not None]
 
@@ -37,7 +44,7 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 @given(scale=st.floats(1e-6, 1e6), max_norm=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
 def test_by_norm_is_torchs_clipping(dtype: torch.dtype, scale: float, max_norm: float, seed: int) -> None:
     ours, torchs = with_gradients(seed, scale, dtype), with_gradients(seed, scale, dtype)
-    norm = clip_by_norm(gradients_of(ours), max_norm)
+    norm = clipped(gradients_of(ours), max_norm)
     expected = nn.utils.clip_grad_norm_(torchs, max_norm)
     # torch sums in the gradients' dtype, in 5 + 5 roundings or so of half a spacing each.
     rtol = 10 * torch.finfo(dtype).eps
@@ -50,7 +57,7 @@ def test_by_norm_is_torchs_clipping(dtype: torch.dtype, scale: float, max_norm: 
 
 def test_the_coefficient_is_torchs_exactly() -> None:
     ours, torchs = with_gradients(scale=10), with_gradients(scale=10)
-    norm = clip_by_norm(gradients_of(ours), 0.7)
+    norm = clipped(gradients_of(ours), 0.7)
     nn.utils.clip_grads_with_norm_(torchs, 0.7, norm)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, torchs, strict=True))  # type: ignore[arg-type]
     # A spacing or two above 0.7 at most: torch's 1e-6 in the coefficient keeps it below in all but rounding.
@@ -68,13 +75,13 @@ def test_gradients_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "stack", stack_on_one_device)
     with FakeTensorMode():
         gradients = [torch.ones(3), torch.ones(2, device="cuda"), torch.ones(())]
-        assert clip_by_norm(gradients, 0.5).device == gradients[0].device
+        assert clipped(gradients, 0.5).device == gradients[0].device
 
 
 def test_a_small_norm_changes_nothing() -> None:
     parameters = with_gradients()
     before = gradients(parameters)
-    clip_by_norm(gradients_of(parameters), 1e6)
+    clipped(gradients_of(parameters), 1e6)
     assert all(torch.equal(a, b) for a, b in zip(before, gradients(parameters), strict=True))
 
 
@@ -108,13 +115,13 @@ def test_parameters_without_gradients() -> None:
     expected = gradient_norm(gradients_of(parameters))
     assert torch.equal(gradient_norm(gradients_of([*parameters, nn.Parameter(torch.ones(3))])), expected)
     none = [nn.Parameter(torch.ones(3))]
-    assert clip_by_norm(gradients_of(none), 1.0, error_if_nonfinite=True) == 0
+    assert clipped(gradients_of(none), 1.0, error_if_nonfinite=True) == 0
     clip_by_value(gradients_of(none), 1.0)
     assert none[0].grad is None
     assert gradient_norm(gradients_of([])) == 0
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.grad = torch.zeros(0, 3)
-    assert clip_by_norm(gradients_of([empty]), 1.0) == 0
+    assert clipped(gradients_of([empty]), 1.0) == 0
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -123,12 +130,12 @@ def test_a_norm_that_is_not_finite(value: float) -> None:
     parameters[1].grad[2] = value  # type: ignore[index]
     before = gradients(parameters)
     with pytest.raises(DataError, match=r"gradient norm is (inf|nan).*error_if_nonfinite"):
-        clip_by_norm(gradients_of(parameters), 1.0, error_if_nonfinite=True)
+        clipped(gradients_of(parameters), 1.0, error_if_nonfinite=True)
     torch.testing.assert_close(gradients(parameters), before, rtol=0, atol=0, equal_nan=True)
     # Without it, as torch does.
     other = with_gradients()
     other[1].grad[2] = value  # type: ignore[index]
-    clip_by_norm(gradients_of(parameters), 1.0)
+    clipped(gradients_of(parameters), 1.0)
     nn.utils.clip_grad_norm_(other, 1.0)
     torch.testing.assert_close(gradients(parameters), gradients(other), rtol=0, atol=0, equal_nan=True)
 
@@ -153,13 +160,13 @@ def _check_on_mesh(shape: tuple[int, ...], placements: list[Placement]) -> None:
         assert local != [p.numel() for p in plain], "nothing was cut"
     # A dim of 1 leaves all ranks but the first of a shard group with nothing.
     assert (0 in local) == (dist.get_rank() % shape[-1] > 0)
-    expected = clip_by_norm(gradients_of(plain), 0.5)
+    expected = clipped(gradients_of(plain), 0.5)
     # The second time some are whole on every rank, as ignored parameters are.
     for candidates in (
         parameters,
         [*cut(with_gradients(scale=3), shape, placements)[:3], *with_gradients(scale=3)[3:]],
     ):
-        assert torch.equal(clip_by_norm(gradients_of(candidates), 0.5, error_if_nonfinite=True), expected)
+        assert torch.equal(clipped(gradients_of(candidates), 0.5, error_if_nonfinite=True), expected)
         for found, whole in zip(candidates, plain, strict=True):
             grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
             assert torch.equal(grad, whole.grad)  # type: ignore[arg-type]
@@ -181,7 +188,7 @@ def _check_nonfinite(shape: tuple[int, ...], placements: list[Placement]) -> Non
         parameters[0].grad.to_local()[0, 0] = math.inf  # type: ignore[union-attr]
     before = [p.grad.to_local().clone() for p in parameters]  # type: ignore[union-attr]
     with pytest.raises(DataError, match="gradient norm is inf"):
-        clip_by_norm(gradients_of(parameters), 1.0, error_if_nonfinite=True)
+        clipped(gradients_of(parameters), 1.0, error_if_nonfinite=True)
     assert all(torch.equal(b, p.grad.to_local()) for b, p in zip(before, parameters, strict=True))  # type: ignore[union-attr]
 
 

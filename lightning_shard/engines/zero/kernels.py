@@ -161,7 +161,7 @@ def lock(name: str) -> Path | None:
     return None if _is_there(name) else Path(_get_build_directory(name, verbose=False)) / "lock"
 
 
-def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockState:
+def state_of_lock(path: Path) -> LockState:
     """Whether a build has the lock ``path``, on this machine or, as far as its traces show, on another."""
     try:
         made = path.stat()
@@ -173,7 +173,7 @@ def state_of_lock(path: Path, *, quiet_seconds: float = QUIET_SECONDS) -> LockSt
     for beside in path.parent.iterdir():
         with suppress(FileNotFoundError):
             written.append(beside.stat().st_mtime)
-    if time.time() - max(written) < quiet_seconds:
+    if time.time() - max(written) < QUIET_SECONDS:
         return "in use"
     # The builder may have ended between the two looks.
     return "stale" if path.exists() else "free"
