@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, BatchSizeFinder, ModelPruning
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,9 +21,9 @@ from lightning_shard._lightning.callbacks import averaging_callbacks, own_averag
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.engines.engine import Engine
 from lightning_shard.engines.refusals import MIXED
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, PrecisionError
 from lightning_shard.meters.memory import append_to_message
-from lightning_shard.precision.policy import PrecisionPolicy, short
+from lightning_shard.precision.policy import ALL, PrecisionPolicy, short
 from lightning_shard.run.memory import Memory, explain_out_of_memory
 
 
@@ -57,6 +58,32 @@ def refuse_loss(output: Any, module: LightningModule) -> None:
 def _place(function: Callable[..., Any]) -> str:
     code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def refuse_plugin(plugin: Precision) -> None:
+    """Refuse a stock plugin with more than the Trainer's flag: a scaler, a quantiser, double (PrecisionError)."""
+    if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__}, but the strategies of "
+            f"lightning_shard cast on their own and take no plugin that does. They run {ALL}."
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not _is_default(scaler):
+        raise PrecisionError(
+            f"precision is {str(plugin.precision)!r}, by the plugin {type(plugin).__name__} with a "
+            f"{type(scaler).__name__} of its own, but the strategies of lightning_shard scale the loss themselves, the "
+            "same on every engine. Give its settings to ShardPrecision('16-mixed', loss_scale=LossScaling(...)) in "
+            "plugins instead."
+        )
+
+
+def _is_default(scaler: Any) -> bool:
+    """Whether Lightning made ``scaler`` from the flag: torch's own class with its default settings, not yet used."""
+    if type(scaler) is not torch.amp.GradScaler:
+        return False
+    # torch switches one for CUDA off on a machine without it.
+    default = torch.amp.GradScaler("cpu", enabled=scaler.is_enabled() or torch.cuda.is_available())
+    return scaler.state_dict() == default.state_dict()
 
 
 def set_up_optimizers(setup: Callable[[Trainer], None], trainer: Trainer) -> None:
