@@ -158,23 +158,16 @@ class Zero(Engine):
         earlier_parameters.follow(optimizers, self._module)
         check_optimizers(self._fields, optimizers)
         self._optimizers = optimizers
-        if len(optimizers) > 1:
-            for each in optimizers:
-                # They step full parameters in any case; what couples these is refused.
-                needs_full_parameters(each, self._run)
-            optimizer: Optimizer | None = Carrier(optimizers)
-            full = False
-        else:
-            optimizer = optimizers[0] if optimizers else None
-            full = self._stage > 0 and optimizer is not None and needs_full_parameters(optimizer, self._run)
-        rests = optimizer is not None and rests_at_zero(optimizer)
+        several = len(optimizers) > 1
+        # Several step full parameters in any case; what couples these is refused.
+        needs = [self._stage > 0 and needs_full_parameters(each, self._run) for each in optimizers]
+        full = any(needs) and not several
+        optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
+        rests = full or (optimizer is not None and rests_at_zero(optimizer))
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
-        trainable = [
-            (n, p) for n, p in named_parameters(self._module).items() if p.requires_grad and p.is_floating_point()
-        ]
         master, loaded = self._run.policy.master, self._values.loaded
-        self._upcast = {n: p.dtype for n, p in trainable if p.dtype != master and n not in loaded}
+        self._upcast = {n: p.dtype for n, p in self._trainable.items() if p.dtype != master and n not in loaded}
         if self._stage == 3:
             # A carrier has groups of its own.
             self._partition(optimizers if optimizer is None else [*optimizers, optimizer])
@@ -182,22 +175,7 @@ class Zero(Engine):
             self._values.cast(self._run.policy.compute)
         step = self._take_over_step(optimizer) if full and optimizer is not None else None
         running = self._start(optimizer)
-        assert running.optimizer is not None
-        shards = layout.steps(running.zero, running.groups)
-        if self._run.automatic:
-            # In manual optimization each backward pass is over a part of the model.
-            live = named_parameters(self._module)
-            together = layout.in_leaf_modules(self._module)
-            self._unstepped = Unstepped({n: live[n] for n, _ in trainable}, rests=rests or full, together=together)
-            self._closing.callback(self._unstepped.close)
-            shards = [self._unstepped.with_gradients(shard) for shard in shards]
-        group, device = self._run.mesh[SHARD].get_group(), self._run.device
-        if len(optimizers) > 1:
-            self._stepping = SeveralOptimizers(running, optimizers, self._names, group=group, device=device)
-        else:
-            self._optimizers, own = [running.optimizer], running.optimizer
-            whole = None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
-            self._stepping = OneOptimizer(running, whole)
+        self._stepping = self._begin_stepping(running, step, rests=rests)
         self._closing.callback(self._stepping.close)
         self._parameters = list(self._module.parameters())
         self._written = Written(self._module, running, self._values) if running.groups else None
@@ -208,6 +186,29 @@ class Zero(Engine):
             self._closing.callback(refusals.refuse_new_groups(self._optimizers, self._called))
         self._register_masters()
         return list(self._optimizers), running.scheduler
+
+    @property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        named = named_parameters(self._module)
+        return {fqn: p for fqn, p in named.items() if p.requires_grad and p.is_floating_point()}
+
+    def _begin_stepping(self, running: Running, step: Callable[..., Any] | None, *, rests: bool) -> Stepping:
+        """``step`` is that of an optimizer on full parameters; ``rests``: see `Unstepped`."""
+        assert running.optimizer is not None
+        shards = layout.steps(running.zero, running.groups)
+        if self._run.automatic:
+            # In manual optimization each backward pass is over a part of the model.
+            together = layout.in_leaf_modules(self._module)
+            self._unstepped = Unstepped(self._trainable, rests=rests, together=together)
+            self._closing.callback(self._unstepped.close)
+            shards = [self._unstepped.with_gradients(shard) for shard in shards]
+        group, device = self._run.mesh[SHARD].get_group(), self._run.device
+        if len(self._optimizers) > 1:
+            return SeveralOptimizers(running, self._optimizers, self._names, group=group, device=device)
+        self._optimizers, own = [running.optimizer], running.optimizer
+        return OneOptimizer(
+            running, None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
+        )
 
     def _take_over_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Let DeepSpeed step nothing by itself; returns the optimizer's own step."""
