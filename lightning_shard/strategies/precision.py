@@ -62,7 +62,7 @@ class ShardPrecision(Precision):
         Args:
             precision: as in ``Trainer(precision=...)``; what it means for each dtype is in `policy_from`. ``16-mixed``
                 is fp16 on CPU too, where the Trainer's flag would become ``bf16-mixed``. ``fp8-mixed`` is
-                ``bf16-mixed`` with linear layers that multiply in float8 by torchao, on DDP and FSDP.
+                ``bf16-mixed`` with linear layers that multiply in float8 by torchao.
             reduce: dtype in which gradients cross the network: "fp32" or the compute dtype, and "fp32" under
                 ``aligned``. Default: "fp32", and under a plain ``-true`` precision the parameters' own.
             output: dtype of what modules return to the LightningModule's own code, "fp32" or the compute dtype.

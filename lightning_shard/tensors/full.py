@@ -78,16 +78,14 @@ def _owned_slot(optimizer: OwnedOptimizer, fqn: str, slot: str) -> Any:
     return optimizer.values.get(fqn, {}).get(slot)
 
 
-def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> LiveTensor | None:
+def _flat_slot(optimizer: FlatOptimizer, fqn: str, slot: str) -> Any:
     for group in optimizer.groups:
         for member in group.members:
             if member.fqn != fqn or not member.stepped:
                 continue
             value = optimizer.optimizer.state.get(group.flat, {}).get(slot)
-            if value is not None and isinstance(value, Tensor) and value.shape == group.flat.shape:
-                return member.view(value)
             if value is not None:
-                return torch.as_tensor(value)
+                return member.view(value) if isinstance(value, Tensor) and value.shape == group.flat.shape else value
     return None
 
 
