@@ -6,7 +6,6 @@ The optimizer's state lives with the owner, in whatever shape it has; the shards
 The full values lie on the owner during a step alone.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,12 +58,10 @@ def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """The owner of each parameter: the largest one left goes to the rank that has least."""
-    loads = [(0, rank) for rank in range(ranks)]
-    found = [0] * len(sizes)
+    loads, found = [0] * ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, rank = heapq.heappop(loads)
-        found[index] = rank
-        heapq.heappush(loads, (load + sizes[index], rank))
+        found[index] = rank = loads.index(min(loads))
+        loads[rank] += sizes[index]
     return found
 
 
