@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.engines.facts import EngineFacts
 from lightning_shard.engines.resident import Resident
-from lightning_shard.engines.units import Unit
+from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.precision.policy import PrecisionPolicy
 from lightning_shard.tensors.flat import Accumulated, AnyOptimizer, LiveTensor
 
@@ -127,6 +127,7 @@ class Engine(Protocol):
 
     def units(self, module: nn.Module) -> list[Unit]:
         """The shard units of a module with full parameters; they are also what is checkpointed and compiled."""
+        return find_units(module, "auto")
 
     def ignored_modules(self) -> Sequence[str]:
         """Class names of modules that are not sharded."""
@@ -156,8 +157,7 @@ class Engine(Protocol):
         describes, to be stepped with the optimizer, or None. ConfigurationError: optimizers that the engine can't step.
         """
 
-    def upcast(self) -> Mapping[str, torch.dtype]:
-        """FQN to loaded dtype of the trainable parameters whose masters have another."""
+    upcast: Mapping[str, torch.dtype]  # FQN to loaded dtype of the trainable parameters whose masters have another.
 
     @property
     def tensors(self) -> EngineTensors:

@@ -188,7 +188,7 @@ class FSDP2Engine(StepsOwnParameters):
             # None: torch keeps the root gathered between forward and backward, whatever the units do.
             make((root,), None, policy.compute)
         # Read after it, because it replaces parameters.
-        self._upcast = casting.cast_trainable_parameters(root, policy.master)
+        self.upcast = casting.cast_trainable_parameters(root, policy.master)
         forward.gather_on_read(root)
         below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
         for below_root in below:

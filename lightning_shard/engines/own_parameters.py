@@ -40,7 +40,7 @@ class StepsOwnParameters(Engine):
         self._wrapped: DistributedDataParallel | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._whole: dict[int, WholeSteps] = {}
-        self._upcast: Mapping[str, torch.dtype] = {}
+        self.upcast: Mapping[str, torch.dtype] = {}
         self._closing = ExitStack()
 
     @property
@@ -60,9 +60,6 @@ class StepsOwnParameters(Engine):
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
         self._optimizers = optimizers
         return list(optimizers), None
-
-    def upcast(self) -> Mapping[str, torch.dtype]:
-        return self._upcast
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
         return self.tensors.gradients(optimizer), None

@@ -23,7 +23,6 @@ from lightning_shard.engines.own_parameters import StepsOwnParameters
 from lightning_shard.engines.refusals import refuse_double, refuse_sharded
 from lightning_shard.engines.replicated import broadcast_from_rank_0
 from lightning_shard.engines.transforms import find_transforms
-from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.precision.casting import cast_trainable_parameters
 from lightning_shard.private_names import require
@@ -76,9 +75,6 @@ class TorchDDP(StepsOwnParameters):
     _options: DDPOptions
     _delayed_static_graph = False
 
-    def units(self, module: nn.Module) -> list[Unit]:
-        return find_units(module, "auto")
-
     def facts(self, module: nn.Module, run: PlannedRun) -> TorchDDPFacts:
         return TorchDDPFacts(
             ranks=run.ranks,
@@ -98,7 +94,7 @@ class TorchDDP(StepsOwnParameters):
         prepare_replica(module, device=run.device, seed=run.seed)
         for undo in transforms():
             self._closing.callback(undo)
-        self._upcast = cast_trainable_parameters(module, run.policy.master)
+        self.upcast = cast_trainable_parameters(module, run.policy.master)
         if run.fitting:
             self._wrap()
         return module if self._wrapped is None else self._wrapped

@@ -260,7 +260,7 @@ class ShardStrategy(ParallelStrategy):
         self.checkpoints.check(trainer)
         parts.begin_averaging(self._replacements, trainer, engine, self.checkpoints, self.memory)
         self._ledger.start_of_fit(self.optimizers)
-        refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast(), self.optimizers)
+        refusals.warn_of_precision(self.precision_plugin.precision, self.policy, engine.upcast, self.optimizers)
         hold_schedulers(self._replacements, trainer, when=lambda: self.precision_plugin.step_skipped)
 
     @property  # type: ignore[explicit-override] # mypy sees none on one with a setter

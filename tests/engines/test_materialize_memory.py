@@ -104,7 +104,7 @@ def _fp32_peaks(copies: int) -> tuple[int, int, int]:
             else:
                 sharding = engine_of()
                 sharding.prepare(root, run_on((copies, dist.get_world_size() // copies), "bf16-true"))
-                upcast = sharding.upcast()
+                upcast = sharding.upcast
         assert upcast.keys() == dict(root.named_parameters()).keys()
         assert all(p.dtype == torch.float32 for p in root.parameters())
         seen.append(live)

@@ -18,7 +18,6 @@ from lightning_shard.engines.own_parameters import ModuleTensors
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.torch_ddp import prepare_replica
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
-from lightning_shard.engines.units import Unit, find_units
 from lightning_shard.engines.usage import SameUnits
 from lightning_shard.engines.whole_steps import WholeSteps, needs_full_parameters
 from lightning_shard.engines.zero import layout, offload, partition, process, running
@@ -78,7 +77,7 @@ class Zero(Engine):
         self._written: Written | None = None
         self._unstepped: Unstepped | None = None
         self._optimizers: Sequence[Optimizer] = ()
-        self._upcast: Mapping[str, torch.dtype] = {}
+        self.upcast: Mapping[str, torch.dtype] = {}
         self._config: dict[str, Any] = {}
         self._parameters: list[Tensor] = []
         self._called = f"{self.strategy}(stage={self._stage})"
@@ -105,9 +104,6 @@ class Zero(Engine):
         if policy.loss_scale is None or loss_scale is None or loss_scale_given:
             return policy
         return replace(policy, loss_scale=loss_scale)
-
-    def units(self, module: nn.Module) -> list[Unit]:
-        return find_units(module, "auto")
 
     def facts(self, module: nn.Module, run: PlannedRun) -> EngineFacts:
         # Of a run that goes on, what DeepSpeed was given.
@@ -167,7 +163,7 @@ class Zero(Engine):
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         master, loaded = self._run.policy.master, self._values.loaded
-        self._upcast = {n: p.dtype for n, p in self._trainable.items() if p.dtype != master and n not in loaded}
+        self.upcast = {n: p.dtype for n, p in self._trainable.items() if p.dtype != master and n not in loaded}
         if self._stage == 3:
             # A carrier has groups of its own.
             self._partition(optimizers if optimizer is None else [*optimizers, optimizer])
@@ -269,9 +265,6 @@ class Zero(Engine):
     def _register_masters(self) -> None:
         masters.register(self._module, self)
         self._closing.callback(masters.forget, self._module)
-
-    def upcast(self) -> Mapping[str, torch.dtype]:
-        return self._upcast
 
     @property
     def tensors(self) -> EngineTensors:
