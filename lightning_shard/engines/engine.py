@@ -187,6 +187,7 @@ class Engine(Protocol):
 
         No communication.
         """
+        return self.tensors.gradients(optimizer), None
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         """Step, or drop the gradients of a step that is skipped after an overflow; forward sees the new values."""
@@ -198,6 +199,7 @@ class Engine(Protocol):
 
         All ranks call it, between two micro-batches in automatic optimization.
         """
+        return self.tensors.accumulated(begin)
 
     def free_gradients(self) -> None:
         """Drop the last step's gradients, where they would lie beside the activations of the next forward."""

@@ -204,7 +204,7 @@ class FSDP2Engine(StepsOwnParameters):
         self._closing.callback(self._same_units.close)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        earlier_parameters.follow(optimizers, self._module)
+        engaged = super().engage(optimizers)
         self._whole = {}
         for optimizer in optimizers:
             if needs_full_parameters(optimizer, self._run):
@@ -213,7 +213,7 @@ class FSDP2Engine(StepsOwnParameters):
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(refuse_new_groups(full, self.strategy))
         self._look_at_usage()
-        return super().engage(optimizers)
+        return engaged
 
     def _look_at_usage(self) -> None:
         if self._usage is not None:

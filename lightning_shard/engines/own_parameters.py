@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_shard.engines import earlier_parameters
 from lightning_shard.engines._fsdp2 import accumulated_gradients
 from lightning_shard.engines.engine import Engine, Run
 from lightning_shard.engines.resident import Resident, module_tensors, unsharded
@@ -58,19 +58,14 @@ class StepsOwnParameters(Engine):
         return plain_settings(self._options, self._forward_options, at_boundary=self._at_boundary)
 
     def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
+        earlier_parameters.follow(optimizers, self._module)
         self._optimizers = optimizers
         return list(optimizers), None
-
-    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
-        return self.tensors.gradients(optimizer), None
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         if not skip:
             whole = self._whole.get(id(optimizer))
             (optimizer.step if whole is None else whole.step)(**kwargs)
-
-    def accumulated(self, begin: Collection[str] = ()) -> Mapping[str, Accumulated]:
-        return self.tensors.accumulated(begin)
 
     def before_saving(self) -> None:
         for whole in self._whole.values():

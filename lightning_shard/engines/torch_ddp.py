@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_shard.engines import earlier_parameters
@@ -98,10 +97,6 @@ class TorchDDP(StepsOwnParameters):
         if run.fitting:
             self._wrap()
         return module if self._wrapped is None else self._wrapped
-
-    def engage(self, optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], Any]:
-        earlier_parameters.follow(optimizers, self._module)
-        return super().engage(optimizers)
 
     def _wrap(self) -> None:
         self._delayed_static_graph = False
