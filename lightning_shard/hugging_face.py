@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_shard.checkpoint.foreign.pretrained import load_pretrained
+from lightning_shard.checkpoint.foreign.pretrained import SafetensorsReader, load_pretrained
 from lightning_shard.errors import ConfigurationError
 
 Task = Literal[
@@ -108,7 +108,7 @@ class HuggingFace(LightningModule):
     def on_fit_start(self) -> None:
         """Each process reads the slices that it holds."""
         if self._weights:
-            load_pretrained(self.model, self._weights)
+            load_pretrained(self.model, self._weights, rename=_names_in_module(self.model, self._weights))
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -120,6 +120,16 @@ class HuggingFace(LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.hparams["lr"])
+
+
+def _names_in_module(model: Any, weights: str) -> dict[str, str | None]:
+    """Names in the files to those of the module, where transformers keeps older ones in files, as of ViT."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    with SafetensorsReader() as reader:
+        return {name: rename_source_key(name, renamings, [])[0] for name in reader.entries(weights)}
 
 
 class _Drawn(Dataset[dict[str, Tensor]]):

@@ -21,7 +21,7 @@ MOST_POINTS = 2000  # of a metric; then every second one goes
 COLORS = ("#1f6feb", "#d1730a", "#2e8b57", "#b1359b", "#777777")
 WIDTH, HEIGHT, LEFT = 460, 190, 62
 # Said by another metric already, or no curve.
-LEFT_OUT = ("tokens/s/device", "samples/s/device", "memory/rank", "slowest/rank", "checkpoint_seconds", "epoch")
+LEFT_OUT = ("tokens/s_per_device", "samples/s_per_device", "memory/rank", "slowest/rank", "checkpoint_seconds", "epoch")
 
 
 class RunPageCallback(Callback):

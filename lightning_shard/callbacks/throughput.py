@@ -301,10 +301,10 @@ def log_window(module: LightningModule, window: throughput.Window, *, on_cpu: bo
     tokens, each = window.tokens_per_second, window.tokens_per_second_per_device
     values = {
         "tokens/s": None if tokens is None else round(tokens),
-        "tokens/s/device": None if each is None else round(each),
+        "tokens/s_per_device": None if each is None else round(each),
         "padding_share": window.padding_share,
         "samples/s": window.samples_per_second,
-        "samples/s/device": window.samples_per_second_per_device,
+        "samples/s_per_device": window.samples_per_second_per_device,
         **{name: getattr(window, name) for name in ("step_seconds", "data_share", "checkpoint_seconds", "mfu")},
         "slowest/rank": float(window.slowest_rank) if window.devices > 1 else None,
         "slowest/lag_seconds": window.lag_seconds if window.devices > 1 else None,

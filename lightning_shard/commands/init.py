@@ -34,6 +34,8 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
 }
 """Each with what its answer must match."""
 
+_STEPS_ON_HOST = r"shard_deepspeed_\w+_offload(_nvme)?"
+
 _DESCRIPTION = """\
 Look at this machine, ask five things, and write one complete YAML with comments that trains as it is. --answers gives
 them before (without a terminal what is not answered is as proposed), such as
@@ -86,6 +88,12 @@ def main(arguments: Sequence[str]) -> int:
     gpus = visible()
     usual = ("quickstart", f"{gpus} gpu" if gpus else "2 cpu", "yes" if shutil.which("sbatch") else "no", "choose")
     found = _answers(options.answers, [*usual, "bf16-mixed" if gpus else "32-true"])
+    own = "/" not in found["train"] and found["train"] != "quickstart"
+    if not own and found["precision"] in ("bf16-true", "16-true") and re.fullmatch(_STEPS_ON_HOST, found["engine"]):
+        raise ConfigurationError(
+            f"{found['engine']} in {found['precision']} needs DeepSpeedCPUAdam; {found['train']} has torch's AdamW. "
+            f"Take {found['engine']}_aligned, or {found['precision'].replace('true', 'mixed')}."
+        )
     copies, count, device = re.fullmatch(_DEVICES, found["devices"]).groups()  # type: ignore[union-attr]
     nodes, devices, accelerator = int(copies or 1), int(count), device or ("gpu" if gpus else "cpu")
     written = shlex.quote(str(options.output))

@@ -26,6 +26,7 @@ from lightning_shard.tensors.flat import has_tensors_inside
 # does.
 _SHAPES = {0: (), 1: (18_432,), 2: (128, 144), 3: (32, 24, 24), 4: (16, 12, 12, 8)}
 _CUTS = (4_999, 11_111)
+_CPU = torch.device("cpu")
 _STEPS = 3
 
 _SHORT = 7
@@ -37,14 +38,15 @@ _ELEMENTWISE = ("deepspeed.ops.adam.", "deepspeed.ops.adagrad.", "deepspeed.ops.
 """DeepSpeed's own for flat tensors; some keep their counts in C++, where a copy would step the original."""
 
 
-def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool) -> bool:
+def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: bool, device: torch.device = _CPU) -> bool:
     """Whether an element's step depends on others of its parameter, so that shards can't be stepped. All ranks call it.
 
     Copies of ``optimizer`` are stepped on made-up tensors, full and in parts, together and apart; where it steps
     DTensors also on such, which not all operators take.
 
     The optimizer and the global random number generators are left as they were. ``dtype`` is that of the master
-    weights. ``alone``: each rank steps all parameters, which may be coupled then.
+    weights. ``alone``: each rank steps all parameters, which may be coupled then. ``device``: where the run computes;
+    parameters that stage 3 emptied may be on none.
 
     ConfigurationError: the optimizer's step couples parameters, draws random numbers in fp32 or under ``aligned``, or
     can't be tried.
@@ -65,7 +67,7 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: boo
             sharded = any(isinstance(p, DTensor) for p in group["params"])
             kind = (ndim, dtype, aligned, alone, sharded, *inner, *sorted(flags.items()))
             if kind not in known:
-                known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone)
+                known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone, device)
             full_parameters |= known[kind]
     return full_parameters
 
@@ -75,11 +77,17 @@ _found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], bool]] = WeakKe
 
 
 def _try(
-    optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, aligned: bool, alone: bool
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    ndim: int,
+    dtype: torch.dtype,
+    aligned: bool,
+    alone: bool,
+    device: torch.device,
 ) -> bool:
     name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
-    like = next((p for p in group["params"]), None)
-    device, generator = torch.device("cpu") if like is None else like.device, torch.Generator().manual_seed(0)
+    device = next((p.device for p in group["params"] if not p.is_meta), device)
+    generator = torch.Generator().manual_seed(0)
 
     def made() -> Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)

@@ -53,7 +53,8 @@ class _Owned:
 def needs_full_parameters(optimizer: Optimizer, run: Run) -> bool:
     """Whether the optimizer is not elementwise, and so stepped by `WholeSteps`; see `probe`."""
     alone = run.mesh[SHARD].size() == 1
-    return probe(optimizer, dtype=run.policy.master, aligned=run.planned.aligned, alone=alone)
+    policy, aligned = run.policy, run.planned.aligned
+    return probe(optimizer, dtype=policy.master, aligned=aligned, alone=alone, device=run.device)
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:

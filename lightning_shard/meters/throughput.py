@@ -225,9 +225,9 @@ def summary_table(windows: Sequence[Window], *, blocked: float, on_cpu: bool) ->
     for label, name, scale, form in (
         ("step time", "step_seconds", 1e3, "{:.1f} ms"),
         ("tokens/s", "tokens_per_second", 1, "{:,.0f}"),
-        ("tokens/s/device", "tokens_per_second_per_device", 1, "{:,.0f}"),
+        ("tokens/s_per_device", "tokens_per_second_per_device", 1, "{:,.0f}"),
         ("samples/s", "samples_per_second", 1, "{:,.1f}"),
-        ("samples/s/device", "samples_per_second_per_device", 1, "{:,.1f}"),
+        ("samples/s_per_device", "samples_per_second_per_device", 1, "{:,.1f}"),
         ("MFU", "mfu", 100, "{:.1f} %"),
         ("padding", "padding_share", 100, "{:.1f} %"),
         ("waiting for data", "data_share", 100, "{:.1f} %"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_shard import ConfigurationError, ShardCLI
 from lightning_shard.commands import init, quick
+from lightning_shard.hugging_face import HuggingFace
 from tests.harness import ROOT, run_distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -51,6 +54,19 @@ def test_a_folder_of_hugging_face_weights(folder: Path) -> None:
     assert run_distributed(_fit, 2, str(folder / "run.yaml")) == [(2, "ShardFSDPStrategy", "bf16-mixed")] * 2
 
 
+def test_a_folder_whose_files_have_older_names(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    saved = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=16))
+    saved.save_pretrained(folder)
+    module = HuggingFace(f"{folder}")
+    module.configure_model()
+    module.model.to_empty(device="cpu")
+    module.on_fit_start()
+    for name, value in saved.named_parameters():
+        assert torch.equal(module.model.get_parameter(name), value)
+
+
 def test_several_nodes_without_slurm_are_started_by_torchrun(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init.main(["--answers", "slurm=no", "devices=2x4 cpu", "engine=shard_ddp", "precision=32-true"])
     command = "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint NODE:29500 -m lightning_shard"
@@ -82,11 +98,15 @@ def test_answers_come_from_a_file_or_a_terminal(folder: Path, monkeypatch: pytes
         ("nowhere.yaml", "there is no such file"),
         ("train=./nowhere", "train is './nowhere', but there is no config.json in that folder"),
         ("devices=1000000 gpu", "no GPU here to choose for"),
+        (
+            "engine=shard_deepspeed_stage_3_offload precision=bf16-true",
+            "CPUAdam; quickstart has torch's AdamW. Take shard",
+        ),
     ],
 )
 def test_answers_that_are_none(answer: str, says: str, folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        init.main(["--answers", answer])
+        init.main(["--answers", *re.split(" (?=precision)", answer)])
     assert list(folder.iterdir()) == []
 
 

@@ -49,6 +49,13 @@ class Holding(optim.SGD):
         self.masters = {0: params}
 
 
+def test_parameters_that_stage_3_emptied_are_on_no_device() -> None:
+    class Unseen(optim.AdamW):
+        """What the probes of this process found of AdamW does not count."""
+
+    assert not probed(Unseen(nn.Linear(4, 4, device="meta").parameters()))
+
+
 ELEMENTWISE: list[Any] = [
     optim.AdamW,
     lambda p: optim.Adagrad(p, fused=True),
