@@ -149,6 +149,12 @@ class Training:
     micro_batches: int = 1  # That are summed for a step.
 
     @property
+    def stepped_share(self) -> float:
+        """What the optimizer has of the bytes of parameters, where an engine keeps no masters beside them."""
+        every = sum(p.numel * p.stepped_in(self.policy.master).itemsize for p in self.model.parameters)
+        return sum(p.numel for p in self.model.stepped) * self.policy.master.itemsize / max(1, every)
+
+    @property
     def saved(self) -> int:
         """Bytes of a checkpoint's tensors, without averages: the same under every engine."""
         master, stepped = self.policy.master, [p.numel for p in self.model.stepped]

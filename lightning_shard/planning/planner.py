@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -235,17 +235,24 @@ def largest_batch(run: Run, memory: int, device: Callable[[int], Range] | None =
     needs = device or run.needs.at
 
     def most(end: int) -> int:
-        def fits(batch: int) -> bool:
+        def too_large(batch: int) -> bool:
             tensors = run.tensors(batch)
-            return tensors <= memory and needs(tensors)[end] <= memory
+            return tensors > memory or needs(tensors)[end] > memory
 
-        low, high = 0, 1
-        while high < LARGEST_BATCH and fits(high):
-            low, high = high, 2 * high
-        return bisect_left(range(high), True, lo=low + 1, key=lambda batch: not fits(batch)) - 1
+        return (_least(too_large, LARGEST_BATCH) or LARGEST_BATCH) - 1
 
     sure = most(1)
     return sure, max(sure, most(0))
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to ``most`` of which something holds, as it does of all larger ones; None: of none."""
+    low, high = 0, 1
+    while not holds(high):
+        low, high = high, 2 * high
+        if low >= most:
+            return None
+    return bisect_left(range(high), True, lo=low + 1, key=holds)
 
 
 def beside_own(run: Run, memory: int, largest: Range) -> Range:
@@ -270,7 +277,7 @@ def confirmed_batch(run: Run, memory: int, trace_at: Callable[[int], Trace]) -> 
 
     for _ in range(MOST_TRACES // 2):
         found = largest_batch(run, memory, device)
-        if not found or not found[0] or found[0] >= LARGEST_BATCH - 1:
+        if not found or found[0] in (0, LARGEST_BATCH - 1):
             # Not known, none, or no end in sight.
             break
         batch, may = found
@@ -309,13 +316,8 @@ def fewest_devices(
         for count in range(1, devices + 1):
             if fits(end, 1, count):
                 return Nodes(nodes=1, devices=count)
-        low, high = 1, 2
-        while not fits(end, high):
-            low, high = high, 2 * high
-            if low >= MOST_NODES:
-                return None
-        nodes = bisect_left(range(high), True, lo=low + 1, key=lambda nodes: fits(end, nodes))
-        return Nodes(nodes=nodes, devices=devices)
+        nodes = _least(partial(fits, end), MOST_NODES)
+        return None if nodes is None else Nodes(nodes=nodes, devices=devices)
 
     return fewest(1), fewest(0)
 

@@ -81,7 +81,7 @@ def fit(row: Row, memory: int) -> str:
     lines.append((ON_CPU if row.cpu else columns(rows, numbers=True)) + "\n")
     if row.largest_batch is not None:
         sure, may = row.largest_batch
-        found = _sure_and(sure or "", f"up to {may} may fit" if may > sure else "", "none: not even 1 fits")
+        found = _sure_and(sure or "", f"up to {may:,} may fit" if may > sure else "", "none: not even 1 fits")
         lines.append(f"largest batch per device: {found}")
     enough, maybe = ("" if each is None else f"{each.nodes} x {each.devices}" for each in row.fewest)
     found = _sure_and(enough, f"{maybe} may be enough" if maybe != enough else "", "no number of them is enough")

@@ -93,12 +93,9 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
 
 def optimizer_point(memory: StepMemory, training: Training, trace: Trace) -> Point:
     """The optimizer's step: it steps the masters, or the parameters that it has where there are no masters."""
-    parameters, master = training.model.parameters, training.policy.master
-    stepped = sum(p.numel * master.itemsize for p in training.model.stepped)
-    share = stepped / max(1, sum(p.numel * p.stepped_in(master).itemsize for p in parameters))
 
     def temporary(kinds: KindBytes) -> KindBytes:
-        stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * share
+        stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * training.stepped_share
         return KindBytes(optimizer=int(training.optimizer.temporary * stepped))
 
     account = memory.step

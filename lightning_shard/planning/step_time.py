@@ -155,7 +155,7 @@ def _step(training: Training, memory: MemoryAccount, rates: Rates, *, by: float)
     """The optimizer's step where its state is, and what passes between there and the device for it."""
     master, optimizer, device = training.policy.master.itemsize, training.optimizer, memory.device
     if device.optimizer:
-        stepped = device.masters or device.parameters
+        stepped = device.masters or device.parameters * training.stepped_share
         yield Transfer(seconds=stepped * optimizer.moved / rates.device.memory, by=MEMORY)
     if away := (memory.host + memory.nvme).optimizer:
         slots = sum((slot or training.policy.master).itemsize for slot in optimizer.slots)
