@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_shard import registry
 from lightning_shard.cluster.traces import user_frame
 from lightning_shard.commands.cli import ShardCLI
 from lightning_shard.commands.parser import ShardArgumentParser
+from lightning_shard.engines.optimizer_probe import probe
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.planning.facts import OptimizerFacts, trace_optimizer
 from lightning_shard.planning.memory_trace import restoring
@@ -303,6 +304,10 @@ def optimizer_facts(inputs: Inputs) -> OptimizerFacts:
             if "foreach" in group and not group["foreach"] and not group.get("fused"):
                 group["foreach"] = group["foreach"] is None
         traced = [trace_optimizer(inputs.module, optimizer, inputs.mode) for optimizer in optimizers]
-        return max(traced, key=lambda facts: facts.state_bytes([1024], inputs.strategy.policy.master))
+        master, aligned = inputs.strategy.policy.master, inputs.strategy.aligned
+        with fake.fake_world(inputs.nodes.ranks):
+            whole = any(probe(each, dtype=master, aligned=aligned, alone=True) for each in optimizers)
+        found = max(traced, key=lambda facts: facts.state_bytes([1024], master))
+        return replace(found, whole=whole)
     finally:
         restore()

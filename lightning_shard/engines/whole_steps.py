@@ -25,7 +25,7 @@ from lightning_shard.mesh import SHARD
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import OwnedOptimizer, OwnedParameter, Slot, plain_slots
 
-_BUCKET = 2**25
+BUCKET = 2**25
 """Elements of full parameters that are sent together: large enough for the network, and several at a time."""
 
 
@@ -146,7 +146,7 @@ class WholeSteps:
             owned.parameter.grad, owned.parameter.data = None, owned.parameter.data.new_empty(0)
 
     def _buckets(self, values: Sequence[Tensor], gradients: Mapping[int, Tensor]) -> Iterator[list[int]]:
-        """Indices of parameters with gradients, of equal dtypes, with together about `_BUCKET` elements."""
+        """Indices of parameters with gradients, of equal dtypes, with together about `BUCKET` elements."""
         kinds: dict[Any, list[int]] = {}
         for index, gradient in gradients.items():
             kinds.setdefault((values[index].dtype, gradient.dtype), []).append(index)
@@ -156,7 +156,7 @@ class WholeSteps:
             for index in indices:
                 bucket.append(index)
                 elements += self._shards[index].shape.numel()
-                if elements >= _BUCKET or index == indices[-1]:
+                if elements >= BUCKET or index == indices[-1]:
                     yield bucket
                     bucket, elements = [], 0
 

@@ -130,6 +130,7 @@ class OptimizerFacts:
     # Bytes of all slots of other shapes, such as Adafactor's rows and columns, which no engine shards.
     unsharded_bytes: int = 0
     temporary: float = 0.0  # Bytes that a step allocates for its duration, for each byte of the tensors that it steps.
+    whole: bool = False  # Whether it steps full parameters, at their owners where an engine shards them.
     # Bytes that it reads and writes, likewise; the default is torch's AdamW over all tensors at once.
     moved: float = 22.0
 

@@ -16,6 +16,7 @@ from lightning_shard.planning.facts import ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
 from lightning_shard.planning.step_memory import START, Point, StepMemory, gradient_elements
 from lightning_shard.planning.traffic import Collective
+from lightning_shard.precision.policy import PrecisionPolicy
 
 
 def _shard_elements(p: ParameterFacts, shards: int) -> int:
@@ -32,6 +33,12 @@ def _gathered_bytes(parameters: Iterable[ParameterFacts], shards: int, compute: 
 def _reduced_bytes(parameters: Iterable[ParameterFacts], shards: int, dtype: torch.dtype) -> int:
     """Bytes of the buffer that a unit's gradients are reduced from."""
     return sum(shards * _shard_elements(p, shards) * dtype.itemsize for p in parameters if _is_reduced(p))
+
+
+def _cast_bytes(parameters: Iterable[ParameterFacts], policy: PrecisionPolicy) -> int:
+    """Bytes of casts to what forward sees."""
+    cast = [p for p in parameters if p.seen_in(policy.compute) != p.stepped_in(policy.master)]
+    return sum(p.numel * p.seen_in(policy.compute).itemsize for p in cast)
 
 
 def _unsharded_gradient_bytes(parameters: Iterable[ParameterFacts], dtype: torch.dtype) -> int:
@@ -121,6 +128,7 @@ class _TracedUnits:
         # What is gathered again in backward.
         self.again = {name: 0 if stays else self.unsharded[name] for name, (stays, _) in kept.items()}
         self.elements = gradient_elements(training.model, lambda p: _shard_elements(p, shards))
+        self.casts = {name: _cast_bytes(members, policy) for name, members in units.items()}
         self.before = {name: trace.order[i - 1] for i, name in enumerate(trace.order) if i}
         step = memory.step
         self.base = MemoryAccount(device=replace(step.device, gradients=0), host=replace(step.host, gradients=0))
@@ -136,11 +144,14 @@ class _TracedUnits:
             full = self._gathered(unit, [name for name in passed if name not in done], done)
             in_flight = self._all_gather_buffers(segment, next(reversed(passed), ""))
             reducing = last_reduced * backward
-            if unit and unit not in done and self.engine.shard > 1:
-                # The unit is copied out of its all-gather buffer.
+            if unit and unit not in done:
+                # The unit is copied out of its all-gather buffer; in a single process from its casts.
                 own = (self.again if backward else self.unsharded).get(unit, 0)
-                kinds = KindBytes(gathered=full, activations=before, communication=own + reducing)
-                yield self._point(f"{segment.phase} of {unit}, gathering", base, kinds, own)
+                cast = min(own, self.casts.get(unit, 0)) if self.engine.shard == 1 else own
+                kinds = KindBytes(gathered=full, activations=before, communication=cast + reducing)
+                yield self._point(
+                    f"{segment.phase} of {unit}, gathering", base, kinds, own if self.engine.shard > 1 else 0
+                )
             before = segment.end_activations + segment.end_gradients
             kinds = KindBytes(gathered=full, activations=segment.peak - made, communication=in_flight + reducing)
             yield self._point(segment.name, base, replace(kinds, gradients=made), in_flight)

@@ -49,7 +49,7 @@ def step_points(training: Training, engine: EngineFacts, trace: Trace | None) ->
     module, engine = _arithmetic(engine)
     memory, followed = module.step_memory(training, engine), trace or without_activations(training)
     points = list(module.step_points(training, engine, memory, followed))
-    last = optimizer_point(memory, training, followed)
+    last = optimizer_point(memory, training, followed, engine.shards if engine.sharded else None)
     # The optimizer reads gradients where the last reduction has put them.
     apart = KindBytes(gradients=min(points[-1].apart.gradients, last.account.device.gradients))
     points.append(replace(last, apart=apart))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lightning_shard.engines.whole_steps import BUCKET
 from lightning_shard.memory import KindBytes, MemoryAccount
 from lightning_shard.planning.facts import ModelFacts, ParameterFacts, Training
 from lightning_shard.planning.memory_trace import Segment, Trace
@@ -91,12 +92,19 @@ def peak(points: Sequence[Point], *, cpu: bool = False) -> Point:
     return max(points, key=lambda point: point.held(cpu=cpu))
 
 
-def optimizer_point(memory: StepMemory, training: Training, trace: Trace) -> Point:
-    """The optimizer's step: it steps the masters, or the parameters that it has where there are no masters."""
+def optimizer_point(memory: StepMemory, training: Training, trace: Trace, owners: int | None = None) -> Point:
+    """The optimizer's step: it steps the masters, or the parameters that it has where there are no masters.
+
+    ``owners``: ranks that own full parameters, for optimizers that step these; None: the engine makes no owners.
+    """
 
     def temporary(kinds: KindBytes) -> KindBytes:
         stepped = 0 if not kinds.optimizer else kinds.masters or kinds.parameters * training.stepped_share
-        return KindBytes(optimizer=int(training.optimizer.temporary * stepped))
+        made, sent = training.optimizer.temporary * stepped, 3 * BUCKET * training.policy.master.itemsize
+        if training.optimizer.whole and owners is not None and stepped:
+            # Full values and gradients of what a rank owns, and beside the first, shards to and from three buckets.
+            made = 2 * stepped + max(made, 2 * min(stepped, sent / owners))
+        return KindBytes(optimizer=int(made))
 
     account = memory.step
     left = KindBytes(activations=trace.segments[-1].end_activations, gradients=memory.left_in_step)

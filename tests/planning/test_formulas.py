@@ -150,3 +150,15 @@ def test_a_step_allocates_for_what_the_optimizer_has(*, frozen: bool, outside: b
         assert last.account.device.optimizer == 3 * 4 * 5000 // ranks + 4
         assert last.account.device.gradients == 4 * (5000 if frozen else 15_000) // ranks
         assert training.saved == 4 * (15_000 + 2 * 5000) + 4
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_full_parameters_are_stepped_at_their_owners(shard: int) -> None:
+    facts = OptimizerFacts(slots=(), fixed_bytes=4, temporary=0.5, whole=True)
+    training = Training(model=model(1500), policy=FP32, optimizer=facts)
+    own = 4 * 15_000 // shard
+    last = step_points(training, FSDPFacts(replicate=1, shard=shard), None)[-1]
+    # Full values and gradients; before the step the last gradients beside what they were sent and received as.
+    assert last.account.device.optimizer == 4 + 4 * own
+    last = step_points(training, TorchDDPFacts(ranks=2), None)[-1]
+    assert last.account.device.optimizer == 4 + 4 * 15_000 // 2
