@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,12 +153,16 @@ def hooks_of(parameter: Tensor) -> dict[str, dict[int, Any]]:
 
 
 def put_hooks(parameter: Any, hooks: dict[str, dict[int, Any]]) -> None:
-    """Let hooks that `hooks_of` found run on ``parameter`` as well; handles go on removing them where it had none."""
+    """Let hooks that `hooks_of` found run on ``parameter`` as well; handles go on removing them."""
     for name, own in hooks.items():
         if before := getattr(parameter, name, None):
-            before.update(own)
+            before.update({key: partial(_run_while_there, own, key) for key in own})
         else:
             setattr(parameter, name, own)
+
+
+def _run_while_there(hooks: dict[int, Any], key: int, gradient: Tensor) -> Any:
+    return hooks[key](gradient) if key in hooks else None
 
 
 def hook_gathered(root: nn.Module) -> None:

@@ -8,6 +8,7 @@ no graph holds a collective. Both act on ``module.forward``, so that no FQN gain
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,14 @@ from lightning_shard.engines._fsdp2 import dtypes_of, hook_gathered, hooks_of, l
 from lightning_shard.engines.engine import Run
 from lightning_shard.engines.materialize import Materializer
 from lightning_shard.engines.own_parameters import StepsOwnParameters
-from lightning_shard.engines.refusals import explained, refuse_double, refuse_kinds, refuse_new_groups, refuse_sharded
+from lightning_shard.engines.refusals import (
+    explained,
+    refuse_copy,
+    refuse_double,
+    refuse_kinds,
+    refuse_new_groups,
+    refuse_sharded,
+)
 from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
@@ -191,7 +199,9 @@ class FSDP2Engine(StepsOwnParameters):
         self.upcast = casting.cast_trainable_parameters(root, policy.master)
         forward.gather_on_read(root)
         below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
+        vars(root)["__deepcopy__"] = partial(refuse_copy, self.strategy)
         for below_root in below:
+            vars(below_root)["__deepcopy__"] = vars(root)["__deepcopy__"]
             leave_inputs_alone(below_root)
         _set_prefetch(below, self._units)
         self._ignored = [p for p in ignored() if p.requires_grad]

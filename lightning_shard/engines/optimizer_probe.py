@@ -7,6 +7,7 @@ several parameters can't be divided over ranks at all.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -221,16 +222,27 @@ def _group_over(tensors: list[Tensor], group: Mapping[str, Any]) -> dict[str, An
 
 @torch.no_grad()
 def rests_at_zero(optimizer: Optimizer) -> bool:
-    """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay."""
+    """Whether a step with gradients of zero changes nothing, also after others: no momentum, no weight decay.
+
+    ConfigurationError: it steps with a closure alone.
+    """
     if f"{type(optimizer).__module__}.".startswith(_ELEMENTWISE):
         return False
     value, gradients = torch.ones(3), [[torch.ones(3)], [torch.zeros(3)]]
     for group in optimizer.param_groups:
+        step, closed = partial(_stepped, optimizer, group, [value]), False
         try:
-            (once,), _ = _stepped(optimizer, group, [value], gradients[:1])
-            (twice,), _ = _stepped(optimizer, group, [value], gradients)
+            (once,), _ = step(gradients[:1])
+            (twice,), _ = step(gradients)
         except Exception:
-            # It can't be tried on a made-up tensor.
+            # Else it can't be tried on a made-up tensor.
+            with suppress(Exception):
+                closed = bool(step(gradients, lambda: torch.zeros(())))
+            if closed:
+                raise ConfigurationError(
+                    f"{type(optimizer).__qualname__} needs a closure that computes the loss, but DeepSpeed steps after "
+                    "backward, without one. Use shard_fsdp, shard_ddp, or an optimizer that steps without."
+                ) from None
             return False
         if not torch.equal(once, twice):
             return False

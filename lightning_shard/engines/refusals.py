@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,14 @@ def refuse_second_pass(loss: Tensor) -> None:
         passes.append(gradient)
 
     loss.register_hook(once)
+
+
+def refuse_copy(strategy: str, memo: object) -> NoReturn:
+    """What ``copy.deepcopy`` calls of a module whose parameters ``strategy`` has sharded."""
+    raise ConfigurationError(
+        f"A module is copied whose parameters {strategy} has sharded, and torch copies no such modules. Copy it "
+        "before, in __init__, setup or configure_model, or let EMAWeightAveraging keep averages."
+    )
 
 
 def refuse_double(module: nn.Module) -> None:

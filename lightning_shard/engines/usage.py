@@ -36,7 +36,8 @@ class Usage:
     def __init__(self, names: Iterable[str], *, always: bool = False) -> None:
         """Begin to look at ``names``; with ``always`` ranks tell each other in every step, which waits for all."""
         self._names = frozenset(names)
-        self._used: set[str] = set()
+        self.used: dict[str, None] = {}
+        """What this rank has used in this step, in the order in which gradients came."""
         self.watched: set[str] = set()
         """Of which it is known whether a step uses them."""
         self._steps = 0
@@ -51,13 +52,13 @@ class Usage:
     def watch(self, fqn: str, parameter: Tensor) -> Callable[[], None]:
         """Note the backward passes that reach ``parameter``; returns what ends that."""
         self.watched.add(fqn)
-        handle: Any = parameter.register_hook(lambda gradient: self._used.add(fqn))
+        handle: Any = parameter.register_hook(lambda gradient: self.used.update({fqn: None}))
         return lambda: handle.remove()
 
     def so_far(self, gradients: Mapping[str, Accumulated], begin: Collection[str]) -> dict[str, Accumulated]:
         """Those of ``gradients`` that this step has used, with ``begin`` among them. All ranks call it."""
-        self._used.update(begin)
-        own = self.watched - self._used
+        self.used.update(dict.fromkeys(begin))
+        own = self.watched - self.used.keys()
         by_none = frozenset.intersection(*map(frozenset, Ranks.of().gather(own)))
         return {fqn: each for fqn, each in gradients.items() if fqn not in (by_none if each.reduced else own)}
 
@@ -72,8 +73,8 @@ class Usage:
         All ranks call it; they communicate in the first steps, and where `varies`. ConfigurationError: this step uses
         others than the first ones, all of which used the same.
         """
-        here = self._names - self._used.union(used)
-        self._used.clear()
+        here = self._names.difference(self.used, used)
+        self.used.clear()
         if self.settled:
             if here not in (self._last[0], self._names):  # of which one had no backward pass
                 changed = ", ".join(sorted(here ^ self._last[0]))

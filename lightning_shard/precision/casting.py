@@ -101,7 +101,7 @@ def install_casts(
     (None: as they computed them); what modules hand to each other stays in ``dtype``. ``float8``: which of those that
     compute in ``dtype`` multiply in float8. Returns a function that takes all of it back.
     """
-    _refuse_spectral_norm(root, dtype)
+    _refuse_fp32_parametrizations(root, dtype)
     undo: list[Callable[[], None]] = []
     others = inside or {}
     hooks = {to: _casting_to(to) for to in {dtype, *others.values()}}
@@ -131,15 +131,22 @@ def install_casts(
     return remove
 
 
-def _refuse_spectral_norm(root: nn.Module, dtype: torch.dtype) -> None:
-    """Raise PrecisionError where torch's spectral norms would multiply 16-bit weights with their fp32 vectors."""
+def _refuse_fp32_parametrizations(root: nn.Module, dtype: torch.dtype) -> None:
+    """Raise PrecisionError for parametrizations that torch computes with fp32 buffers of its own, or in fp32 alone."""
     for name, module in root.named_modules():
         vectors = {key for key, _ in module.named_buffers(recurse=False) if key.endswith("_u")}
         if "_u" in vectors or any(hasattr(module, f"{key[:-2]}_orig") for key in vectors):
-            raise PrecisionError(
-                f"{name} has a spectral norm, whose vectors are fp32 and can't be multiplied with weights in {dtype}. "
-                "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
-            )
+            what = "a spectral norm, whose vectors are fp32 and can't be multiplied with"
+        elif (chart := getattr(module, "orthogonal_map", None)) and (
+            hasattr(module, "base") or chart.name != "matrix_exp"
+        ):
+            what = "an orthogonal parametrization, whose base is fp32 and whose kernels don't take"
+        else:
+            continue
+        raise PrecisionError(
+            f"{name} has {what} weights in {dtype}. "
+            "Use precision '32-true', or ShardPrecision(precision='bf16-mixed', autocast=True)."
+        )
 
 
 def _casting_to(dtype: torch.dtype) -> Callable[..., Any]:

@@ -199,6 +199,17 @@ def test_whether_gradients_of_zero_change_nothing(make: Any, rests: bool) -> Non
     assert rests_at_zero(make([torch.nn.Parameter(torch.ones(2, 2))])) is rests
 
 
+class AsksForClosure(optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_a_step_that_asks_for_a_closure_is_refused_where_there_is_none() -> None:
+    assert not probed(AsksForClosure(parameters()))
+    with pytest.raises(ConfigurationError, match="AsksForClosure needs a closure that computes the loss"):
+        rests_at_zero(AsksForClosure(parameters()))
+
+
 def _probed_on_shards() -> list[bool]:
     mesh = init_device_mesh("cpu", (1,))
     shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import namedtuple
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -390,7 +391,9 @@ def test_an_input_that_has_the_dtype_costs_no_look_into_it(monkeypatch: pytest.M
     assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
-def test_spectral_norms_are_refused_in_16_bits(kind: Any) -> None:
-    with pytest.raises(PrecisionError, match="has a spectral norm, whose vectors are fp32"):
-        install_casts(nn.Sequential(kind(nn.Linear(3, 2))), torch.bfloat16)
+@pytest.mark.parametrize("kind", ["spectral_norm", "parametrizations.spectral_norm", "parametrizations.orthogonal"])
+def test_what_torch_computes_of_fp32_weights_alone_is_refused_in_16_bits(kind: str) -> None:
+    what = "an orthogonal parametrization" if "orthogonal" in kind else "a spectral norm"
+    root = nn.Sequential(attrgetter(kind)(nn.utils)(nn.Linear(3, 3)))
+    with pytest.raises(PrecisionError, match=f"has {what}, whose .* fp32"):
+        install_casts(root, torch.bfloat16)

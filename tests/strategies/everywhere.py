@@ -22,6 +22,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "full": ShardFSDPStrategy,
     "grad_op": lambda **kwargs: ShardFSDPStrategy(reshard_after_forward=False, **kwargs),
     "zero_2": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=2, **kwargs),
+    "zero_3": lambda accumulate_sync, **kwargs: ShardDeepSpeedStrategy(stage=3, **kwargs),
     "offload": lambda **kwargs: ShardFSDPStrategy(cpu_offload=True, **kwargs),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,11 @@ class Mixes(Changes):
         self.head.weight.grad.add_(torch.randn(self.head.weight.shape))  # type: ignore[union-attr]
 
 
+class Copies(Changes):
+    def on_fit_start(self) -> None:
+        self.teacher = copy.deepcopy(self)
+
+
 GROUP, NEW = "add_param_group is called in a fit", "head.weight, head.bias came after the model was set up"
 CASES: list[tuple[str, type[Changes], str]] = [
     ("shard_deepspeed_stage_1", AddsGroup, GROUP),
@@ -70,6 +76,7 @@ CASES: list[tuple[str, type[Changes], str]] = [
     ("shard_deepspeed_stage_3", ReplacesBeforeValidation, NEW),
     *((name, ReplacesLater, NEW) for name in ("shard_ddp", "shard_fsdp")),
     ("shard_fsdp", ReplacesBetweenValidations, NEW),
+    ("shard_fsdp", Copies, "Copy it before, in __init__, setup or"),
     ("shard_fsdp", Mixes, "Use full_tensor(trainer, name) and set_full_tensor"),
 ]
 

@@ -75,7 +75,7 @@ class FrozenEveryOtherStep(Net):
 
 
 class Hooked(Net):
-    """Hooks on gradients: before the model is sharded and after it, on several gradients, and one that is removed."""
+    """Hooks on gradients: before the model is sharded, after it and for one step, and one of them is removed."""
 
     def build(self) -> None:
         # What is not linear shows whether it is done before the reduction.
@@ -87,8 +87,11 @@ class Hooked(Net):
         self.last.weight.register_hook(lambda gradient: gradient.abs())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.brief = self.last.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         if batch_idx == 2:
             self.removed.remove()
+            self.brief.remove()
 
 
 class Mapped(Net):

@@ -145,7 +145,8 @@ class ManualAccumulation(Indexed):
 @pytest.mark.matrix
 @PRECISIONS
 def test_manual_accumulation_with_two_backward_passes(precision: str) -> None:
-    run = same_everywhere(ManualAccumulation, precision, strategies=("ddp", "full", "grad_op"))
+    strategies = ("ddp", "full", "grad_op", "zero_2", "zero_3")
+    run = same_everywhere(ManualAccumulation, precision, strategies=strategies)
     assert run["steps"] == 4
 
 

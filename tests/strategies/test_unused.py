@@ -32,6 +32,9 @@ class Branches(pl.LightningModule):
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         self.steps += 1
+        if self.kind == "order":
+            both = [self.one, self.other][:: 1 - 2 * self.global_rank]
+            return self.head(both[0](x).tanh() * both[1](x)).square().mean() + self.unused(x).square().mean()
         takes = {"never": 1, "by step": self.steps, "by rank": self.global_rank, "late": self.steps // 5}[self.kind]
         hidden = (self.other if takes % 2 else self.one)(x)
         return self.head(hidden.tanh()).square().mean()
@@ -105,6 +108,7 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
             "Ranks take different branches: rank 0 runs one, rank 1 runs other",
         ),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
+        *((stage, "order", {}, "Gradients come in different orders: where rank 0 has that of") for stage in STAGES[1:]),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
     ],
 )

@@ -159,7 +159,7 @@ class Zero(Engine):
         needs = [self._stage > 0 and needs_full_parameters(each, self._run) for each in optimizers]
         full = any(needs) and not several
         optimizer: Optimizer | None = Carrier(optimizers) if several else next(iter(optimizers), None)
-        rests = full or (optimizer is not None and rests_at_zero(optimizer))
+        rests = full or {rests_at_zero(each) for each in optimizers} == {True}
         facts = run_facts(self._module, self._run, optimizers, count_steps=self._effective.counts_steps)
         self._configure(deepspeed_config(self._fields, facts), optimizer)
         master, loaded = self._run.policy.master, self._values.loaded

@@ -165,7 +165,7 @@ def run(running: Running, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def begin_backward(running: Running) -> None:
-    """Let DeepSpeed see a backward pass that the user's code runs, inside of `run` too, as one after a forward."""
+    """Let DeepSpeed see a backward pass inside of `run`, also a second one, as one after a forward."""
     if not running.inside:
         return
     if running.stage > 0:
@@ -178,7 +178,7 @@ def backward(running: Running, loss: Tensor, **kwargs: Any) -> None:
     if running.inside:
         # DeepSpeed learns of a backward pass from the outputs of its forward, which do not exist yet.
         running.engine._running_engine_backward = True
-        running.engine._backward_prologue()
+        begin_backward(running)
     running.engine.backward(loss, scale_wrt_gas=False, **kwargs)
     end_backward(running)
 

@@ -1,6 +1,7 @@
 """Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero."""
 
-from collections.abc import Mapping, Set
+import hashlib
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from lightning_shard.engines.whole_steps import Shard
 from lightning_shard.engines.zero import layout
 from lightning_shard.engines.zero.running import Running, replaced_step
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.ranks import Ranks
 
 
 class Unstepped:
@@ -38,6 +40,7 @@ class Unstepped:
 
         ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
+        order = None if self.usage.settled else [fqn for fqn in self.usage.used if fqn not in self._together]
         before, self._unused = self._unused, self.usage.finish()
         if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
             self._unused = before
@@ -55,6 +58,21 @@ class Unstepped:
             )
         elif self._unused and not self._rests and not self._keeps:
             self._keep(running)
+        if running.stage > 1 and order is not None:
+            self._refuse_other_orders(order)
+
+    def _refuse_other_orders(self, order: Sequence[str]) -> None:
+        """ConfigurationError where gradients came in the ``order`` of names here, in another one on other ranks."""
+        ranks = Ranks.of()
+        digests = ranks.gather(hashlib.sha256(repr(order).encode()).digest())  # In place of thousands of names.
+        if other := [rank for rank, each in enumerate(digests) if each != digests[0]]:
+            orders = ranks.gather(order)
+            first = next(pair for pair in zip(orders[0], orders[other[0]], strict=False) if pair[0] != pair[1])
+            raise ConfigurationError(
+                f"Gradients come in different orders: where rank 0 has that of {first[0]}, rank {other[0]} has that of "
+                f"{first[1]}. Stages 2 and 3 reduce them as they come. Run the modules in one order on every rank, or "
+                "use shard_ddp or shard_deepspeed_stage_1."
+            )
 
     def _keep(self, running: Running) -> None:
         """Put the masters of what is never used back after each step, before DeepSpeed copies them."""
