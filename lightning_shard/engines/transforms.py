@@ -37,12 +37,6 @@ def checkpointed_modules(root: nn.Module, units: list[Unit], spec: Checkpointing
         return []
     if isinstance(spec, list):
         return of_classes(root, spec, "activation_checkpointing")
-    wrong = spec < 1 if isinstance(spec, int) else spec not in ("units", SELECTIVE)
-    if isinstance(spec, bool) or wrong:
-        raise WrappingError(
-            f"activation_checkpointing is {spec!r}, but must be 'units', 'selective', a list of class names, or n of "
-            "at least 1 for every n-th unit."
-        )
     modules = [m for unit in units for m in unit.modules]
     if not modules:
         raise WrappingError(
@@ -58,6 +52,10 @@ class ForwardOptions:
 
     activation_checkpointing: Checkpointing = None  # Whose forward runs again in backward; see the strategies.
     compile: bool = False  # Whether the units' forward is compiled.
+
+    def __post_init__(self) -> None:
+        if isinstance(every := self.activation_checkpointing, int) and every < 1:
+            raise WrappingError(f"activation_checkpointing is {every}, but n for every n-th unit must be 1 or more.")
 
     @property
     def recomputes(self) -> bool:

@@ -171,10 +171,8 @@ def policy_from(
     gradients are fp16, and dividing them by the scale in fp16 would lose again what the scale has saved.
     ``at_boundary``: accumulated gradients wait for one reduction (``accumulate_sync: boundary``).
 
-    PrecisionError: another string, with the list of those that run; or overrides that can't be.
+    ``precision`` is one of `PRECISIONS`, or `FLOAT8`. PrecisionError: overrides that can't be.
     """
-    if precision not in (*PRECISIONS, FLOAT8):
-        raise PrecisionError(f"precision is {precision!r}, which this strategy does not run. It runs {ALL}.")
     if float8 is not None and precision != FLOAT8:
         raise PrecisionError(f"float8 is set with precision {precision!r}, but goes with {FLOAT8!r} alone.")
     bits, form = precision.split("-")

@@ -13,6 +13,7 @@ import pytest
 from lightning_shard import PreemptionConfig, ShardDDPStrategy, ShardDeepSpeedStrategy, ShardFSDPStrategy, registry
 from lightning_shard.engines.settings import plain_settings
 from lightning_shard.engines.zero.config.fields import OptimizerOffload, Stage3Options, ZeroBuckets, ZeroPlusPlus
+from lightning_shard.errors import WrappingError
 from lightning_shard.mesh import MeshConfig
 from lightning_shard.strategies import strategy as strategy_module
 from lightning_shard.strategies.strategy import ShardStrategy
@@ -136,6 +137,11 @@ def test_deepspeeds_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     file.unlink()
     assert (strategy.policy, compared(strategy)) == before
     assert read == ["ds.json"]
+
+
+def test_every_zeroth_unit_is_refused_before_a_run() -> None:
+    with pytest.raises(WrappingError, match="activation_checkpointing is 0, but n for every n-th unit must be 1 or"):
+        ShardDDPStrategy(activation_checkpointing=0).engine_for()
 
 
 def test_the_base_stays_a_list_of_calls() -> None:
