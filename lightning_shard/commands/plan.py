@@ -102,8 +102,13 @@ class Plan:
 
 
 def parsed(arguments: Sequence[str]) -> Plan:
+    # The model is the first word, as those behind options are taken for their values.
     model = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options, rest = parser().parse_known_args(arguments if model is None else arguments[1:])
+    if model is None and rest and not rest[0].startswith("-"):
+        raise ConfigurationError(
+            f"{rest[0]} stands behind options: a model is the first word, as in plan {rest[0]} ..."
+        )
     check(options)
     refuse_to_replace(options.output, options.force)
     if model is not None:

@@ -21,7 +21,7 @@ from lightning_shard.planning.device_memory import DeviceMemory, Range, device_m
 from lightning_shard.planning.facts import OptimizerFacts, Training, facts_of
 from lightning_shard.planning.memory_trace import MEASURES, Segment, Step, Trace, batch_size_of, trace_step
 from lightning_shard.planning.predict import collectives, padding_note, start_points, step_points
-from lightning_shard.planning.report import FORMS, Row, show_range
+from lightning_shard.planning.report import FORMS, LARGEST_BATCH, Row, show_range
 from lightning_shard.planning.step_memory import Point, peak, with_averages
 from lightning_shard.planning.step_time import Rates, StepTime, step_time
 from lightning_shard.planning.traffic import Nodes
@@ -156,7 +156,6 @@ class Planner:
         return step_time(run.training, run.engine, run.at(batch), self.rates, compiled=compiled)
 
 
-LARGEST_BATCH = 2**20
 MOST_NODES = 4096
 MOST_TRACES = 8  # That are made to confirm a batch.
 

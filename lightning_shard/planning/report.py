@@ -18,6 +18,9 @@ from lightning_shard.text import columns, show_bytes, show_seconds
 FORMS: tuple[Checkpointing, ...] = (None, SELECTIVE, "units")
 """The activation checkpointing that is compared, in the order of what is computed again."""
 
+LARGEST_BATCH = 2**20
+"""From which on none is looked for."""
+
 ON_CPU = "on CPUs tensors alone are counted, offloaded ones too: Python and its libraries lie beside them"
 
 
@@ -81,8 +84,8 @@ def fit(row: Row, memory: int) -> str:
     lines.append((ON_CPU if row.cpu else columns(rows, numbers=True)) + "\n")
     if row.largest_batch is not None:
         sure, may = row.largest_batch
-        found = _sure_and(sure or "", f"up to {may:,} may fit" if may > sure else "", "none: not even 1 fits")
-        lines.append(f"largest batch per device: {found}")
+        found = _sure_and(sure or "", f"up to {may} may fit" if may > sure else "", "none: not even 1 fits")
+        lines.append(f"largest batch per device: {found}{' or more' * (sure == LARGEST_BATCH - 1)}")
     enough, maybe = ("" if each is None else f"{each.nodes} x {each.devices}" for each in row.fewest)
     found = _sure_and(enough, f"{maybe} may be enough" if maybe != enough else "", "no number of them is enough")
     lines.append(f"fewest devices for {'this batch' if row.traced else 'all but activations'}: {found}")

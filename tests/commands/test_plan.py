@@ -182,6 +182,7 @@ class Words(pl.LightningDataModule):
     ("arguments", "message"),
     [
         (["--nodes", "0"], "--nodes is 0, but must be 1 or more"),
+        (["transformers.LlamaConfig"], "transformers.LlamaConfig stands behind options: a model is the first word"),
         (["--efficiency", "2"], "--efficiency is 2"),
         (["--reserve", "90GB"], "--reserve leaves nothing"),
         (["--device-peak", "1e12", "--device-name", "H100"], "give one of them"),
