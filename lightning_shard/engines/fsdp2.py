@@ -41,6 +41,7 @@ from lightning_shard.errors import ConfigurationError, PrecisionError, WrappingE
 from lightning_shard.mesh import SHARD
 from lightning_shard.precision import casting
 from lightning_shard.precision.policy import PrecisionPolicy
+from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.flat import Accumulated
 from lightning_shard.tensors.names import named_parameters
 
@@ -210,6 +211,7 @@ class FSDP2Engine(StepsOwnParameters):
         self._written = WrittenInSteps(module)
         self._shards = [p for p in module.parameters() if isinstance(p, DTensor)]
         self._closing.callback(self._written.close)
+        self._begun = False
         self._same_units = SameUnits((n, m) for n, m in module.named_modules() if isinstance(m, FSDPModule))
         self._closing.callback(self._same_units.close)
 
@@ -235,14 +237,21 @@ class FSDP2Engine(StepsOwnParameters):
             self._closing.callback(self._usage.close)
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if any(map(hooks_of, self._shards)):
-            forward.gather_each(self._module)  # what is gathered for the first time is made
-            hook_gathered(self._module)
+        # What is gathered for the first time is made. One rank alone may have hooks, and all gather.
+        if not self._begun and any(Ranks.of().gather(any(map(hooks_of, self._shards)))):
+            forward.gather_each(self._module)
+        self._begun = True
+        self._hook_gathered()
         return self.evaluate(step, *args, **kwargs)
+
+    def _hook_gathered(self) -> None:
+        if any(map(hooks_of, self._shards)):
+            hook_gathered(self._module)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with casting.scalars_rounded(self._module, self._run.policy.compute):
+            # Ranks that run different units learn it before they meet in anything else.
+            with self._same_units.step(), casting.scalars_rounded(self._module, self._run.policy.compute):
                 output = step(*args, **kwargs)
             self._written.take_over()
             if self._usage is not None:
@@ -252,12 +261,13 @@ class FSDP2Engine(StepsOwnParameters):
         # A gradient that is taken inside of the step may be taken of again, for which the units have to be there.
         self._reshard_after_backward(False)
         try:
-            with explained(self.strategy), self._same_units.step():
+            with explained(self.strategy):
                 return forward.run(self._module, run, *args, **kwargs)
         finally:
             self._reshard_after_backward(True)
 
     def backward(self, loss: Tensor, call: Callable[[Tensor], None], *, overridden: bool, **kwargs: Any) -> None:
+        self._hook_gathered()
         if not self._run.automatic:
             # It starts inside the step, before FSDP saw the step's output.
             forward.hook_loss(self._module, loss)

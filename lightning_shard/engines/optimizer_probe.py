@@ -28,6 +28,9 @@ from lightning_shard.tensors.flat import has_tensors_inside
 _SHAPES = {0: (), 1: (18_432,), 2: (128, 144), 3: (32, 24, 24), 4: (16, 12, 12, 8)}
 _CUTS = (4_999, 11_111)
 _CPU = torch.device("cpu")
+_FEW = {0: (), 1: (96,), 2: (8, 12), 3: (4, 4, 6), 4: (4, 4, 3, 2)}
+"""What shows on few elements is not tried on many: Shampoo takes roots of a matrix of their number squared."""
+_FEW_CUTS = (32, 64)  # No part ends within a vector of a CPU's.
 _STEPS = 3
 
 _SHORT = 7
@@ -65,10 +68,14 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype, aligned: bool, alone: boo
         # Stage 3 has emptied the parameters that it sharded.
         shapes = [getattr(p, "ds_shape", p.shape) for p in group["params"] if p.requires_grad]
         for ndim in sorted({min(len(shape), max(_SHAPES)) for shape in shapes}):
-            sharded = any(isinstance(p, DTensor) for p in group["params"])
-            kind = (ndim, dtype, aligned, alone, sharded, *inner, *sorted(flags.items()))
+            placed = frozenset(p.placements for p in group["params"] if isinstance(p, DTensor))
+            kind = (ndim, dtype, aligned, alone, placed, *inner, *sorted(flags.items()))
             if kind not in known:
-                known[kind] = _try(optimizer, group, ndim, dtype, aligned, alone, device)
+                tried = partial(_try, optimizer, group, dtype=dtype, aligned=aligned, alone=alone, device=device)
+                full = False
+                with suppress(ConfigurationError):  # It is told of the many, if it is so there.
+                    full = tried(_FEW[ndim])
+                known[kind] = full or tried(_SHAPES[ndim])
             full_parameters |= known[kind]
     return full_parameters
 
@@ -80,13 +87,14 @@ _found: WeakKeyDictionary[type[Optimizer], dict[tuple[Any, ...], bool]] = WeakKe
 def _try(
     optimizer: Optimizer,
     group: Mapping[str, Any],
-    ndim: int,
+    shape: tuple[int, ...],
+    *,
     dtype: torch.dtype,
     aligned: bool,
     alone: bool,
     device: torch.device,
 ) -> bool:
-    name, shape = type(optimizer).__qualname__, _SHAPES[ndim]
+    name = type(optimizer).__qualname__
     device = next((p.device for p in group["params"] if not p.is_meta), device)
     generator = torch.Generator().manual_seed(0)
 
@@ -132,7 +140,7 @@ def _try(
                 "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
             )
         # The insides of a quantised state have other shapes than their parameter.
-        same = ndim == 0 or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients], exact=exact)
+        same = not shape or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients], exact=exact)
         if not insides and same and _takes_shards(step, group, dtype):
             return False
         if takes_closure:
@@ -176,7 +184,7 @@ def _same_in_parts(
 
     ``exact``: and some of its elements the same whether they are one tensor or many short ones.
     """
-    for begin, end in pairwise([0, *_CUTS, full.numel()]):
+    for begin, end in pairwise([0, *(_FEW_CUTS if full.numel() < _CUTS[0] else _CUTS), full.numel()]):
         try:
             own = [[gradient.view(-1)[begin:end]] for gradient in gradients]
             ((part,), _) = step([value.view(-1)[begin:end]], own)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_shard.engines.optimizer_probe import probe, rests_at_zero
@@ -133,6 +133,20 @@ def test_what_is_rounded_otherwise_needs_full_parameters_where_bits_count() -> N
     assert not probed(RoundsShort(parameters()), dtype=BF16)
 
 
+class Roots(optim.SGD):
+    """As Shampoo, whose matrices have a row and a column for each element of a vector."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            assert p.numel() < 1000, "its matrix is too large"
+            p -= torch.linalg.matrix_exp(torch.outer(p.grad.view(-1), p.grad.view(-1)) / p.numel()).sum(1).view_as(p)
+
+
+def test_what_shows_on_few_elements_is_not_tried_on_many() -> None:
+    assert probed(Roots(parameters()))
+
+
 class AsksForMany(optim.SGD):
     """Has no kernel for short tensors."""
 
@@ -214,6 +228,17 @@ def _probed_on_shards() -> list[bool]:
     mesh = init_device_mesh("cpu", (1,))
     shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters()]
     return [probed(make(shards)) for make in (optim.AdamW, optim.Rprop)]
+
+
+def _probed_by_placement() -> list[bool]:
+    mesh, full = init_device_mesh("cpu", (1,)), []
+    for placement in (Replicate(), Shard(0)):
+        full.append(probed(optim.Rprop([nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))])))
+    return full
+
+
+def test_what_one_placement_takes_another_may_refuse() -> None:
+    assert run_distributed(_probed_by_placement, 1) == [[False, True]]
 
 
 def test_an_elementwise_optimizer_whose_operators_dtensors_refuse_needs_full_parameters() -> None:

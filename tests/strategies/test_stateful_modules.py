@@ -94,6 +94,15 @@ class Hooked(Net):
             self.brief.remove()
 
 
+class HookedOnOneRank(Net):
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.first.weight.register_hook(lambda gradient: gradient.abs())
+
+
+KINDS = [Codebook, FrozenEveryOtherStep, Hooked, HookedOnOneRank]
+
+
 class Mapped(Net):
     """Runs its layers under torch.func's transforms."""
 
@@ -117,13 +126,17 @@ def _different(kind: Callable[[], Net], names: list[str], precision: str) -> lis
     return [f"{e} {n}" for e, values in found.items() for n in wanted if not torch.equal(values[n], wanted[n])]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [Codebook, FrozenEveryOtherStep, Hooked], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Codebook, FrozenEveryOtherStep, Hooked, HookedOnOneRank], ids=lambda kind: kind.__name__
+)
 def test_engines_agree_bitwise(kind: type[Net]) -> None:
     assert run_distributed(_different, 2, kind, NAMES, "32-true") == [[], []]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", [Codebook, FrozenEveryOtherStep, Hooked], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Codebook, FrozenEveryOtherStep, Hooked, HookedOnOneRank], ids=lambda kind: kind.__name__
+)
 def test_engines_agree_bitwise_in_bf16(kind: type[Net]) -> None:
     names = [*NAMES, "shard_fsdp_grad_op", "shard_fsdp_offload"]
     assert run_distributed(_different, 2, kind, names, "bf16-mixed") == [[], []]

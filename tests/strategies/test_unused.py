@@ -35,7 +35,12 @@ class Branches(pl.LightningModule):
         if self.kind == "order":
             both = [self.one, self.other][:: 1 - 2 * self.global_rank]
             return self.head(both[0](x).tanh() * both[1](x)).square().mean() + self.unused(x).square().mean()
-        takes = {"never": 1, "by step": self.steps, "by rank": self.global_rank, "late": self.steps // 5}[self.kind]
+        if self.kind == "times":
+            for _ in range(1 + self.global_rank):
+                x = self.unused(x)
+        takes = {"never": 1, "times": 1, "by step": self.steps, "by rank": self.global_rank, "late": self.steps // 5}[
+            self.kind
+        ]
         hidden = (self.other if takes % 2 else self.one)(x)
         return self.head(hidden.tanh()).square().mean()
 
@@ -109,6 +114,7 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
         ),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         *((stage, "order", {}, "Gradients come in different orders: where rank 0 has that of") for stage in STAGES[1:]),
+        (FSDP, "times", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs other, rank 1 runs unused"),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
     ],
 )
