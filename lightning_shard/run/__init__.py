@@ -20,7 +20,7 @@ from lightning_shard.run.ledger import FitLedger, RunLedger
 from lightning_shard.run.memory import Memory
 from lightning_shard.run.nonfinite import warn_of_nonfinite
 from lightning_shard.run.preemption import Preemption, RunIdentity
-from lightning_shard.run.processes import Processes, RunWatch, launch_of, next_run, nodes_started
+from lightning_shard.run.processes import Processes, RunWatch, device_of, launch_of, next_run, nodes_started
 from lightning_shard.run.takeover import (
     after_batches,
     begin_averaging,

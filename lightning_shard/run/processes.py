@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from lightning_shard.cluster.preflight import Place, compare, connect
 from lightning_shard.cluster.slurm import Launch, meeting_point, read_job
 from lightning_shard.cluster.traces import Progress
 from lightning_shard.cluster.watch import Watch
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.mesh import MeshConfig, build_mesh, data_parallel_coordinates, resolve_mesh
 from lightning_shard.ranks import forget_made_groups, set_timeout
 
@@ -139,6 +140,16 @@ def nodes_started(environment: ClusterEnvironment, environ: Mapping[str, str], n
         return nodes
     rank_zero_info(f"num_nodes is {size // devices}, as torchrun has started the processes, and not {nodes}.")
     return size // devices
+
+
+def device_of(devices: Sequence[torch.device], local_rank: int) -> torch.device:
+    """The device of a process; ConfigurationError: a launcher has started more on this node than the run has."""
+    if local_rank >= len(devices):
+        raise ConfigurationError(
+            f"a process with local rank {local_rank} was started, but devices is {len(devices)}. Set devices to the "
+            "number of processes that the launcher starts on a node (torchrun --nproc-per-node)."
+        )
+    return devices[local_rank]
 
 
 def launch_of(environment: ClusterEnvironment, *, nodes: int, devices: int, gpu: bool) -> Launch:

@@ -145,7 +145,7 @@ class ShardStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        return (self.parallel_devices or [])[self.local_rank]
+        return parts.device_of(self.parallel_devices or [], self.local_rank)
 
     @property
     def num_processes(self) -> int:

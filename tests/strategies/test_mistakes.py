@@ -64,3 +64,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(given: str, 
     with pytest.raises(ConfigurationError, match=f"ModelCheckpoint saves into .*runs, but {taken} is no folder"):
         trainer.fit(BoringModel())
     assert trainer.global_step == 0
+
+
+def test_a_launcher_that_starts_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"}
+    for name, value in {**started, "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="local rank 2 was started, but devices is 2"):
+        Trainer(strategy="shard_fsdp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
