@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_shard._lightning import callbacks, loaders
@@ -62,7 +63,7 @@ def run_of(
 
 
 def _set_up(trainer: Trainer, planned: PlannedRun, mesh: DeviceMesh) -> str:
-    parameters = list(trainer.lightning_module.parameters())
+    parameters = [p for p in trainer.lightning_module.parameters() if not is_lazy(p)]  # which engines refuse
     # What ZeRO-3 has sharded is empty; DTensors have their full size.
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters if not p.requires_grad)
@@ -121,7 +122,7 @@ def before_sharding(trainer: Trainer, module: LightningModule, layer_sync: Any) 
 
 def lay_out_parameters(module: LightningModule) -> None:
     """Lay out every parameter row by row: kernels round by the layout of their operands, and shards have no other."""
-    for parameter in (p for p in module.parameters() if p.layout == torch.strided):
+    for parameter in (p for p in module.parameters() if p.layout == torch.strided and not is_lazy(p)):
         # `is_contiguous` looks at no dim of size 1, and kernels do.
         if parameter.stride() != torch.empty(parameter.shape, device="meta").stride():
             parameter.data = parameter.data.contiguous().flatten().view(parameter.shape)

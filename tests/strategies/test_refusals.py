@@ -32,3 +32,16 @@ def test_a_module_that_is_compiled_as_a_whole_is_told_of_units(call: str) -> Non
         ConfigurationError, match=r"torch.compile\(BoringModel\(...\)\).*`compile: true` of the strategy"
     ):
         getattr(trainer, call)(compiled)
+
+
+class Lazy(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(2)
+
+
+@pytest.mark.parametrize("name", ["shard_fsdp", "shard_deepspeed_stage_1"])
+def test_lazy_parameters_are_refused_in_a_sentence(name: str) -> None:
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigurationError, match=r"uninitialized \(run a batch through the model in configure_model\)"):
+        trainer.fit(Lazy())
