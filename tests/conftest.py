@@ -92,6 +92,15 @@ def _named(value: object, nested: bool = False) -> str:
     return " ".join(text.replace(f"{ROOT}/", "").removeprefix("torch.").replace("\\", "").split())
 
 
+def _skip_off_device(items: list[pytest.Item]) -> None:
+    from tests.stand_in import NOT_ON_A_DEVICE
+
+    for item in items:
+        for part, reason in NOT_ON_A_DEVICE.items():
+            if part in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=f"not on a stand-in for a GPU: {reason}"))
+
+
 # Ahead of pytest's own deselection by `-m`, which would drop tests without a word about their group.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -113,6 +122,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+    if os.environ.get("TESTS_DEVICE"):
+        _skip_off_device(items)
     config.stash[_LEFT_OUT] = {group: (len(why), why[0]) for group, why in reasons.items()}
 
 

@@ -6,9 +6,11 @@ Importing this module imports what most calls use; it is done once, in the proce
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -37,6 +39,7 @@ from torch.distributed.tensor import debug as dtensor_debug
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import lightning_shard.strategies.deepspeed  # noqa: F401
+from tests import stand_in
 
 PR_SET_PDEATHSIG = 1
 
@@ -73,6 +76,8 @@ def main(connection: Connection, folder: Path, rank: int, environment: dict[str,
         faulthandler.enable()  # what a crash was in, into the log of the call
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         torch.set_num_threads(1)
+        if stand_in.chosen():
+            stand_in.install()
         connection.send_bytes(b"ready")
         # A seed that the test session had set when this process was started is no other test's.
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
@@ -96,7 +101,7 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
             warnings.simplefilter("always")
             try:
                 fn, args, kwargs = pickle.loads(call["payload"])
-                outcome = ("result", "returned", pickle.dumps(fn(*args, **kwargs)))
+                outcome = ("result", "returned", _pickled(fn(*args, **kwargs)))
             except BaseException as error:
                 outcome = ("error", type(error).__name__, _formatted(error), time.monotonic())
                 # Tell at once, ahead of cleaning up, which could wait for other ranks. What was printed is read then.
@@ -118,7 +123,7 @@ def _serve(connection: Connection, call: dict[str, Any]) -> None:
 def _process_group(call: dict[str, Any]) -> Iterator[None]:
     _seed()
     dist.init_process_group(
-        "gloo",
+        f"cpu:gloo,{stand_in.NAME}:{stand_in.NAME}" if stand_in.chosen() else "gloo",
         init_method=f"file://{call['rendezvous']}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -154,6 +159,18 @@ def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def _pickled(result: Any) -> bytes:
+    """With all tensors on the CPU: the test session has no other device."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    table = copyreg.dispatch_table.copy()
+    table[torch.Tensor] = lambda t: t.cpu().__reduce_ex__(2)
+    table[torch.nn.Parameter] = lambda t: t.cpu().__reduce_ex__(2)
+    pickler.dispatch_table = table
+    pickler.dump(result)
+    return file.getvalue()
 
 
 def _formatted(error: BaseException) -> str:

@@ -1,0 +1,103 @@
+"""What the stand-in for a GPU finds; these tests run on it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.engines.zero import engine, gradients, layout
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.strategies.fsdp import ShardFSDPStrategy
+from tests import stand_in
+from tests.harness import run_distributed
+from tests.models import TinyLM
+from tests.strategies.engines import NORM, differences
+from tests.strategies.regression import fit as fit_regression
+from tests.strategies.test_sharding_modules import WithAdapter
+from tests.strategies.zero import fit
+
+pytestmark = pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
+
+
+def _memory() -> None:
+    on_device, pinned = torch.arange(8.0, device=stand_in.NAME), torch.empty(8, pin_memory=True)
+    assert torch.empty(8, device=stand_in.NAME).isnan().all()
+    pinned.copy_(on_device, non_blocking=True)
+    assert pinned.isnan().all()
+    back = torch.empty(8, device=stand_in.NAME)
+    back.copy_(pinned, non_blocking=True)  # in the order of the stream
+    event: Any = torch.Event(stand_in.NAME)
+    event.record()
+    event.synchronize()
+    assert pinned.tolist() == on_device.tolist() == back.tolist()
+    for mixed in (torch.add, lambda a, b: torch.stack([a.sum(), b.sum()])):
+        with pytest.raises(RuntimeError, match=r"same device|two devices"):
+            mixed(on_device, torch.ones(8))
+
+
+def _freed_early(recorded: bool) -> list[float]:
+    """What another stream copies of memory that is freed meanwhile."""
+    freed, pinned = torch.ones(4, device=stand_in.NAME), torch.empty(4, pin_memory=True)
+    other = stand_in.Stream()
+    with other:
+        pinned.copy_(freed, non_blocking=True)
+    if recorded:
+        freed.record_stream(other)
+    del freed
+    other.synchronize()
+    values: list[float] = pinned.nan_to_num(-1).tolist()
+    return values
+
+
+def test_memory_and_copies() -> None:
+    run_distributed(_memory, 1)
+    assert run_distributed(_freed_early, 1, True) == [[1.0] * 4]
+    assert run_distributed(_freed_early, 1, False) == [[-1.0] * 4]
+
+
+def _without_waits(*arguments: Any) -> dict[str, Tensor]:
+    """A fit that reads offloaded gradients without waiting for them."""
+    places = [place for place in (engine, gradients, layout) if hasattr(place, "wait_for_gradients")]
+    waits = [place.wait_for_gradients for place in places]
+    try:
+        for place in places:
+            place.wait_for_gradients = lambda zero: None  # type: ignore[assignment]
+        parameters: dict[str, Tensor] = fit(*arguments)["parameters"]
+    finally:
+        for place, wait in zip(places, waits, strict=True):
+            place.wait_for_gradients = wait
+    return parameters
+
+
+def test_a_missing_wait_is_seen() -> None:
+    arguments = ("zero_2_offload", TinyLM, "bf16-mixed", {}, NORM)
+    waited = run_distributed(fit, 2, *arguments)[0]["parameters"]
+    assert differences(run_distributed(fit, 2, "zero_2", *arguments[1:])[0]["parameters"], waited) == {}
+    assert differences(run_distributed(_without_waits, 2, *arguments)[0], waited) != {}
+
+
+class OverLists(WithAdapter):
+    """Asks for a kernel over lists of tensors."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+
+
+def _mixed_group() -> tuple[bool, str]:
+    """What is left of the setting in the group after a fit, and what is said of one that can't be had."""
+    strategy = {"aligned": True, "ignored_modules": ["Adapter"]}
+    module = fit_regression(WithAdapter, ShardFSDPStrategy(**strategy))
+    with pytest.raises(ConfigurationError) as caught:
+        fit_regression(OverLists, ShardFSDPStrategy(**strategy))
+    return module.trainer.optimizers[0].param_groups[0]["foreach"] is None, str(caught.value)
+
+
+def test_a_group_of_shards_and_full_parameters() -> None:
+    """Optimizers of torch step lists of tensors on GPUs, and fail where some are DTensors and others are not."""
+    for kept, message in run_distributed(_mixed_group, 2):
+        assert kept
+        assert "foreach=True for a group with both shards and parameters" in message
+        assert "a group of their own" in message
