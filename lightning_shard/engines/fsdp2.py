@@ -31,7 +31,7 @@ from lightning_shard.engines.refusals import (
     refuse_new_groups,
     refuse_sharded,
 )
-from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0
+from lightning_shard.engines.replicated import average_gradients, broadcast_from_rank_0, step_apart_from_shards
 from lightning_shard.engines.transforms import ForwardOptions, find_transforms
 from lightning_shard.engines.units import Unit, UnitSpec, computes, find_units, ignored_parameters, unit_rules
 from lightning_shard.engines.usage import SameUnits, UnitUsage
@@ -221,6 +221,8 @@ class FSDP2Engine(StepsOwnParameters):
         for optimizer in optimizers:
             if needs_full_parameters(optimizer, self._run):
                 self._whole[id(optimizer)] = _whole_steps(optimizer, self._module, self._run)
+            elif self._ignored:
+                self._closing.callback(step_apart_from_shards(optimizer))
         self.steps_itself = bool(self._whole)
         full = [optimizer for optimizer in optimizers if id(optimizer) in self._whole]
         self._closing.callback(refuse_new_groups(full, self.strategy))

@@ -1,14 +1,17 @@
 """Tensors that are full on every rank: equal at the start, and reduced by plain all-reduces where no engine does."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.ranks import Ranks
 from lightning_shard.tensors.names import is_persistent
 
@@ -104,6 +107,43 @@ def _like(buffer: Any) -> Any:
     if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not buffer.numel() or buffer.is_sparse:
         return None
     return tuple(buffer.shape), buffer.dtype, buffer.device.type
+
+
+def step_apart_from_shards(optimizer: Optimizer) -> Callable[[], None]:
+    """Let an optimizer step groups of shards and full tensors tensor by tensor, until the result is called.
+
+    torch's kernels over lists of tensors, which its optimizers use on GPUs by default, take DTensors or plain tensors,
+    and no list of both. ConfigurationError: a group that asks for such a kernel.
+    """
+    before: list[tuple[dict[str, Any], Any]] = []
+
+    def ahead(stepped: Optimizer, *step: Any) -> None:
+        for group in stepped.param_groups:
+            if len({isinstance(p, DTensor) for p in group["params"]}) < 2:
+                continue
+            for name in ("foreach", "fused"):
+                if group.get(name):
+                    raise ConfigurationError(
+                        f"{type(stepped).__name__} has {name}=True for a group with both shards and parameters that "
+                        f"are full on every rank (of ignored_modules), but torch has no such kernel for both. Leave "
+                        f"out {name}, or give the optimizer the full ones in a group of their own."
+                    )
+            if "foreach" in group:
+                before.append((group, group["foreach"]))
+                group["foreach"] = False
+
+    def after(*step: Any) -> None:
+        while before:
+            group, asked = before.pop()
+            group["foreach"] = asked
+
+    ahead(optimizer)
+    after()
+    handles = [optimizer.register_step_pre_hook(ahead), optimizer.register_step_post_hook(after)]
+    closing = ExitStack()
+    for handle in handles:
+        closing.callback(handle.remove)
+    return closing.close
 
 
 @torch.no_grad()
