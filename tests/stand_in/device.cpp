@@ -14,6 +14,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -473,6 +474,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   auto d = input.device();
   return {to_device(i, d), to_device(w, d), to_device(b, d)};
 }
+// Its running statistics are written, which its schema does not say.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  launch();
+  auto on_host = [](const std::optional<at::Tensor>& t) {
+    return t && t->defined() ? std::optional<at::Tensor>(host(*t)) : std::nullopt;
+  };
+  auto [output, saved_mean, saved_variance] = at::native_batch_norm(
+      host(input), on_host(weight), on_host(bias), on_host(mean), on_host(variance), training, momentum, eps);
+  auto d = input.device();
+  return {to_device(output, d), to_device(saved_mean, d), to_device(saved_variance, d)};
+}
 int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
                    std::optional<double>, bool) { return 0; }  // math
 
@@ -491,6 +506,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", compatible);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("native_batch_norm", batch_norm);
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
