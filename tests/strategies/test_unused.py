@@ -27,6 +27,8 @@ class Branches(pl.LightningModule):
         torch.manual_seed(0)
         self.kind, self.steps = kind, 0
         self.one, self.other, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 2)
+        if kind == "sizes":
+            self.other.bias = None
         self.unused = nn.Linear(4, 4)
         self.found: dict[str, Tensor | None] = {}
 
@@ -38,9 +40,15 @@ class Branches(pl.LightningModule):
         if self.kind == "times":
             for _ in range(1 + self.global_rank):
                 x = self.unused(x)
-        takes = {"never": 1, "times": 1, "by step": self.steps, "by rank": self.global_rank, "late": self.steps // 5}[
-            self.kind
-        ]
+        rank = self.global_rank
+        takes = {
+            "never": 1,
+            "times": 1,
+            "by step": self.steps,
+            "by rank": rank,
+            "sizes": rank,
+            "late": self.steps // 5,
+        }[self.kind]
         hidden = (self.other if takes % 2 else self.one)(x)
         return self.head(hidden.tanh()).square().mean()
 
@@ -104,7 +112,10 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "kind", "settings", "said"),
     [
-        (STAGES[0], "by step", {}, "Ranks, or steps, use different parameters"),
+        (STAGES[0], "by step", {}, "In this one not all use: one.bias, one.weight, other.bias, other.weight"),
+        *((stage, "sizes", {}, "In this one not all use: one.bias, one.weight, other.weight") for stage in STAGES[:2]),
+        (STAGES[2], "sizes", {}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
+        (STAGES[2], "times", {}, "Ranks take different branches: rank 0 runs other, rank 1 runs unused"),
         (STAGES[1], "by rank", {}, "Ranks, or steps, use different parameters"),
         (
             STAGES[2],
@@ -113,7 +124,8 @@ def _refused(name: str, kind: str, **settings: Any) -> str:
             "Ranks take different branches: rank 0 runs one, rank 1 runs other",
         ),
         (FSDP, "by rank", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
-        *((stage, "order", {}, "Gradients come in different orders: where rank 0 has that of") for stage in STAGES[1:]),
+        (STAGES[1], "order", {}, "Gradients come in different orders: where rank 0 has that of"),
+        (STAGES[2], "order", {}, "Ranks take different branches: rank 0 runs one, rank 1 runs other"),
         (FSDP, "times", {"units": ["Linear"]}, "Ranks take different branches: rank 0 runs other, rank 1 runs unused"),
         (FSDP, "late", {}, "uses other parameters than the first 3: one.bias, one.weight, other.bias, other.weight"),
     ],

@@ -195,7 +195,7 @@ class Zero(Engine):
         if self._run.automatic:
             # In manual optimization each backward pass is over a part of the model.
             together = layout.in_leaf_modules(self._module)
-            self._unstepped = Unstepped(self._trainable, rests=rests, together=together)
+            self._unstepped = Unstepped(running, self._trainable, rests=rests, together=together)
             self._closing.callback(self._unstepped.close)
             shards = [self._unstepped.with_gradients(shard) for shard in shards]
         group, device = self._run.mesh[SHARD].get_group(), self._run.device

@@ -121,14 +121,17 @@ def in_leaf_modules(module: nn.Module) -> set[str]:
 
 
 def gathered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """FQN and module of those that stage 3 gathers for: leaf modules, and others whose parameters do not all stay."""
+    """FQN and module of those that stage 3 gathers for: leaf modules, and others with parameters.
+
+    Small ones stay once they are gathered, which the first step does.
+    """
     from deepspeed.utils import z3_leaf_module
 
     inside = in_leaf_modules(module)
     found = []
     for fqn, part in unwrapped_modules(module):
-        own = {f"{fqn}.{name}".lstrip("."): p for name, p in part.named_parameters(recurse=False)}
-        if z3_leaf_module(part) or any(n not in inside and not getattr(p, "ds_persist", False) for n, p in own.items()):
+        own = {f"{fqn}.{name}".lstrip(".") for name, _ in part.named_parameters(recurse=False)}
+        if z3_leaf_module(part) or own - inside:
             found.append((fqn, part))
     return found
 

@@ -1,7 +1,7 @@
 """Parameters that no rank uses in a step: torch's DDP leaves them, DeepSpeed steps them with gradients of zero."""
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_shard.ranks import Ranks
 class Unstepped:
     """All ranks make it and call its methods, in one order."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
+    def __init__(self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
         """Begin to look at a fit, whose trainable ``parameters`` are given by FQN.
 
         ``rests``: gradients of zero change nothing, or are left out (`with_gradients`). ``together``: FQNs of those
@@ -34,13 +34,20 @@ class Unstepped:
         self._closing = ExitStack()
         for fqn, parameter in parameters.items():
             self._closing.callback(self.usage.watch(fqn, parameter))
+        # Without it all gradients are reduced, zeros where there is none.
+        if reduce := getattr(running.zero, "independent_gradient_partition_epilogue", None):
+
+            def reduce_equal() -> None:
+                self.compare(running.stage)
+                reduce()
+
+            running.zero.independent_gradient_partition_epilogue = reduce_equal
 
     def finish(self, running: Running) -> None:
         """End a step whose gradients are reduced.
 
         ConfigurationError: ranks, or steps, use different parameters, which flat partitions can't follow.
         """
-        order = None if self.usage.settled else [fqn for fqn in self.usage.used if fqn not in self._together]
         before, self._unused = self._unused, self.usage.finish()
         if self._unused == self._parameters.keys():  # no backward pass has run: nothing is stepped
             self._unused = before
@@ -51,28 +58,33 @@ class Unstepped:
             for fqn in self._unused:
                 self._parameters[fqn].grad = None
         elif varies or not self.usage.partly - self._unused <= self._together:
-            raise ConfigurationError(
-                "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with "
-                f"one count of steps. In this one not all use: {', '.join(sorted(self.usage.partly)) or '-'}. "
-                "Use shard_fsdp, or shard_ddp with find_unused_parameters: true."
-            )
+            raise _differ(self.usage.partly | (before ^ self._unused if varies else frozenset()))
         elif self._unused and not self._rests and not self._keeps:
             self._keep(running)
-        if running.stage > 1 and order is not None:
-            self._refuse_other_orders(order)
 
-    def _refuse_other_orders(self, order: Sequence[str]) -> None:
-        """ConfigurationError where gradients came in the ``order`` of names here, in another one on other ranks."""
-        ranks = Ranks.of()
-        digests = ranks.gather(hashlib.sha256(repr(order).encode()).digest())  # In place of thousands of names.
-        if other := [rank for rank, each in enumerate(digests) if each != digests[0]]:
-            orders = ranks.gather(order)
-            first = next(pair for pair in zip(orders[0], orders[other[0]], strict=False) if pair[0] != pair[1])
-            raise ConfigurationError(
-                f"Gradients come in different orders: where rank 0 has that of {first[0]}, rank {other[0]} has that of "
-                f"{first[1]}. Stages 2 and 3 reduce them as they come. Run the modules in one order on every rank, or "
-                "use shard_ddp or shard_deepspeed_stage_1."
-            )
+    def compare(self, stage: int) -> None:
+        """Let ranks tell each other what they have used, ahead of a reduction that pairs it by its place.
+
+        ConfigurationError: they have used different parameters; in stages 2 and 3, which reduce gradients as they
+        come, also in different orders.
+        """
+        if self.usage.settled:
+            return
+        came = [fqn for fqn in self.usage.used if fqn not in self._together]
+        own, ranks = came if stage > 1 else sorted(came), Ranks.of()
+        digests = ranks.gather(hashlib.sha256(repr(own).encode()).digest())  # In place of thousands of names.
+        other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+        if other is None:
+            return
+        orders = ranks.gather(own)
+        if partly := set().union(*orders).difference(set(orders[0]).intersection(*orders)):
+            raise _differ(partly)
+        first, there = next(pair for pair in zip(orders[0], orders[other], strict=True) if pair[0] != pair[1])
+        raise ConfigurationError(
+            f"Gradients come in different orders: where rank 0 has that of {first}, rank {other} has that of {there}. "
+            "Stages 2 and 3 reduce them as they come. Run the modules in one order on every rank, or use shard_ddp or "
+            "shard_deepspeed_stage_1."
+        )
 
     def _keep(self, running: Running) -> None:
         """Put the masters of what is never used back after each step, before DeepSpeed copies them."""
@@ -101,3 +113,11 @@ class Unstepped:
 
     def close(self) -> None:
         self._closing.close()
+
+
+def _differ(names: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(
+        "Ranks, or steps, use different parameters, but DeepSpeed steps them together, as flat partitions with one "
+        f"count of steps. In this one not all use: {', '.join(sorted(names))}. Use shard_fsdp, or shard_ddp with "
+        "find_unused_parameters: true."
+    )
