@@ -69,10 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    # DeepSpeed's logger writes to what is stdout when it is imported.
-    with contextlib.redirect_stdout(sys.stderr):
-        text = parsed(arguments).text
-    print(text)
+    print(parsed(arguments).text)
     return 0
 
 
@@ -116,7 +113,9 @@ def parsed(arguments: Sequence[str]) -> Plan:
     measured = None if options.links is None else read_links(options.links)
     if options.picture is not None:
         report.require_matplotlib()
-    return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
+    # DeepSpeed's logger writes to what is stdout when it is imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        return plan(options, plan_inputs.read(rest, nodes=options.nodes, devices=options.devices), measured)
 
 
 def _hugging_face(model: str, options: argparse.Namespace) -> list[str]:

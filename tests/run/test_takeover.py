@@ -63,6 +63,8 @@ def test_a_save_after_an_error_raises_no_other(devices: int, reason: str, tmp_pa
     with pytest.raises(AttributeError, match="model is attached"):
         callback.on_exception(trainer, TinyLM(), ValueError())
     let_errors_through(replacements, trainer)
+    callback.on_exception(trainer, TinyLM(), ValueError())  # ahead of the first step there is nothing to save
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
     with pytest.warns(UserWarning, match=f"OnExceptionCheckpoint saved nothing after ValueError: .*{reason}"):
         callback.on_exception(trainer, TinyLM(), ValueError())
     replacements.restore()
