@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_shard import ConfigurationError, ShardFSDPStrategy
+from lightning_shard._lightning import processes
 from lightning_shard.callbacks import ProfilerCallback, RunPageCallback, ThroughputCallback
 from tests.harness import ROOT
 
@@ -72,3 +73,4 @@ def test_a_launcher_that_starts_more_processes_than_devices(monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="local rank 2 was started, but devices is 2"):
         Trainer(strategy="shard_fsdp", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
+    processes.set_rank(0)  # else Lightning's warnings of rank 0 are none in later tests
