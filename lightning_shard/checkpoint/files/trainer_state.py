@@ -15,11 +15,13 @@ import os
 import pickletools
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -34,11 +36,13 @@ _MOST_BYTES = 1 << 24  # of a tensor that repeats its values
 
 
 def encode_trainer_state(state: Mapping[str, Any]) -> bytes:
-    """The bytes of ``trainer.pt`` for ``state``.
+    """The bytes of ``trainer.pt`` for ``state``; numpy's numbers become Python's.
 
     Raises CheckpointError naming the keys and the type of what could not be loaded with ``weights_only=True``.
     """
     data, problem = _encode(dict(state))
+    if problem is not None:
+        data, problem = _encode(state := _plain_numbers(dict(state)))
     if problem is None:
         return data
     offenders = list(_offenders(state, ""))[:5] or [f"{problem}"]
@@ -120,6 +124,15 @@ def _encode(value: Any) -> tuple[bytes, str | None]:
         return b"", first_line(error)
     # Of a DTensor only rank 0's shard would be written.
     return buffer.getvalue(), "a DTensor" if any(isinstance(part, DTensor) for part in parts(value)) else None
+
+
+def _plain_numbers(value: Any) -> Any:
+    """``value`` with Python's numbers in the place of numpy's, which ``weights_only=True`` does not load."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((_plain_numbers(key), _plain_numbers(part)) for key, part in value.items())
+    return type(value)(map(_plain_numbers, value)) if type(value) in (list, tuple, set) else value
 
 
 def _offenders(value: Any, path: str) -> Iterator[str]:

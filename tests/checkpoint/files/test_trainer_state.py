@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,3 +67,13 @@ def test_compressed_state_is_refused(tmp_path):
     forge(path, "trainer.pt", (tmp_path / "packed").read_bytes())
     with pytest.raises(CheckpointCorruptError, match=r"trainer\.pt is compressed"):
         trainer_state(path)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """A callback's best score is often the mean of a list; it was refused at the first save."""
+    state = {"callbacks": {"best": np.mean([1.0, 2.0]), "at": [np.int64(3), (np.float32(0.5), np.bool_(True))]}}
+    read = torch.load(io.BytesIO(encode_trainer_state(state)), weights_only=True)
+    assert read == {"callbacks": {"best": 1.5, "at": [3, (0.5, True)]}}
+    assert type(read["callbacks"]["best"]) is float
+    with pytest.raises(CheckpointError, match=r"callbacks/losses: numpy\.ndarray"):
+        encode_trainer_state({"callbacks": {"losses": np.ones(3), "best": np.float64(1)}})
