@@ -72,5 +72,5 @@ def same_everywhere(
             assert torch.equal(run["parameters"][name], value), (rank, strategy, name)
         assert run["notes"] == first["notes"], (rank, strategy)
         assert run["metrics"] == first["metrics"], (rank, strategy)
-    assert len({run[strategies[0]]["batches"] for run in runs}) == ranks
+    assert len({repr(run[strategies[0]]["batches"]) for run in runs}) == ranks
     return first
