@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_shard.engines.zero import engine, gradients, layout
-from lightning_shard.errors import ConfigurationError
-from lightning_shard.strategies.fsdp import ShardFSDPStrategy
 from tests import stand_in
 from tests.harness import run_distributed
 from tests.models import TinyLM
 from tests.strategies.engines import NORM, differences
-from tests.strategies.regression import fit as fit_regression
-from tests.strategies.test_sharding_modules import WithAdapter
 from tests.strategies.zero import fit
 
 pytestmark = pytest.mark.skipif(not stand_in.chosen(), reason="set TESTS_DEVICE=stand_in")
@@ -77,27 +73,3 @@ def test_a_missing_wait_is_seen() -> None:
     waited = run_distributed(fit, 2, *arguments)[0]["parameters"]
     assert differences(run_distributed(fit, 2, "zero_2", *arguments[1:])[0]["parameters"], waited) == {}
     assert differences(run_distributed(_without_waits, 2, *arguments)[0], waited) != {}
-
-
-class OverLists(WithAdapter):
-    """Asks for a kernel over lists of tensors."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
-
-
-def _mixed_group() -> tuple[bool, str]:
-    """What is left of the setting in the group after a fit, and what is said of one that can't be had."""
-    strategy = {"aligned": True, "ignored_modules": ["Adapter"]}
-    module = fit_regression(WithAdapter, ShardFSDPStrategy(**strategy))
-    with pytest.raises(ConfigurationError) as caught:
-        fit_regression(OverLists, ShardFSDPStrategy(**strategy))
-    return module.trainer.optimizers[0].param_groups[0]["foreach"] is None, str(caught.value)
-
-
-def test_a_group_of_shards_and_full_parameters() -> None:
-    """Optimizers of torch step lists of tensors on GPUs, and fail where some are DTensors and others are not."""
-    for kept, message in run_distributed(_mixed_group, 2):
-        assert kept
-        assert "foreach=True for a group with both shards and parameters" in message
-        assert "a group of their own" in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -356,3 +357,33 @@ def _check_shards_itself() -> None:
 @pytest.mark.matrix
 def test_a_module_that_shards_itself_in_configure_model() -> None:
     run_distributed(_check_shards_itself, 2)
+
+
+class OverLists(WithAdapter):
+    """Asks for a kernel over lists of tensors, or leaves it to torch, and notes what a step was made with."""
+
+    def __init__(self, foreach: bool | None = None) -> None:
+        super().__init__()
+        self.foreach, self.stepped = foreach, set[bool | None]()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=self.foreach)
+        optimizer.register_step_post_hook(lambda o, *step: self.stepped.add(o.param_groups[0]["foreach"]))
+        return optimizer
+
+
+def _mixed_group() -> tuple[set[bool | None], bool | None, str]:
+    """What the steps of a group of shards and full parameters had for foreach, what is left of it, and a refusal."""
+    strategy: dict[str, Any] = {"aligned": True, "ignored_modules": ["Adapter"]}
+    module = fit(OverLists, ShardFSDPStrategy(**strategy))
+    with pytest.raises(ConfigurationError) as caught:
+        fit(partial(OverLists, True), ShardFSDPStrategy(**strategy))
+    return module.stepped, module.trainer.optimizers[0].param_groups[0]["foreach"], str(caught.value)
+
+
+def test_a_group_of_shards_and_full_parameters() -> None:
+    """On GPUs torch's optimizers step lists of tensors, and fail where some are DTensors and others are not."""
+    for stepped, left, message in run_distributed(_mixed_group, 2):
+        assert (stepped, left) == ({False}, None)
+        assert "foreach=True for a group with both shards and parameters" in message
+        assert "a group of their own" in message
