@@ -231,7 +231,7 @@ class _Pool:
         while time.monotonic() < deadline and not all(files[rank].stat().st_size for rank in asked):
             time.sleep(0.1)
         time.sleep(0.5)  # the rest of them
-        return {rank: _tail(path, 200) for rank, path in files.items()}
+        return {rank: _tail(path, 200) or _state(self.processes[rank].pid) for rank, path in files.items()}
 
     def _report(self, name: str, timeout: float, outcomes: dict[int, tuple[Any, ...]], folder: Path) -> str:
         # What raised or died comes before what waited for it, and a lost connection after its cause.
@@ -311,6 +311,22 @@ def until(condition: Callable[[], object], seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.02)
+
+
+def _state(pid: int | None) -> str:
+    """Where each thread of a process that writes no stacks is, as the kernel sees it, and the machine's memory."""
+    lines = ["no Python stacks were written; thread, state, what it waits for in the kernel:"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        name, state, place = (_read(task / file) for file in ("comm", "stat", "wchan"))
+        lines.append(f"    {name} {state.rpartition(')')[2].split()[:1]} {place}")
+    return "\n".join([*lines, *_read(Path("/proc/meminfo")).splitlines()[:3]])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        return str(error)
 
 
 def _tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:

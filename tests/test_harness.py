@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -139,6 +140,18 @@ def test_a_hang_shows_stacks_and_the_next_call_works() -> None:
     assert caught.value.failed == {1: "did not end"}
     assert "in _one_rank_hangs" in str(caught.value)
     assert [result["total"] for result in run_distributed(_identity, 2, 0)] == [1, 1]
+
+
+def _one_rank_is_stopped() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_writes_no_stacks_is_shown_as_the_kernel_sees_it() -> None:
+    with pytest.raises(DistributedError) as caught:
+        run_distributed(_one_rank_is_stopped, 2, timeout=2)
+    assert "no Python stacks were written" in str(caught.value)
+    assert "['T']" in str(caught.value)
 
 
 def _unpicklable() -> object:
