@@ -82,9 +82,36 @@ class InLeaf(Branches):
         return self.head(self.experts(self.stem(x), self.global_rank).tanh()).square().mean()
 
 
+class ByHand(Branches):
+    """One optimizer or two, stepped in manual optimization; gradients of two steps add up where they are two."""
+
+    def __init__(self, kind: str, optimizers: int) -> None:
+        super().__init__(kind)
+        self.automatic_optimization, self.count = False, optimizers
+
+    def training_step(self, x: Tensor, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(x, batch_idx))
+        optimizers = self.optimizers()
+        for each in optimizers if isinstance(optimizers, list) else [optimizers]:
+            each.step()
+            if self.count == 1 or batch_idx % 2:
+                each.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parts = [[self.head, self.unused, self.one], [self.other]] if self.count == 2 else [[self]]
+        return [torch.optim.AdamW(nn.ModuleList(part).parameters(), lr=0.1, weight_decay=0.1) for part in parts]
+
+
+def _built(kind: str | None) -> Branches:
+    if kind is None:
+        return InLeaf()
+    by_hand = {"never, by hand": ("never", 1), "by step, two by hand": ("by step", 2)}
+    return ByHand(*by_hand[kind]) if kind in by_hand else Branches(kind)
+
+
 def _fit(name: str, kind: str | None, precision: str = "32-true", **settings: Any) -> dict[str, Tensor | None]:
     pl.seed_everything(1, verbose=False)
-    module = InLeaf() if kind is None else Branches(kind)
+    module = _built(kind)
     trainer = quiet_trainer(strategy=build(name, **settings), max_steps=6, precision=precision)
     trainer.fit(module, DataLoader(torch.randn(64, 4), 4))
     return module.found
@@ -92,13 +119,22 @@ def _fit(name: str, kind: str | None, precision: str = "32-true", **settings: An
 
 def _different(names: list[str], kind: str, precision: str) -> dict[str, list[str]]:
     wanted = _fit("shard_ddp_aligned", kind, precision, find_unused_parameters=True)
-    assert torch.equal(wanted["unused.weight"], Branches(kind).unused.weight), "weight decay"
+    assert torch.equal(wanted["unused.weight"], _built(kind).unused.weight), "weight decay"
     found = {name: _fit(name, kind, precision) for name in names}
     return {n: wrong for n, one in found.items() if (wrong := [f for f in one if not torch.equal(one[f], wanted[f])])}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize(("kind", "names"), [("never", [FSDP, *STAGES]), ("by step", [FSDP]), ("by rank", [FSDP])])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("never", [FSDP, *STAGES]),
+        ("by step", [FSDP]),
+        ("by rank", [FSDP]),
+        pytest.param("never, by hand", [FSDP, *STAGES], marks=pytest.mark.matrix),
+        pytest.param("by step, two by hand", [FSDP, *STAGES], marks=pytest.mark.matrix),
+    ],
+)
 def test_what_no_rank_uses_is_not_stepped(kind: str, names: list[str], precision: str) -> None:
     assert run_distributed(_different, 2, names, kind, precision) == [{}, {}]
 

@@ -192,15 +192,15 @@ class Zero(Engine):
         """``step`` is that of an optimizer on full parameters; ``rests``: see `Unstepped`."""
         assert running.optimizer is not None
         shards = layout.steps(running.zero, running.groups)
-        if self._run.automatic:
-            # In manual optimization each backward pass is over a part of the model.
-            together = layout.in_leaf_modules(self._module)
-            self._unstepped = Unstepped(running, self._trainable, rests=rests, together=together)
-            self._closing.callback(self._unstepped.close)
-            shards = [self._unstepped.with_gradients(shard) for shard in shards]
+        several, together = len(self._optimizers) > 1, layout.in_leaf_modules(self._module)
+        unstepped = Unstepped(running, self._trainable, rests=rests, together=together, always=several)
+        self._unstepped = unstepped
+        self._closing.callback(unstepped.close)
         group, device = self._run.mesh[SHARD].get_group(), self._run.device
-        if len(self._optimizers) > 1:
-            return SeveralOptimizers(running, self._optimizers, self._names, group=group, device=device)
+        if several:
+            taken, names = unstepped.taken, self._names
+            return SeveralOptimizers(running, self._optimizers, names, taken=taken, group=group, device=device)
+        shards = [unstepped.with_gradients(shard) for shard in shards]
         self._optimizers, own = [running.optimizer], running.optimizer
         return OneOptimizer(
             running, None if step is None else WholeSteps(own, shards, step=step, group=group, device=device)
@@ -332,7 +332,11 @@ class Zero(Engine):
     def finish_gradients(self) -> None:
         with self._run.watch():
             self._stepping.collect()
-        if self._unstepped is not None:
+        if self._run.automatic:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        if self._unstepped is not None and len(self._optimizers) == 1:
             self._unstepped.finish(self._started)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], DeviceMesh | None]:
@@ -346,6 +350,9 @@ class Zero(Engine):
 
     def step(self, optimizer: Optimizer, *, skip: bool, **kwargs: Any) -> None:
         self._take_over()
+        if not self._run.automatic:
+            # Each backward pass is over a part of the model.
+            self._finish_step()
         with self._uses.paused():
             self._stepping.step(optimizer, skip=skip, **kwargs)
         if self._written is not None:

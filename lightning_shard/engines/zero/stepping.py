@@ -6,7 +6,7 @@ accumulation boundary and kept by parameter, as ``parameter.grad`` is; the user'
 their owners (`WholeSteps`), and DeepSpeed then casts and gathers what they wrote.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -98,14 +98,16 @@ class SeveralOptimizers:
         optimizers: Sequence[Optimizer],
         names: Mapping[Tensor, str],
         *,
+        taken: Callable[[], Set[str]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         """Give each of the user's ``optimizers`` its shards; ``group`` are the ranks that shard the parameters.
 
-        DeepSpeed was ``started`` over a `Carrier` of them, with stages 1 to 3.
+        DeepSpeed was ``started`` over a `Carrier` of them, with stages 1 to 3. ``taken`` gives the FQNs of what
+        backward passes have used since it was called before: of others DeepSpeed has gradients of zero.
         """
-        self._running = started
+        self._running, self._taken = started, taken
         self._held: dict[str, Tensor] = {}
         """FQN to this rank's shard of a reduced gradient, until its optimizer's ``zero_grad``."""
         self._members = {m.fqn: m for flat in started.groups for m in flat.members if m.stepped}
@@ -145,8 +147,9 @@ class SeveralOptimizers:
         if not self._running.pending:
             return
         running.finish_accumulation(self._running)
+        used = self._taken()
         for shard in layout.steps(self._running.zero, self._running.groups):
-            if (gradient := shard.gradient()) is not None:
+            if shard.fqn in used and (gradient := shard.gradient()) is not None:
                 held = self._held.get(shard.fqn)
                 # The zeros of a group without any gradient are in the compute dtype in stage 3.
                 gradient = gradient.to(shard.value().dtype, copy=held is None)

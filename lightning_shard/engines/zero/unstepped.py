@@ -20,14 +20,17 @@ from lightning_shard.ranks import Ranks
 class Unstepped:
     """All ranks make it and call its methods, in one order."""
 
-    def __init__(self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str]) -> None:
+    def __init__(
+        self, running: Running, parameters: Mapping[str, Tensor], *, rests: bool, together: Set[str], always: bool
+    ) -> None:
         """Begin to look at a fit, whose trainable ``parameters`` are given by FQN.
 
         ``rests``: gradients of zero change nothing, or are left out (`with_gradients`). ``together``: FQNs of those
-        that ranks may use or not: stage 3 gathers and reduces a leaf module whole.
+        that ranks may use or not: stage 3 gathers and reduces a leaf module whole. ``always``: steps use different
+        parameters, and ranks compare each.
         """
         self._parameters, self._rests, self._together = parameters, rests, together
-        self.usage = Usage(parameters)
+        self.usage = Usage(parameters, always=always)
         self._unused: Set[str] = frozenset()
         self._keeps = False
         self._steps = 0
@@ -35,7 +38,8 @@ class Unstepped:
         for fqn, parameter in parameters.items():
             self._closing.callback(self.usage.watch(fqn, parameter))
         # Without it all gradients are reduced, zeros where there is none.
-        if reduce := getattr(running.zero, "independent_gradient_partition_epilogue", None):
+        self._compares = reduce = getattr(running.zero, "independent_gradient_partition_epilogue", None)
+        if reduce:
 
             def reduce_equal() -> None:
                 self.compare(running.stage)
@@ -61,6 +65,14 @@ class Unstepped:
             raise _differ(self.usage.partly | (before ^ self._unused if varies else frozenset()))
         elif self._unused and not self._rests and not self._keeps:
             self._keep(running)
+
+    def taken(self) -> Set[str]:
+        """What backward passes have used since the last call, the same on all ranks, which compare it."""
+        if not self._compares:
+            self.compare(stage=1)
+        used = {*self.usage.used, *self._together}
+        self.usage.used.clear()
+        return used
 
     def compare(self, stage: int) -> None:
         """Let ranks tell each other what they have used, ahead of a reduction that pairs it by its place.
