@@ -33,7 +33,7 @@ from lightning_shard.checkpoint.files.manifest import (
 from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
-from lightning_shard.checkpoint.matching import LoadReport, match
+from lightning_shard.checkpoint.matching import LoadReport, Match, match
 from lightning_shard.checkpoint.optimizer_state import live_tensors, load_extra_state, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.errors import CheckpointCorruptError
@@ -159,22 +159,12 @@ def load_training_state(
         wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
-        live = {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
-        aliases = {
-            p + alias: p + fqn for p, known in wanted.items() for alias, fqn in names.aliases.items() if fqn in known
-        }
-        stored = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(tuple(wanted))}
-        tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
-        homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
-        matched = match(_shapes(live), aliases, stored, {a: home for a, home in homes.items() if home in stored})
-        left_out = {layout.MODEL_PREFIX + fqn for fqn in found.facts.frozen} if strict else set()
-        matched.missing[:] = [key for key in matched.missing if key not in left_out]
-        matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
+        matched = _matched(found, names, wanted, strict=strict)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, matched, configured=configured)
         report = matched.judge(checkpoint.path, strict)
         report = replace(report, overridden=tuple(plan.overridden), averages=len(wanted) > 1)
-        targets = []
+        live, targets = _joined(wanted), []
         for key, source in matched.sources.items():
             average = layout.AVERAGE_PREFIX + source.removeprefix(layout.MODEL_PREFIX)
             targets.append((average if averaged and average in found.tensors else source, live[key]))
@@ -182,14 +172,7 @@ def load_training_state(
 
     names, tensors, plan, report = ranks.agree(f"opening {checkpoint.path}", prepare)
     if strict and found.facts.frozen:
-        base = live_tensors(names, masters)
-        here = digests({fqn: base[fqn] for fqn in found.facts.frozen if fqn in base})
-        if other := [fqn for fqn, digest in found.facts.frozen.items() if here.get(fqn) != digest]:
-            raise errors.CheckpointMismatchError(
-                f"{checkpoint.path} was saved without its frozen weights (save_frozen: false), and here are others of "
-                f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
-                "strict_loading=False goes on from those that are here."
-            )
+        _check_frozen(checkpoint, live_tensors(names, masters))
 
     def fill(targets: Iterable[tuple[str, Any]]) -> None:
         read_tensors(checkpoint.directory, checkpoint.metadata, targets)
@@ -205,6 +188,37 @@ def load_training_state(
 
     ranks.agree(f"reading {checkpoint.path}", read)
     return report
+
+
+def _matched(found: Manifest, names: Names, wanted: Mapping[str, Mapping[str, LiveTensor]], *, strict: bool) -> Match:
+    """The checkpoint's tensor for each of the live ones, which are ``wanted`` by prefix of their keys and FQN."""
+    aliases = {
+        p + alias: p + fqn for p, known in wanted.items() for alias, fqn in names.aliases.items() if fqn in known
+    }
+    stored = {key: entry.shape for key, entry in found.tensors.items() if key.startswith(tuple(wanted))}
+    tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
+    homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
+    matched = match(_shapes(_joined(wanted)), aliases, stored, {a: home for a, home in homes.items() if home in stored})
+    left_out = {layout.MODEL_PREFIX + fqn for fqn in found.facts.frozen} if strict else set()
+    matched.missing[:] = [key for key in matched.missing if key not in left_out]
+    matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
+    return matched
+
+
+def _joined(wanted: Mapping[str, Mapping[str, LiveTensor]]) -> dict[str, LiveTensor]:
+    return {prefix + fqn: tensor for prefix, tensors in wanted.items() for fqn, tensor in tensors.items()}
+
+
+def _check_frozen(checkpoint: OpenCheckpoint, base: Mapping[str, LiveTensor]) -> None:
+    """Refuse frozen weights that are not those which the checkpoint was saved without. All ranks call it."""
+    frozen = checkpoint.manifest.facts.frozen
+    here = digests({fqn: base[fqn] for fqn in frozen if fqn in base})
+    if other := [fqn for fqn, digest in frozen.items() if here.get(fqn) != digest]:
+        raise errors.CheckpointMismatchError(
+            f"{checkpoint.path} was saved without its frozen weights (save_frozen: false), and here are others of "
+            f"{layout.listed(other, most=5)}: load the same ones first, in configure_model or on_fit_start. "
+            "strict_loading=False goes on from those that are here."
+        )
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

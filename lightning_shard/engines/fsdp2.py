@@ -145,30 +145,49 @@ class FSDP2Engine(StepsOwnParameters):
         In manual optimization each child of ``root`` is a unit too: several backward passes run in one step, each over
         a part of the model, and the rest need not be gathered and reduced with it.
         """
-        policy, apply = run.policy, self._applier(run)
-        found = _users_units(root, policy)
+        policy, found = run.policy, self._chosen_units(root, run)
+        ignored_modules, ignored = ignored_parameters(root, self._units.ignored_modules)
+        transforms = find_transforms(root, found, self._forward_options)
+        materializer = Materializer(root, device=run.device, seed=run.seed)
+        dtypes = computes(found, policy.compute)
+        # First, so that what checkpointing runs again in backward has the casts in it.
+        _cast(root, policy, dtypes, ignored_modules)
+        transforms()
+        self._make_units(root, found, run, dtypes, ignored, _preparation(materializer, device=run.device))
+        # Read after it, because it replaces parameters.
+        self.upcast = casting.cast_trainable_parameters(root, policy.master)
+        forward.gather_on_read(root)
+        made: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        for unit in made:
+            vars(unit)["__deepcopy__"] = partial(refuse_copy, self.strategy)
+        for below_root in made[1:]:
+            leave_inputs_alone(below_root)
+        _set_prefetch(made[1:], self._units)
+        self._ignored = [p for p in ignored() if p.requires_grad]
+
+    def _chosen_units(self, root: nn.Module, run: Run) -> list[Unit]:
+        """The units that configure_model made, else those of the settings."""
+        found = _users_units(root, run.policy)
         if found is None:
-            found = find_units(root, self._units.units, with_children=not run.automatic)
-        elif any(rule.special for rule in unit_rules(self._units.units)):
+            return find_units(root, self._units.units, with_children=not run.automatic)
+        if any(rule.special for rule in unit_rules(self._units.units)):
             raise WrappingError(
                 "units has entries with settings of their own, but configure_model applied fully_shard, whose units "
                 "stay. Pass these settings there, or leave the sharding to the strategy."
             )
-        ignored_modules, ignored = ignored_parameters(root, self._units.ignored_modules)
-        transforms = find_transforms(root, found, self._forward_options)
-        materializer = Materializer(root, device=run.device, seed=run.seed)
+        return found
 
-        # First, so that what checkpointing runs again in backward has the casts in it.
-        dtypes = computes(found, policy.compute)
-        if {policy.compute, *dtypes.values()} != {torch.float32}:
-            casting.install_casts(
-                root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
-            )
-            casting.round_scalars(root, policy.compute, dtypes)
-        else:
-            for module in ignored_modules:
-                casting.compute_in(module, torch.float32)
-        transforms()
+    def _make_units(
+        self,
+        root: nn.Module,
+        found: Sequence[Unit],
+        run: Run,
+        dtypes: Mapping[nn.Module, torch.dtype],
+        ignored: Callable[[], Collection[nn.Parameter]],
+        prepare: Callable[[tuple[nn.Module, ...]], None],
+    ) -> None:
+        """Make an FSDP module of each unit, innermost first, and of ``root`` at last."""
+        apply, children = self._applier(run), set(root.children())
 
         def make(modules: tuple[nn.Module, ...], reshard: bool | int | None, compute: torch.dtype) -> None:
             apply(
@@ -177,13 +196,11 @@ class FSDP2Engine(StepsOwnParameters):
                 # Given in fp32 too: a frozen parameter in another dtype is then seen in fp32. Inputs are cast by
                 # `install_casts`, which knows a batch's targets from a module's inputs.
                 mp_policy=MixedPrecisionPolicy(
-                    param_dtype=compute, reduce_dtype=policy.reduce, cast_forward_inputs=False
+                    param_dtype=compute, reduce_dtype=run.policy.reduce, cast_forward_inputs=False
                 ),
                 ignored_params=set(ignored()) or None,
             )
 
-        prepare = _preparation(materializer, device=run.device)
-        children = set(root.children())
         for unit in found:
             prepare(unit.modules)
             if isinstance(unit.modules[0], FSDPModule):
@@ -195,17 +212,7 @@ class FSDP2Engine(StepsOwnParameters):
         prepare((root,))
         if not isinstance(root, FSDPModule):
             # None: torch keeps the root gathered between forward and backward, whatever the units do.
-            make((root,), None, policy.compute)
-        # Read after it, because it replaces parameters.
-        self.upcast = casting.cast_trainable_parameters(root, policy.master)
-        forward.gather_on_read(root)
-        below: list[FSDPModule] = [m for m in root.modules() if isinstance(m, FSDPModule) and m is not root]
-        vars(root)["__deepcopy__"] = partial(refuse_copy, self.strategy)
-        for below_root in below:
-            vars(below_root)["__deepcopy__"] = vars(root)["__deepcopy__"]
-            leave_inputs_alone(below_root)
-        _set_prefetch(below, self._units)
-        self._ignored = [p for p in ignored() if p.requires_grad]
+            make((root,), None, run.policy.compute)
 
     def _watch_steps(self, module: nn.Module) -> None:
         self._written = WrittenInSteps(module)
@@ -315,6 +322,23 @@ class FSDP2Engine(StepsOwnParameters):
 
     def before_reading(self) -> None:
         forward.reshard(self._module)
+
+
+def _cast(
+    root: nn.Module,
+    policy: PrecisionPolicy,
+    dtypes: Mapping[nn.Module, torch.dtype],
+    ignored_modules: Collection[nn.Module],
+) -> None:
+    """Have the tree compute in the policy's dtype, and units in their own; what is ignored in fp32 if all else is."""
+    if {policy.compute, *dtypes.values()} == {torch.float32}:
+        for module in ignored_modules:
+            casting.compute_in(module, torch.float32)
+        return
+    casting.install_casts(
+        root, policy.compute, inside=dtypes, whole=ignored_modules, output=policy.output, float8=policy.float8
+    )
+    casting.round_scalars(root, policy.compute, dtypes)
 
 
 def _whole_steps(optimizer: Optimizer, root: nn.Module, run: Run) -> WholeSteps:

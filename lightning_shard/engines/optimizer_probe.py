@@ -8,6 +8,7 @@ several parameters can't be divided over ranks at all.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -94,7 +95,6 @@ def _try(
     alone: bool,
     device: torch.device,
 ) -> bool:
-    name = type(optimizer).__qualname__
     device = next((p.device for p in group["params"] if not p.is_meta), device)
     generator = torch.Generator().manual_seed(0)
 
@@ -104,51 +104,77 @@ def _try(
     values, *different = [[made(), made()] for _ in range(1 + _STEPS)]
     # The first one twice: what estimates a step's size from its progress (Prodigy) changes it only then.
     gradients = [different[0], *different]
-    step = partial(_stepped, optimizer, group)
     with torch.random.fork_rng(in_use()):
-        random = torch.get_rng_state()
-        takes_closure = False
         try:
-            try:
-                full, insides = step(values, gradients)
-            except TypeError:
-                takes_closure, step = True, partial(step, closure=lambda: torch.zeros((), device=device))
-                full, insides = step(values, gradients)
-            apart = [step([values[i]], [[pair[i]] for pair in gradients])[0][0] for i in range(2)]
+            tried = _compared(partial(_stepped, optimizer, group), values, gradients)
         except Exception as error:
             if alone:
                 return False
             raise ConfigurationError(
-                f"{name} can't be tried on a tensor of shape {shape} ({type(error).__name__}: {error}), so that nobody "
-                "knows what it does to shards of a parameter. Use shard_ddp, or an optimizer that makes its state when "
-                "it steps and keeps its parameters in its groups alone."
+                f"{type(optimizer).__qualname__} can't be tried on a tensor of shape {shape} "
+                f"({type(error).__name__}: {error}), so that nobody knows what it does to shards of a parameter. Use "
+                "shard_ddp, or an optimizer that makes its state when it steps and keeps its parameters in its groups "
+                "alone."
             ) from error
-        draws = not torch.equal(random, torch.get_rng_state())
-        if alone and (takes_closure or draws or not all(map(_equal, full, apart))):
-            return not takes_closure
+        if alone and (tried.closure or tried.draws or tried.coupled):
+            return not tried.closure
         exact = aligned or dtype == torch.float32
-        if draws and exact:
-            raise ConfigurationError(
-                f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
-                "shard_ddp, or an optimizer that draws none."
-            )
-        if draws:
+        _refuse_unsharded(optimizer, tried, exact=exact)
+        if tried.draws:
             return False
-        if not all(map(_equal, full, apart)):
-            raise ConfigurationError(
-                f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
-                "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
-            )
         # The insides of a quantised state have other shapes than their parameter.
-        same = not shape or _same_in_parts(step, full[0], values[0], [pair[0] for pair in gradients], exact=exact)
-        if not insides and same and _takes_shards(step, group, dtype):
+        same = not shape or _same_in_parts(
+            tried.step, tried.full, values[0], [pair[0] for pair in gradients], exact=exact
+        )
+        if not tried.insides and same and _takes_shards(tried.step, group, dtype):
             return False
-        if takes_closure:
+        if tried.closure:
             raise ConfigurationError(
-                f"{name} needs full parameters and a closure that computes the loss again, but where parameters are "
-                "sharded it is called after backward, without one. Use shard_ddp."
+                f"{type(optimizer).__qualname__} needs full parameters and a closure that computes the loss again, but "
+                "where parameters are sharded it is called after backward, without one. Use shard_ddp."
             )
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """What two tensors of one shape got, stepped together and each alone."""
+
+    step: Callable[..., Any]  # Steps a copy, with a closure if it needs one.
+    full: Tensor  # The first one after the steps.
+    insides: bool  # Whether its state has tensors with others inside.
+    coupled: bool
+    draws: bool
+    closure: bool
+
+
+def _compared(step: Callable[..., Any], values: list[Tensor], gradients: list[list[Tensor]]) -> _Tried:
+    random = torch.get_rng_state()
+    closure = False
+    try:
+        full, insides = step(values, gradients)
+    except TypeError:
+        closure, step = True, partial(step, closure=lambda: torch.zeros((), device=values[0].device))
+        full, insides = step(values, gradients)
+    apart = [step([values[i]], [[pair[i]] for pair in gradients])[0][0] for i in range(2)]
+    draws = not torch.equal(random, torch.get_rng_state())
+    coupled = not all(map(_equal, full, apart))
+    return _Tried(step=step, full=full[0], insides=insides, coupled=coupled, draws=draws, closure=closure)
+
+
+def _refuse_unsharded(optimizer: Optimizer, tried: _Tried, *, exact: bool) -> None:
+    """ConfigurationError where ranks can't each step a part of the parameters."""
+    name = type(optimizer).__qualname__
+    if tried.draws and exact:
+        raise ConfigurationError(
+            f"{name} draws random numbers in its step, which can't be the same where parameters are sharded. Use "
+            "shard_ddp, or an optimizer that draws none."
+        )
+    if tried.coupled and not tried.draws:
+        raise ConfigurationError(
+            f"{name} couples parameters: stepped together they get other values than apart, so that no rank can "
+            "step its own part of them. Use shard_ddp, or an optimizer that steps each parameter by itself."
+        )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

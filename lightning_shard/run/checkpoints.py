@@ -329,24 +329,8 @@ class Checkpoints(CheckpointIO):
                 self._loading.directory.close()  # an error's frames keep it, and what is read is not removed
             self._loading = None
             self.remove_converted()
-        for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
-            if names:
-                rank_zero_warn(f"strict_loading is False: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
-        differing = list(report.overridden)
-        for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
-            for name, there, here in list(schedules_differing(schedule.scheduler, saved)) if optimizers else []:
-                winner, other = (here, there) if configured else (there, here)
-                # Rates at the beginning are those of the groups.
-                if name != "base_lrs":
-                    differing.append(f"{name} of schedule {number} is {winner[name]}, not {other[name]}")
-                there[name] = winner[name]
-        if differing and begins:
-            rank_zero_warn(
-                f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."
-                if configured
-                else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
-                "resume_hyperparameters: configuration on the strategy for those."
-            )
+        schedulers = _settle_schedules(schedules, state, configured=configured) if optimizers else []
+        _warn_of(report, [*report.overridden, *schedulers] if begins else [], configured=configured)
         self._engine.publish()
         if self.averaging is not None:
             self.averaging.loaded(state, averages=report.averages)
@@ -359,3 +343,30 @@ class Checkpoints(CheckpointIO):
         self._engine.before_reading()
         load.load_gradients(self.accumulated, self._module, self._engine.accumulated, factor=factor)
         self.accumulated = None
+
+
+def _settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, configured: bool) -> list[str]:
+    """Put the winner's settings of schedulers into ``state``, which Lightning loads; what differed, in words."""
+    differing = []
+    for number, (schedule, saved) in enumerate(zip(schedules, state.get("lr_schedulers", []), strict=False)):
+        for name, there, here in list(schedules_differing(schedule.scheduler, saved)):
+            winner, other = (here, there) if configured else (there, here)
+            # Rates at the beginning are those of the groups.
+            if name != "base_lrs":
+                differing.append(f"{name} of schedule {number} is {winner[name]}, not {other[name]}")
+            there[name] = winner[name]
+    return differing
+
+
+def _warn_of(report: load.LoadReport, differing: Sequence[str], *, configured: bool) -> None:
+    """Say what was not loaded, and whose hyperparameters win where they differ."""
+    for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
+        if names:
+            rank_zero_warn(f"strict_loading is False: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
+    if differing:
+        rank_zero_warn(
+            f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."
+            if configured
+            else f"The checkpoint's hyperparameters win: {'; '.join(differing)} as configured. Set "
+            "resume_hyperparameters: configuration on the strategy for those."
+        )
