@@ -126,7 +126,7 @@ USES = {
     "tensors/fake.py": ("fake tensors, the fake process group", "_internal _subclasses"),
     "tensors/names.py": (
         "children and buffers under each of their names, what was compiled",
-        "_compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
+        "_buffers _compiled_call_impl _modules _non_persistent_buffers_set _torchdynamo_orig_callable",
     ),
     "tensors/tracing.py": (
         "modes that follow operators",

@@ -34,7 +34,13 @@ from lightning_shard.checkpoint.files.place import AnyPath, Place, place
 from lightning_shard.checkpoint.files.tensor_files import read_full, read_own_state, read_tensors
 from lightning_shard.checkpoint.files.trainer_state import read_trainer_state
 from lightning_shard.checkpoint.matching import LoadReport, Match, match
-from lightning_shard.checkpoint.optimizer_state import live_tensors, load_extra_state, sharded_names
+from lightning_shard.checkpoint.optimizer_state import (
+    left_out,
+    live_tensors,
+    load_extra_state,
+    make_room,
+    sharded_names,
+)
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.errors import CheckpointCorruptError
 from lightning_shard.ranks import Ranks
@@ -148,6 +154,9 @@ def load_training_state(
     """
     ranks, found = Ranks.of(), checkpoint.manifest
 
+    def full(name: str) -> Tensor:
+        return read_full(checkpoint.directory, checkpoint.metadata, layout.MODEL_PREFIX + name)
+
     def prepare() -> tuple[Names, list[tuple[str, LiveTensor]], load_optimizers.OptimizerPlan, LoadReport]:
         if optimizers and layout.OPTIMIZER_STATES not in checkpoint.trainer_state:
             raise errors.CheckpointMismatchError(
@@ -155,11 +164,14 @@ def load_training_state(
                 "Resume from another; or begin a new run with its weights: export them (lightning-shard checkpoint "
                 "export), for the callback PretrainedWeights."
             )
-        names = sharded_names(module)
+        shapes = {
+            name: entry.shape for name, entry in layout.without_prefix(layout.MODEL_PREFIX, found.tensors).items()
+        }
+        names = make_room(module, sharded_names(module), shapes, full)
         wanted = {layout.MODEL_PREFIX: live_tensors(names, masters)}
         if averages and any(key.startswith(layout.AVERAGE_PREFIX) for key in found.tensors):
             wanted[layout.AVERAGE_PREFIX] = dict(averages)
-        matched = _matched(found, names, wanted, strict=strict)
+        matched = _matched(found, names, wanted, kept=left_out(module, names) if strict else None)
         saved = checkpoint.trainer_state[layout.OPTIMIZER_STATES] if optimizers else []
         plan = load_optimizers.plan_optimizers(optimizers, names, found, saved, matched, configured=configured)
         report = matched.judge(checkpoint.path, strict)
@@ -190,8 +202,13 @@ def load_training_state(
     return report
 
 
-def _matched(found: Manifest, names: Names, wanted: Mapping[str, Mapping[str, LiveTensor]], *, strict: bool) -> Match:
-    """The checkpoint's tensor for each of the live ones, which are ``wanted`` by prefix of their keys and FQN."""
+def _matched(
+    found: Manifest, names: Names, wanted: Mapping[str, Mapping[str, LiveTensor]], *, kept: set[str] | None
+) -> Match:
+    """The checkpoint's tensor for each of the live ones, which are ``wanted`` by prefix of their keys and FQN.
+
+    ``kept``: those that may be missing, with which digests are compared; None: all.
+    """
     aliases = {
         p + alias: p + fqn for p, known in wanted.items() for alias, fqn in names.aliases.items() if fqn in known
     }
@@ -199,8 +216,10 @@ def _matched(found: Manifest, names: Names, wanted: Mapping[str, Mapping[str, Li
     tied = layout.without_prefix(layout.MODEL_PREFIX, found.aliases).items()
     homes = {p + alias: p + key.removeprefix(layout.MODEL_PREFIX) for p in wanted for alias, key in tied}
     matched = match(_shapes(_joined(wanted)), aliases, stored, {a: home for a, home in homes.items() if home in stored})
-    left_out = {layout.MODEL_PREFIX + fqn for fqn in found.facts.frozen} if strict else set()
-    matched.missing[:] = [key for key in matched.missing if key not in left_out]
+    if kept is not None:
+        digested, own = ({layout.MODEL_PREFIX + fqn for fqn in fqns} for fqns in (found.facts.frozen, kept))
+        matched.kept.extend(key for key in matched.missing if key in own - digested)
+        matched.missing[:] = [key for key in matched.missing if key not in own | digested]
     matched.unexpected[:] = [key for key in matched.unexpected if key.startswith(layout.MODEL_PREFIX)]
     return matched
 

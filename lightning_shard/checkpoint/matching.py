@@ -33,6 +33,7 @@ class LoadReport:
 class Match:
     sources: dict[str, str] = field(default_factory=dict)  # Name of a live tensor to the name that it is stored under.
     missing: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # Missing too, and not asked for.
     unexpected: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)  # Names with both shapes.
     problems: list[str] = field(default_factory=list)  # What else does not fit, in sentences.
@@ -57,7 +58,7 @@ class Match:
                     f"  {hint}strict=False (in a run strict_loading = False of the module) loads what matches."
                 )
             raise CheckpointMismatchError("\n".join([f"{path} does not fit:", *lines]))
-        return LoadReport(missing=tuple(self.missing), unexpected=tuple(self.unexpected))
+        return LoadReport(missing=(*self.missing, *self.kept), unexpected=tuple(self.unexpected))
 
 
 def match(

@@ -10,6 +10,7 @@ over flat tensors its owner says it with a `FlatOptimizer`.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_shard.checkpoint.files.trainer_state import encode_trainer_state,
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError, ConfigurationError
 from lightning_shard.tensors import flat
 from lightning_shard.tensors.flat import AnyOptimizer, FlatMember, FlatOptimizer, LiveTensor, OwnedOptimizer
-from lightning_shard.tensors.names import Names, fqns
+from lightning_shard.tensors.names import Names, fqns, persistent_buffers
 
 
 def sharded_names(module: nn.Module) -> Names:
@@ -53,7 +54,7 @@ def extra_state(module: nn.Module, names: Names) -> dict[str, Any]:
     ``get_extra_state`` of modules and persistent states of torchmetrics are such things.
     """
     extra: dict[str, Any] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    for key, value in _state_dict(module).items():
         name = names.unwrapped(key)
         # A hook may give a tensor another name.
         if name not in names.tensors and name not in names.aliases and names.of(value) is None:
@@ -68,7 +69,7 @@ def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], 
     """
     if not extra:
         return
-    keys = {names.unwrapped(key): key for key in module.state_dict(keep_vars=True)}
+    keys = {names.unwrapped(key): key for key in _state_dict(module)}
     unknown = [name for name in extra if name not in keys]
     if unknown and strict:
         raise CheckpointMismatchError(
@@ -76,6 +77,53 @@ def load_extra_state(module: nn.Module, names: Names, extra: Mapping[str, Any], 
             "leave it out"
         )
     module.load_state_dict({keys[name]: value for name, value in extra.items() if name in keys}, strict=False)
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()``, of the live tensors where an override of it can be asked for them."""
+    takes = inspect.signature(module.state_dict).parameters.values()
+    live = any(each.name == "keep_vars" or each.kind == each.VAR_KEYWORD for each in takes)
+    return module.state_dict(keep_vars=True) if live else module.state_dict()
+
+
+def left_out(module: nn.Module, names: Names) -> set[str]:
+    """Names, tied ones too, of the tensors that ``module.state_dict()`` is written not to have.
+
+    One that has tensors under names of its own leaves out none: they are stored under the module's names.
+    """
+    homes = {**{name: name for name in names.tensors}, **names.aliases}
+    found = _state_dict(module)
+    if homes.keys() <= {names.unwrapped(key) for key in found}:
+        return set()
+    stock = nn.Module.state_dict(module, keep_vars=True)
+    if any(isinstance(found[key], Tensor) for key in found.keys() - stock.keys()):
+        found = stock
+    known = {name for key in found.keys() & stock.keys() for name in (names.unwrapped(key), names.of(stock[key]))}
+    kept = {home for name, home in homes.items() if name in known}
+    return {name for name, home in homes.items() if home not in kept}
+
+
+def make_room(
+    module: nn.Module, names: Names, stored: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+) -> Names:
+    """Let ``module.load_state_dict`` resize or make the buffers that have another shape where they are stored.
+
+    Code of modules does (``_load_from_state_dict``, hooks); what it does not do is found when shapes are compared.
+    ``stored``: FQN to shape; ``read`` gives the tensor. Returns the names after it.
+    """
+    state: dict[str, Tensor] = {}
+    room = False
+    for key, name, live in persistent_buffers(module):
+        if name in stored:
+            # One that fits is there for what code may look for, and keeps its values for now.
+            if live is None or live.shape != stored[name]:
+                live, room = read(name), True
+            state[key] = live
+    if not room:
+        return names
+    with suppress(RuntimeError, LookupError):
+        module.load_state_dict(state, strict=False)
+    return fqns(module)
 
 
 # Non-tensor slots of one parameter, hyperparameters of one group: name to value.

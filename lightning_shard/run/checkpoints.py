@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.foreign.hugging_face import Skeleton, skeleton
 from lightning_shard.checkpoint.foreign.lightning_file import ModuleNames
 from lightning_shard.checkpoint.inspect import is_foreign, open_any
 from lightning_shard.checkpoint.matching import differing as schedules_differing
-from lightning_shard.checkpoint.optimizer_state import check_savable, live_tensors, sharded_names
+from lightning_shard.checkpoint.optimizer_state import check_savable, left_out, live_tensors, sharded_names
 from lightning_shard.checkpoint.plan import digests
 from lightning_shard.checkpoint.save import training_state, write_portable
 from lightning_shard.engines.engine import Engine
@@ -96,11 +96,12 @@ class Checkpoints(CheckpointIO):
     def state_dict(self) -> dict[str, Any]:
         """FQN, tied ones too, to this rank's live tensor: full, a DTensor or shards of flat memory.
 
-        What ``on_save_checkpoint`` takes out of it is left out of the checkpoint.
+        What the module's own ``state_dict()`` has not, or ``on_save_checkpoint`` takes out of it, no checkpoint has.
         """
-        names = fqns(self._module)
+        names = sharded_names(self._module)
         own = {**names.tensors, **{alias: names.tensors[fqn] for alias, fqn in names.aliases.items()}}
-        return {**own, **self._engine.tensors.masters()}
+        without = left_out(self._module, names)
+        return {name: t for name, t in {**own, **self._engine.tensors.masters()}.items() if name not in without}
 
     def save_checkpoint(
         self,
@@ -330,7 +331,7 @@ class Checkpoints(CheckpointIO):
             self._loading = None
             self.remove_converted()
         schedulers = _settle_schedules(schedules, state, configured=configured) if optimizers else []
-        _warn_of(report, [*report.overridden, *schedulers] if begins else [], configured=configured)
+        _warn_of(report, [*report.overridden, *schedulers] if begins else [], strict=strict, configured=configured)
         self._engine.publish()
         if self.averaging is not None:
             self.averaging.loaded(state, averages=report.averages)
@@ -358,11 +359,12 @@ def _settle_schedules(schedules: Sequence[Any], state: Mapping[str, Any], *, con
     return differing
 
 
-def _warn_of(report: load.LoadReport, differing: Sequence[str], *, configured: bool) -> None:
+def _warn_of(report: load.LoadReport, differing: Sequence[str], *, strict: bool, configured: bool) -> None:
     """Say what was not loaded, and whose hyperparameters win where they differ."""
     for what, names in (("keep their values", report.missing), ("are in the checkpoint alone", report.unexpected)):
         if names:
-            rank_zero_warn(f"strict_loading is False: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
+            why = "state_dict() leaves them out" if strict else "strict_loading is False"
+            rank_zero_warn(f"{why}: these {what} ({len(names)}): {layout.listed(names, most=5)}.")
     if differing:
         rank_zero_warn(
             f"The configuration's hyperparameters win: {'; '.join(differing)} as in the checkpoint."

@@ -12,7 +12,7 @@ from lightning_shard.private_names import require
 from lightning_shard.text import did_you_mean
 
 # There is no public way to a child under each of its names.
-require(nn.Module, "_compiled_call_impl _modules _non_persistent_buffers_set", tested="torch 2.11 to 2.13")
+require(nn.Module, "_buffers _compiled_call_impl _modules _non_persistent_buffers_set", tested="torch 2.11 to 2.13")
 
 # The attributes under which wrappers hold what they wrap; no user's module has these names.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -112,6 +112,14 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_persistent(module, name):
             yield name, buffer
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, str, Tensor | None]]:
+    """Each persistent buffer under each of its names: key in ``state_dict()``, FQN, value; None has none yet."""
+    for key, prefix, owner in _modules(module, "", ""):
+        for name, buffer in owner._buffers.items():
+            if is_persistent(owner, name):
+                yield key + name, prefix + name, buffer
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_shard.checkpoint.files.manifest import read_manifest
 from lightning_shard.checkpoint.matching import LoadReport
-from lightning_shard.checkpoint.optimizer_state import extra_state, load_extra_state
+from lightning_shard.checkpoint.optimizer_state import extra_state, left_out, load_extra_state
 from lightning_shard.errors import CheckpointError, CheckpointMismatchError
 from lightning_shard.tensors.names import fqns
 from tests.checkpoint.calls import live, load_into, load_module, save_module, save_tensors, trainer_state
@@ -207,4 +207,95 @@ def looks_per_part(path: str, parts: int) -> tuple[float, float]:
 def test_the_module_tree_is_walked_a_few_times_whatever_its_size(tmp_path):
     few, many = (looks_per_part(str(tmp_path / f"{n}.ckpt"), n) for n in (20, 40))
     assert few == many, "a walk for each key takes quadratic time"
-    assert max(few) <= 4
+    assert max(few) <= 6
+
+
+class Seen(nn.Module):
+    """Its buffers have as many elements as it has seen; loading makes room for those that are stored."""
+
+    def __init__(self, count: int | None, *, by_hook: bool = False, makes_room: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", None if count is None else torch.arange(float(count)))
+        self.register_buffer("same", torch.ones(2))
+        self.makes_room = makes_room and not by_hook
+        if by_hook:
+            self.register_load_state_dict_pre_hook(
+                lambda module, state, prefix, *_: module.room(state[prefix + "seen"])
+            )
+
+    def room(self, stored: Tensor) -> None:
+        self.seen = torch.full_like(stored, -1.0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.makes_room:
+            self.room(state_dict[prefix + "seen"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize("how", [{}, {"by_hook": True}])
+@pytest.mark.parametrize("counts", [(0, 3), (None, None), (4, 5)])
+def test_buffers_for_which_modules_make_room_are_loaded(tmp_path, how, counts):
+    save_module(tmp_path / "a.ckpt", module=nn.ModuleList([Seen(4), Seen(3)]))
+    net = nn.ModuleList(Seen(count, **how) for count in counts)
+    with torch.no_grad():
+        net[0].same.zero_()
+    load_module(tmp_path / "a.ckpt", module=net)
+    assert [part.seen.tolist() for part in net] == [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
+    assert net[0].same.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_buffer_of_another_shape_without_room_is_refused(tmp_path, strict):
+    save_module(tmp_path / "a.ckpt", module=nn.ModuleList([Seen(4)]))
+    net = nn.ModuleList([Seen(3, makes_room=False)])
+    with pytest.raises(
+        CheckpointMismatchError, match=r"of another shape \(1\): model\.0\.seen \(4,\) there, \(3,\) here"
+    ):
+        load_module(tmp_path / "a.ckpt", module=net, strict=strict)
+
+
+class Filtered(Net):
+    """Its ``state_dict()`` leaves parts out, as that of a module with a frozen teacher does."""
+
+    without = ("module.1.", "scale")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in found.items() if not name.startswith(self.without)}
+
+
+class Renamed(Net):
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {f"net.{name}": value for name, value in super().state_dict().items()}
+
+
+class Added(Filtered):
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().state_dict(), "note": "mine"}
+
+
+def test_what_state_dict_leaves_out_is_known_by_all_its_names():
+    class WithoutTheTied(Filtered):
+        without = ("embed.",)
+
+    found = {
+        cls: left_out(net, fqns(net)) for cls in (Net, Filtered, Added, Renamed, WithoutTheTied) for net in [cls()]
+    }
+    body = {name for name in PARAMETERS + BUFFERS if name.startswith(Filtered.without)}
+    assert body
+    assert found == {Net: set(), Filtered: body, Added: body, Renamed: set(), WithoutTheTied: set()}
+    assert extra_state(Added(), fqns(Added()))["note"] == "mine"
+
+
+def test_what_state_dict_leaves_out_keeps_its_values_and_is_told(tmp_path):
+    net = Filtered()
+    save_module(tmp_path / "a.ckpt", module=net, leave_out=left_out(net, fqns(net)))
+    other = Filtered(seed=1)
+    before = {name: tensor.clone() for name, tensor in other.named_parameters()}
+    report = load_module(tmp_path / "a.ckpt", module=other)[1]
+    assert {key.removeprefix("model.") for key in report.missing} == left_out(other, fqns(other))
+    for name, tensor in other.named_parameters():
+        assert torch.equal(tensor, before[name] if name.startswith(Filtered.without) else net.get_parameter(name))
+    with pytest.raises(CheckpointMismatchError, match="missing in the checkpoint"):
+        load_module(tmp_path / "a.ckpt", module=Net())

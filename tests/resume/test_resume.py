@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import PreemptionConfig
+from lightning_shard import PreemptionConfig, full_tensor
 from lightning_shard.errors import CheckpointError, DataError
 from lightning_shard.registry import build
 from lightning_shard.run.data import other_batch
@@ -289,6 +289,42 @@ def test_what_on_save_checkpoint_takes_out_is_left_out(tmp_path: Path) -> None:
         assert "model.head.weight" in keys
         assert note == "mine"
         assert right
+
+
+class _Filtered(TinyLM):
+    """Its state_dict() has no embedding, and takes no arguments."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for name, value in super().state_dict().items() if not name.startswith("embed.")}
+
+
+def _resumed_without(strategy: str) -> tuple[list[str], bool, list[str]]:
+    from lightning_shard.checkpoint.files.manifest import read_manifest
+
+    trainer = quiet_trainer(strategy=strategy, max_steps=2)
+    trainer.fit(module := _Filtered(), loader())
+    trainer.save_checkpoint("filtered.ckpt")
+    head, embed = (full_tensor(trainer, name) for name in ("head.weight", "embed.weight"))
+    again = _Filtered(seed=8)
+    trainer = quiet_trainer(strategy=strategy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(again, loader(count=8, shuffle=False), ckpt_path="filtered.ckpt", verbose=False)
+    same = torch.equal(full_tensor(trainer, "head.weight"), head)
+    other = torch.equal(full_tensor(trainer, "embed.weight"), embed)
+    quiet_trainer(strategy=strategy, max_steps=3).fit(module, loader(), ckpt_path="filtered.ckpt")
+    said = [str(w.message) for w in caught if "leaves them out" in str(w.message)]
+    return sorted(read_manifest("filtered.ckpt").tensors), same and not other, said
+
+
+@pytest.mark.parametrize("strategy", ["shard_ddp", "shard_fsdp", "shard_deepspeed_stage_3"])
+def test_what_the_modules_own_state_dict_leaves_out_is_left_out(strategy: str) -> None:
+    for rank, (keys, right, said) in enumerate(run_distributed(_resumed_without, 2, strategy)):
+        assert "model.embed.weight" not in keys
+        assert {"model.head.weight", "optimizer.0.embed.weight.exp_avg"} <= set(keys)
+        assert right
+        told = ["state_dict() leaves them out: these keep their values (1): model.embed.weight."]
+        assert said == (told if rank == 0 else [])
 
 
 def _epoch_withother_batches(strategy: str) -> list[int]:
