@@ -157,6 +157,11 @@ def nothing_follows(trainer: Trainer) -> bool:
     return bool(loop.epoch_loop._is_training_done or (trainer.should_stop and loop._can_stop_early))
 
 
+def stop_is_due(trainer: Trainer) -> bool:
+    """Whether the fit was told to stop, and goes on until it has had ``min_epochs`` and ``min_steps``."""
+    return bool(trainer.should_stop and not trainer.fit_loop._can_stop_early)
+
+
 def mark_after_batch(trainer: Trainer) -> None:
     """Make the counters those of a state saved in ``on_train_batch_end``; the next batch is where the run goes on."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress

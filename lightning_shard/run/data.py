@@ -114,7 +114,7 @@ class Data:
             **accumulation_state(trainer),
         }
         kept = {"seed": torch.initial_seed(), "epoch_ends": epoch_ends, "batch": _factors(trainer)}
-        kept["reloaded"] = loaders.reload_epoch(trainer)
+        kept |= {"reloaded": loaders.reload_epoch(trainer), "stop": loops.stop_is_due(trainer)}
         return {**checkpoint, "loops": counters, RUN_STATE: kept, **thawed(trainer)}, own
 
     def loaded(self, checkpoint: dict[str, Any], rank: int) -> None:
@@ -149,6 +149,7 @@ class Data:
         # Ahead of what says that the loops do not resume any more.
         loaders.recount_batches(trainer, (resumed or {}).get("reloaded"))
         if resumed is not None:
+            trainer.should_stop = trainer.should_stop or bool(resumed.get("stop"))
             resume_accumulation(trainer, resumed["ranks"], checkpoints)
             ranks, rank, size = resumed["ranks"], trainer.global_rank, trainer.world_size
             # At another number of ranks metrics are merged, and ranks that did not exist get generators of their own.

@@ -215,6 +215,29 @@ def test_loaders_are_made_anew_in_the_epochs_in_which_they_would_have_been() -> 
     assert rests == [whole[start:] for start in starts]
 
 
+class Stops(pl.Callback):
+    """Asks for a stop once, in the second batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step == 2
+
+
+def test_a_stop_that_waits_for_min_steps_comes_in_a_resumed_run_too() -> None:
+    settings = {"callbacks": [Stops()], "min_steps": 6, "limit_val_batches": 0}
+    run = ("on_train_batch_end", [1, 3, 5], _shuffled)
+    [(whole, _, starts, rests)] = run_distributed(_whole_and_rests, 1, *run, **settings)
+    assert len(whole) == 8  # with the ends of two epochs
+    assert rests == [whole[start:] for start in starts]
+
+
+def test_a_run_that_was_stopped_goes_on_when_it_is_resumed() -> None:
+    settings = {"callbacks": [Stops()], "min_steps": 2, "limit_val_batches": 0}
+    run = ("on_train_end", [1], _shuffled)
+    [(whole, _, _, [rest])] = run_distributed(_whole_and_rests, 1, *run, **settings)
+    assert len(whole) == 5  # an epoch, which is the least
+    assert len(rest) == 10
+
+
 def test_averaging_goes_on_in_its_first_epoch_with_its_learning_rates() -> None:
     run = ("on_train_batch_end", [2, 6, 9], _shuffled)
     settings = {"callbacks": [StochasticWeightAveraging(1e-3, swa_epoch_start=2)], "limit_val_batches": 0}
