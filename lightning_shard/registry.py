@@ -149,7 +149,9 @@ def _refuse(name: str, where: str) -> None:
 def _available(strategies: Any) -> list[str]:
     """Lightning's list of names; to the Trainer it explains a name that is not there."""
     names: list[str] = type(strategies).available_strategies(strategies)
-    caller = frame.f_back.f_globals["__name__"] if (frame := inspect.currentframe()) and frame.f_back else ""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back  # Its own frame in a variable would be a cycle, which keeps the Trainer.
+    caller = frame.f_globals["__name__"] if frame else ""
     return _Names(names) if caller == "lightning.pytorch.trainer.connectors.accelerator_connector" else names
 
 

@@ -86,8 +86,9 @@ def user() -> tuple[FrameType | None, set[str]]:
 
     A comprehension stands for the function that it is in. Frames of the caller's own file do not count.
     """
-    here = inspect.currentframe()
-    frame, through = here and here.f_back, set[str]()
+    # No variable keeps this call's own frame: it would be a cycle, and all callers' tensors would wait for a collection.
+    frame, through = inspect.currentframe(), set[str]()
+    frame = frame and frame.f_back
     file = frame and frame.f_code.co_filename
     while frame is not None and (
         frame.f_code.co_filename == file

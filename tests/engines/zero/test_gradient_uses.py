@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,3 +116,20 @@ def test_gradients_of_a_step_are_dropped_before_the_next() -> None:
     pending = True
     with pytest.raises(ConfigurationError, match="The gradient of a was dropped"):
         gradients.drop("a")
+
+
+def test_a_look_at_a_gradient_keeps_nothing_of_its_callers(watched: tuple[nn.Parameter, list[str]]) -> None:
+    parameter, _ = watched
+
+    def reads() -> weakref.ref[Any]:
+        large = nn.Linear(1, 1)
+        parameter.grad = None
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        # DeepSpeed's buckets would live into the step, as long as no garbage is collected.
+        assert reads()() is None
+    finally:
+        gc.enable()
